@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hvd_async.algorithms.leader.messages import ALL_RANKS
+from hvd_async.algorithms.leader.selection import ALL_RANKS
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.runtime.codec import Codec, encode
 from hvd_async.runtime.coordinator import Coordinator

@@ -3,18 +3,211 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from hvd_async.advisor.culprits import Culprits, find_culprits
-from hvd_async.advisor.links import Given, Link, fit
-from hvd_async.advisor.modes import EVERY, YARDSTICK, Mode, Risk, named_modes
-from hvd_async.advisor.prediction import Prediction, predict
+from hvd_async.advisor.prediction import EVERY, YARDSTICK, Mode, Prediction, Risk, named_modes, predict
 from hvd_async.algorithms.eager.quorum import waits_for_all
 from hvd_async.simulation.names import GOSSIP, LEADERS
-from hvd_async.traces.format import HOROVOD, Header
-from hvd_async.traces.reader import Trace
+from hvd_async.simulation.network import Network, ring_bytes
+from hvd_async.traces.format import HOROVOD, Header, Trace
+
+# -- ranks that others wait for ----------------------------------------------------------------------------------------
+# Who makes whom wait: from each rank's own work, so that a rank that is late because it had to wait is not blamed.
+#
+# In a step of a job in which all wait for all, the others wait for the rank with the most work of its own in it. Pure.
+
+
+Times = NDArray[np.float64]
+BALANCED = 0.05
+"""Share of a step that may be lost to waiting where ranks count as balanced."""
+ALWAYS = 0.6
+"""Share of the time lost from which one rank counts as always slow."""
+
+
+class Culprits(NamedTuple):
+    """Who makes whom wait.
+
+    Attributes:
+        work: mean seconds of a rank's own work in a step, by rank.
+        last: share of the steps in which each rank had the most work.
+        held: [culprit, waiting rank]: seconds a step that the one makes the other wait, if all wait for all.
+        lost: share of the slowest rank's time that the mean rank would wait.
+        waited: mean seconds a step that each rank has waited in the trace.
+        slow: the rank that is to blame for most of it; None where it is now one, now another, or nobody.
+    """
+
+    work: Times
+    last: Times
+    held: Times
+    lost: float
+    waited: Times
+    slow: int | None
+
+    @property
+    def blame(self) -> Times:
+        """Share of all waiting that each rank causes; zeros where nobody waits."""
+        total = self.held.sum()
+        shares: Times = self.held.sum(axis=1) / total if total else np.zeros(len(self.work))
+        return shares
+
+    @property
+    def balanced(self) -> bool:
+        """Whether hardly anything is lost to waiting."""
+        return self.lost < BALANCED
+
+    def text(self) -> str:
+        """Return what is found, in a sentence or two."""
+        if self.balanced:
+            return f"The ranks are balanced: {self.lost:.0%} of a step would be lost to waiting for the slowest rank."
+        most = int(self.blame.argmax())
+        lost = f"{self.lost:.0%} of a step is lost to waiting for the slowest rank."
+        if self.slow is not None:
+            own, others = self.work[self.slow], np.delete(self.work, self.slow).mean()
+            return (
+                f"Rank {self.slow} is slow: {own:.3g} s of its own work a step, the others {others:.3g} s; "
+                f"it causes {self.blame[self.slow]:.0%} of all waiting. {lost}"
+            )
+        return (
+            f"Now one rank is late, now another: none causes more than {self.blame[most]:.0%} of the waiting "
+            f"(rank {most}). {lost}"
+        )
+
+
+def find_culprits(work: Times, waits: Times) -> Culprits:
+    """Find who makes whom wait.
+
+    Args:
+        work: seconds of each rank's own work, [steps, ranks].
+        waits: seconds that each rank has waited, [steps, ranks].
+    """
+    steps, ranks = work.shape
+    last, most = work.argmax(axis=1), work.max(axis=1)
+    held = np.zeros((ranks, ranks))
+    np.add.at(held, last, (most[:, None] - work) / steps)
+    lost = float(1 - work.mean() / most.mean())
+    first = int(held.sum(axis=1).argmax())
+    alone = ranks > 1 and held[first].sum() >= ALWAYS * held.sum() and lost >= BALANCED
+    return Culprits(
+        work=work.mean(axis=0),
+        last=np.bincount(last, minlength=ranks) / steps,
+        held=held,
+        lost=lost,
+        waited=waits.mean(axis=0),
+        slow=first if alone else None,
+    )
+
+
+# -- the network -------------------------------------------------------------------------------------------------------
+# Latency and bandwidth of the network: given, or fitted from a trace in which all ranks wait for all. Pure.
+
+
+LATENCY = 0.0003
+"""Seconds of a message between a rank and the coordinator, one way, where none are given."""
+CYCLE = 0.001
+"""Horovod looks for collectives that may start every so many seconds (``HOROVOD_CYCLE_TIME``)."""
+SMALL = 1_000_000
+"""Bytes of gradients up to which what an allreduce takes is put down to software, not to the link."""
+
+
+class Given(msgspec.Struct, frozen=True):
+    """A user's knowledge of the network; None: unknown.
+
+    Attributes:
+        latency_s: of a message, one way.
+        bandwidth_bytes_s: of a rank's link, each way at once.
+    """
+
+    latency_s: float | None = None
+    bandwidth_bytes_s: float | None = None
+
+
+class Link(NamedTuple):
+    """The network that is simulated.
+
+    Attributes:
+        network: its parameters.
+        allreduce_s: seconds that an allreduce of the gradients took in the trace; None: cannot be told.
+        origin: where the parameters come from, in words.
+    """
+
+    network: Network
+    allreduce_s: float | None
+    origin: str
+
+
+def read_given(file: Path) -> Given:
+    """Read what is known from a JSON file with ``latency_s`` and ``bandwidth_bytes_s``; other fields are ignored.
+
+    Raises:
+        ValueError: it is no such file, or a number is not above 0.
+    """
+    try:
+        given = msgspec.json.decode(file.read_bytes(), type=Given)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{file} tells nothing of a network: {error}") from error
+    return checked(given)
+
+
+def checked(given: Given) -> Given:
+    """Return what is known, if it can be.
+
+    Raises:
+        ValueError: a number is not above 0.
+    """
+    for name, value in (("latency", given.latency_s), ("bandwidth", given.bandwidth_bytes_s)):
+        if value is not None and not value > 0:
+            raise ValueError(f"the network's {name} is {value:g}: give a number above 0, or leave it out")
+    return given
+
+
+def allreduce_seconds(trace: Trace) -> float | None:
+    """Return what an allreduce of a trace's gradients takes: how long the rank that came last waits, in the median.
+
+    None where ranks do not all wait for all, so that it cannot be told.
+    """
+    return float(np.median(trace.waits.min(axis=1))) if trace.synchronous and trace.ranks > 1 else None
+
+
+def fit(trace: Trace, given: Given = Given()) -> Link:  # noqa: B008  immutable
+    """Return the network to simulate a trace's job on.
+
+    Args:
+        trace: of the job.
+        given: what is known already.
+    """
+    size, ranks = trace.headers[0].parameter_bytes, trace.ranks
+    latency = LATENCY if given.latency_s is None else given.latency_s
+    found = allreduce_seconds(trace)
+    sent = ring_bytes(size, ranks)
+    bandwidth = float("inf") if given.bandwidth_bytes_s is None else given.bandwidth_bytes_s
+    told = f"latency {1e3 * latency:.3g} ms ({'assumed' if given.latency_s is None else 'given'})"
+    operation = 0.0
+    if found is None:
+        known = "given" if given.bandwidth_bytes_s is not None else "unknown: taken for free, so gains are optimistic"
+        told += f"; bandwidth {known} (the trace is of a mode whose waits do not tell it)"
+    else:
+        # What came first of the wait: messages to and from the coordinator, or half of Horovod's cycle.
+        rest = max(found - (CYCLE / 2 + (2 * latency if trace.headers[0].options else 0.0)), 0.0)
+        if given.bandwidth_bytes_s is not None:
+            operation = max(rest - sent / bandwidth, 0.0)
+            told += f"; bandwidth {bandwidth / 1e6:.4g} MB/s (given)"
+        elif size > SMALL and rest > 0:
+            bandwidth = sent / rest
+            told += f"; bandwidth {bandwidth / 1e6:.4g} MB/s (fitted: an allreduce took {1e3 * found:.3g} ms)"
+        else:
+            operation = rest
+            told += f"; {1e3 * found:.3g} ms an allreduce, whatever its size (fitted)"
+    network = Network(latency=latency, bandwidth=bandwidth, cycle=CYCLE, operation=operation)
+    return Link(network, found, told)
+
+
+# -- the advice --------------------------------------------------------------------------------------------------------
+
 
 WORTH = 1.1
 """How many times as quick a mode must be for the next risk."""

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hvd_async.advisor.advice import Advice
-from hvd_async.advisor.modes import Risk
-from hvd_async.advisor.prediction import Prediction, Spread
+from hvd_async.advisor.prediction import Prediction, Risk, Spread
 
 WIDTH = 110
 """Letters of a line of text."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hvd_async.algorithms.eager import messages as eager
-from hvd_async.algorithms.eager.options import ALGORITHMS as EAGER
-from hvd_async.algorithms.eager.options import EagerOptions
-from hvd_async.algorithms.eager.state_machine import EagerStateMachine
-from hvd_async.algorithms.gossip import messages as gossip
-from hvd_async.algorithms.gossip.options import ALGORITHMS as GOSSIP
-from hvd_async.algorithms.gossip.options import GossipOptions
-from hvd_async.algorithms.gossip.state_machine import GossipStateMachine
-from hvd_async.algorithms.leader import messages as leader
-from hvd_async.algorithms.leader.options import ALGORITHMS as LEADER
-from hvd_async.algorithms.leader.options import LeaderOptions
-from hvd_async.algorithms.leader.state_machine import LeaderStateMachine
+from hvd_async.algorithms.eager import config as eager
+from hvd_async.algorithms.eager.config import ALGORITHMS as EAGER
+from hvd_async.algorithms.eager.config import EagerOptions
+from hvd_async.algorithms.eager.machine import EagerStateMachine
+from hvd_async.algorithms.gossip import config as gossip
+from hvd_async.algorithms.gossip.config import ALGORITHMS as GOSSIP
+from hvd_async.algorithms.gossip.config import GossipOptions
+from hvd_async.algorithms.gossip.machine import GossipStateMachine
+from hvd_async.algorithms.leader import config as leader
+from hvd_async.algorithms.leader.config import ALGORITHMS as LEADER
+from hvd_async.algorithms.leader.config import LeaderOptions
+from hvd_async.algorithms.leader.machine import LeaderStateMachine
 from hvd_async.runtime.family import Algorithm, Family
 
 FAMILIES = (

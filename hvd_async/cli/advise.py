@@ -11,11 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from hvd_async.advisor.advice import advise
-from hvd_async.advisor.links import Given, checked, read_given
-from hvd_async.advisor.modes import EVERY
+from hvd_async.advisor.advice import Given, advise, checked, read_given
+from hvd_async.advisor.prediction import EVERY
 from hvd_async.advisor.report import as_json, show
-from hvd_async.traces.reader import read_trace
+from hvd_async.traces.format import read_trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hvd_async.traces.reader import read_trace
+from hvd_async.traces.format import read_trace
 from hvd_async.traces.timeline import draw
 
 

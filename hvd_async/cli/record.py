@@ -12,7 +12,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from hvd_async.traces.importing import record_what_is_made
+from hvd_async.traces.recorded import record_what_is_made
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

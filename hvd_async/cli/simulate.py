@@ -10,12 +10,10 @@ import argparse
 import msgspec
 import numpy as np
 
-from hvd_async.advisor.modes import EVERY, named_modes
-from hvd_async.advisor.prediction import simulated
+from hvd_async.advisor.prediction import EVERY, named_modes, simulated
 from hvd_async.advisor.report import modes_as_json, show_table, what
 from hvd_async.simulation.network import Network
-from hvd_async.simulation.schedule import Schedule, stalls
-from hvd_async.simulation.workloads import lengths, one_slow
+from hvd_async.simulation.schedule import Schedule, lengths, one_slow, stalls
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 from hvd_async.errors import ranks_text
 from hvd_async.monitor.sample import Counts, Sample
-from hvd_async.monitor.sinks import Destinations, Sinks
-from hvd_async.monitor.totals import Totals
-from hvd_async.monitor.warner import Warner
+from hvd_async.monitor.sinks import Destinations, Sinks, Totals
+from hvd_async.monitor.slow_ranks import Warner
 
 EPOCHS = 2
 """In so many comparisons of all ranks, one after the other, a rank must stand out to be called slow."""

@@ -11,10 +11,9 @@ from typing import Any
 
 import msgspec
 
+from hvd_async.algorithms.eager.config import EagerConfig
 from hvd_async.algorithms.eager.gradient_format import SAMPLE_DIGITS, PendingGradient, ReducedRound
-from hvd_async.algorithms.eager.messages import EagerConfig
-from hvd_async.algorithms.eager.remains import Remains
-from hvd_async.algorithms.eager.worker import EagerWorker
+from hvd_async.algorithms.eager.rank import EagerWorker, Remains
 from hvd_async.errors import RankLostError, ReplicaStateError
 from hvd_async.optimizers.agreement import consensus_distance, unify_buffers
 from hvd_async.optimizers.driver import Driver, GradientCounts, Standing

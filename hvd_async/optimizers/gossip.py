@@ -6,20 +6,25 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from hvd_async.algorithms.gossip.adpsgd import ADPSGDWorker
-from hvd_async.algorithms.gossip.base import GossipWorker
+from hvd_async.algorithms.gossip.config import (
+    ALGORITHMS,
+    BY_STEP,
+    NOT_GIVEN,
+    OUTER_BOUNDS,
+    SMOOTHING,
+    GossipConfig,
+    GossipOptions,
+)
 from hvd_async.algorithms.gossip.error_feedback import SavedState
 from hvd_async.algorithms.gossip.exact_diffusion import ExactDiffusionWorker
-from hvd_async.algorithms.gossip.hierarchical import HierarchicalWorker
-from hvd_async.algorithms.gossip.host_pairs import HostPairWorker
-from hvd_async.algorithms.gossip.messages import GossipConfig
+from hvd_async.algorithms.gossip.hosts import HierarchicalWorker, HostPairWorker
 from hvd_async.algorithms.gossip.noloco import NoLoCoWorker
-from hvd_async.algorithms.gossip.options import ALGORITHMS, BY_STEP, NOT_GIVEN, OUTER_BOUNDS, SMOOTHING, GossipOptions
 from hvd_async.algorithms.gossip.outer_worker import OuterWorker
 from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
 from hvd_async.algorithms.gossip.quasi_global import Correction
-from hvd_async.algorithms.gossip.worker import PushSumWorker
+from hvd_async.algorithms.gossip.rank import GossipWorker, PushSumWorker
 from hvd_async.algorithms.kept import Kept
-from hvd_async.algorithms.leader.pulls import Statistics
+from hvd_async.algorithms.leader.rank import Statistics
 from hvd_async.optimizers.local import LocalDriver, StepEnd, StepStart
 from hvd_async.optimizers.replica import WeightReplica
 from hvd_async.runtime.interfaces import Vector

@@ -10,11 +10,9 @@ import msgspec
 
 from hvd_async.algorithms.kept import Kept
 from hvd_async.algorithms.leader import selection
-from hvd_async.algorithms.leader.messages import ALL_RANKS, LeaderConfig, PullProgress
-from hvd_async.algorithms.leader.options import ALGORITHMS, LeaderOptions
-from hvd_async.algorithms.leader.pulls import PullResults, Statistics, vector_of
-from hvd_async.algorithms.leader.selection import Strength, Strengths
-from hvd_async.algorithms.leader.worker import CENTER_NAME, LeaderWorker, SavedState
+from hvd_async.algorithms.leader.config import ALGORITHMS, LeaderConfig, LeaderOptions, PullProgress
+from hvd_async.algorithms.leader.rank import CENTER_NAME, LeaderWorker, PullResults, SavedState, Statistics, vector_of
+from hvd_async.algorithms.leader.selection import ALL_RANKS, Strength, Strengths
 from hvd_async.errors import ReplicaMismatchError
 from hvd_async.optimizers.agreement import unify_buffers
 from hvd_async.optimizers.local import LocalDriver

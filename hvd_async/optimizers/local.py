@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from hvd_async.algorithms.kept import Kept
-from hvd_async.algorithms.leader.pulls import Statistics
+from hvd_async.algorithms.leader.rank import Statistics
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.agreement import consensus_distance, unify_buffers
 from hvd_async.optimizers.driver import Driver, Standing

@@ -10,8 +10,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hvd_async.algorithms.gossip.message_exchange import MessageFormat
-from hvd_async.algorithms.leader.pulls import Statistics
+from hvd_async.algorithms.gossip.message_format import MessageFormat
+from hvd_async.algorithms.leader.rank import Statistics
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.engine import Engine

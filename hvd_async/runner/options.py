@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_async.algorithms.gossip.options import GossipOptions
-from hvd_async.algorithms.leader.options import LeaderOptions
+from hvd_async.algorithms.gossip.config import GossipOptions
+from hvd_async.algorithms.leader.config import LeaderOptions
 from hvd_async.algorithms.option import either, flag, in_flags, options_of
 from hvd_async.algorithms.registry import ALGORITHMS, OPTIONS
 

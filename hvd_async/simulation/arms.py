@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvd_async.algorithms.gossip.options import ALGORITHMS
+from hvd_async.algorithms.gossip.config import ALGORITHMS
 from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.simulation.eager import EagerJob
-from hvd_async.simulation.gossip import GossipJob
-from hvd_async.simulation.job import Job
+from hvd_async.simulation.gossip import GossipJob, OuterJob, PairJob, PushSumJob
+from hvd_async.simulation.job import Job, Outcome, Setup
 from hvd_async.simulation.leader import LeaderJob
 from hvd_async.simulation.names import LEADERS, RIVALS, gossip_of, quorum_of, read_name
-from hvd_async.simulation.outcome import Outcome, Setup
-from hvd_async.simulation.outer import OuterJob
-from hvd_async.simulation.pairs import PairJob
-from hvd_async.simulation.push_sum import PushSumJob
 
 from . import baselines
 

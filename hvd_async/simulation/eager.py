@@ -7,20 +7,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_async.algorithms.eager.messages import (
+from hvd_async.algorithms.eager.config import (
     EagerConfig,
+    EagerOptions,
     GradientReady,
     SetHyperparameters,
     StartRound,
     StepEntered,
     VersionTaken,
 )
-from hvd_async.algorithms.eager.options import EagerOptions
-from hvd_async.algorithms.eager.state_machine import EagerStateMachine
+from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.runtime.messages import Command, Drained, OptimizerEvent
-from hvd_async.simulation.job import Job, Rank, Wait
+from hvd_async.simulation.job import Job, Rank, Setup, Wait
 from hvd_async.simulation.network import ring_bytes, sent_bytes
-from hvd_async.simulation.outcome import Setup
 
 BACKWARD = 2 / 3
 """Share of the backward pass in a step's computation: twice the work of the forward pass."""

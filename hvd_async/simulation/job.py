@@ -7,18 +7,291 @@ submits it; so what engines do for a command is done once for all.
 from __future__ import annotations
 
 import abc
+import heapq
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from hvd_async.runtime.messages import Command, Config, Drained, Finished, Hyper, OptimizerEvent, Registered
 from hvd_async.runtime.state_machine import StateMachine
-from hvd_async.simulation.clock import Clock
-from hvd_async.simulation.coordinator import Coordinator
-from hvd_async.simulation.outcome import Outcome, Setup
-from hvd_async.simulation.wire import Wire
+from hvd_async.simulation.network import Network
+from hvd_async.simulation.schedule import Schedule
+
+# -- what to simulate, and the outcome ---------------------------------------------------------------------------------
+
+
+class Setup(NamedTuple):
+    """Job to simulate, whatever its algorithm.
+
+    Attributes:
+        times: seconds of computation, [steps, ranks]; a rank that takes more steps begins again with its first.
+        network: between the ranks.
+        megabytes: of weights, and of gradients, in float32.
+        buckets: parts in which gradients travel.
+        overlap: whether they do while the backward pass goes on; else when it has ended.
+        local_size: ranks of a host, which is a group under a leader.
+        barrier: whether all ranks begin every step together.
+        window: seconds in which ranks that step at their own pace take as many steps as they can; None: until all
+            together have taken those of ``times``.
+        drains: whether the job drains at its end.
+        untimed: steps of each rank at the start that do not count, in which ranks come to their rhythm.
+        seed: of what is drawn: majority's initiators, losses.
+    """
+
+    times: Schedule
+    network: Network = Network()
+    megabytes: float = 0.0
+    buckets: int = 1
+    overlap: bool = False
+    local_size: int = 1
+    barrier: bool = False
+    window: float | None = None
+    drains: bool = True
+    untimed: int = 0
+    seed: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return int(self.times.shape[1])
+
+    @property
+    def steps(self) -> int:
+        """Steps of each rank."""
+        return int(self.times.shape[0])
+
+
+class Outcome(NamedTuple):
+    """Figures of a simulated job.
+
+    Attributes:
+        arm: its algorithm.
+        ranks: how many.
+        steps: of all ranks together that count.
+        seconds: from the first that counts until the last rank has taken its steps; the window, where ranks step at
+            their own pace.
+        steps_per_s: steps of a rank a second, the mean over the ranks.
+        staleness: rounds (gossip: steps, averagings; leaders: steps) between computing and applying, of all steps, and
+            how often each.
+        wait_s: seconds that a rank waits in a step, mean over ranks and steps.
+        sent_bytes: that a rank sends in a step, mean.
+        collectives: rounds, exchanges, averages and pulls.
+        contributors: ranks that had arrived when a round started, mean; None where there are no rounds.
+        produced, applied: gradients handed over and applied (partial allreduce), messages sent and received (gossip),
+            until the end of the drain; equal where nothing is lost.
+        coordinator_s: the coordinator's simulated CPU time.
+        drain_s: from the last step to the end of the drain.
+        actions: of the simulation: what it had to do.
+    """
+
+    arm: str
+    ranks: int
+    steps: int
+    seconds: float
+    steps_per_s: float
+    staleness: Mapping[int, int] = MappingProxyType({})
+    wait_s: float = 0.0
+    sent_bytes: float = 0.0
+    collectives: int = 0
+    contributors: float | None = None
+    produced: int = 0
+    applied: int = 0
+    coordinator_s: float = 0.0
+    drain_s: float = 0.0
+    actions: int = 0
+
+    @property
+    def mean_staleness(self) -> float:
+        """The mean; 0 of nothing."""
+        count = sum(self.staleness.values())
+        return sum(late * times for late, times in self.staleness.items()) / count if count else 0.0
+
+    @property
+    def max_staleness(self) -> int:
+        """The longest; 0 of nothing."""
+        return max(self.staleness, default=0)
+
+
+# -- the clock ---------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Simulated time in seconds, from 0.
+
+    Attributes:
+        now: the time of the action that runs, or ran last.
+        actions: how many have run.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.actions = 0
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._asked = 0
+
+    def at(self, when: float, action: Callable[..., None], *arguments: Any) -> None:
+        """Have an action run at a time, which must not be over."""
+        if when < self.now:
+            raise ValueError(f"at {self.now} s something is to happen at {when} s")
+        self._asked += 1
+        heapq.heappush(self._heap, (when, self._asked, action, arguments))
+
+    def after(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
+        """Have an action run so many seconds from now."""
+        self.at(self.now + seconds, action, *arguments)
+
+    def run(self, over: Callable[[], bool], until: float = math.inf) -> bool:
+        """Run actions until ``over`` or the time ``until``; return whether it is over, False if nothing is left."""
+        while not over():
+            if not self._heap or self._heap[0][0] > until:
+                return False
+            self.now, _, action, arguments = heapq.heappop(self._heap)
+            self.actions += 1
+            action(*arguments)
+        return True
+
+
+# -- the wire ----------------------------------------------------------------------------------------------------------
+# Horovod's collectives in a simulated job: one at a time over the whole job, in the order of the commands. Pure.
+
+
+class Wire:
+    """Collectives of all ranks, or of a group, one at a time on each rank."""
+
+    def __init__(self, clock: Clock, network: Network, ranks: int) -> None:
+        self._clock, self._network, self._ranks = clock, network, ranks
+        self._free = 0.0
+        """When the last collective of all ranks ends."""
+        self._groups: dict[int, float] = {}
+        """When the last of a group does that has begun after it."""
+        self.count = 0
+
+    def submit(self, seconds: float, done: Callable[..., None], *arguments: Any) -> None:
+        """Run a collective that every rank has submitted: it takes ``seconds`` on the wire, then ``done`` is called."""
+        self._free = self._run(max([self._free, *self._groups.values()]), self._ranks, seconds, done, *arguments)
+        self._groups.clear()
+
+    def submit_in_group(
+        self, group: int, ranks: int, seconds: float, done: Callable[..., None], *arguments: Any
+    ) -> None:
+        """Run a collective that so many ranks, all of a group that shares none with others, have submitted."""
+        free = self._groups.get(group, self._free)
+        self._groups[group] = self._run(free, ranks, seconds, done, *arguments)
+
+    def _run(self, free: float, ranks: int, seconds: float, done: Callable[..., None], *arguments: Any) -> float:
+        """Run a collective when its ranks are free; return when it ends."""
+        network, start = self._network, max(self._clock.now, free)
+        if network.cycle:
+            start = math.ceil(start / network.cycle - 1e-9) * network.cycle
+            start = max(start, self._clock.now)
+        ends = start + network.agreement(ranks) + network.operation + seconds
+        self.count += 1
+        self._clock.at(ends, done, *arguments)
+        return ends
+
+
+class Delayed:
+    """Collectives in the order of the commands, some of which wait until ranks have what they carry."""
+
+    def __init__(self) -> None:
+        self._held: deque[tuple[set[Any], Callable[[], None]]] = deque()
+
+    def add(self, lacking: set[Any], submit: Callable[[], None]) -> None:
+        """Submit as soon as nothing is lacking, and those before are submitted."""
+        self._held.append((lacking, submit))
+        self.advance()
+
+    def advance(self) -> None:
+        """Submit what can be."""
+        while self._held and not self._held[0][0]:
+            self._held.popleft()[1]()
+
+
+# -- the coordinator's thread ------------------------------------------------------------------------------------------
+
+
+def recipients(machine: StateMachine[Any], command: Command) -> Sequence[int]:
+    """Return the ranks that a command is sent to."""
+    return machine.recipients(command)
+
+
+class Coordinator:
+    """The coordinator of one optimizer, which handles one event after the other.
+
+    Attributes:
+        cpu: seconds that its thread has worked.
+    """
+
+    def __init__(
+        self, machine: StateMachine[Any], clock: Clock, network: Network, deliver: Callable[[Command], None]
+    ) -> None:
+        self._machine, self._clock, self._network, self._deliver = machine, clock, network, deliver
+        self._queue: deque[tuple[int, Sequence[OptimizerEvent]]] = deque()
+        """Messages of ranks that are not handled yet, the one at work first."""
+        self._free = 0.0
+        """When the thread has sent what it has to send."""
+        self._wakes_at: float | None = None
+        self.cpu = 0.0
+
+    def register(self, rank: int, event: OptimizerEvent) -> None:
+        """Take in the registration of a rank, before the clock starts."""
+        self._machine.handle(rank, event, 0.0)
+
+    def receive(self, rank: int, events: Sequence[OptimizerEvent]) -> None:
+        """Take in one message of a rank, with these events, as soon as those before it are handled."""
+        self._queue.append((rank, events))
+        if len(self._queue) == 1:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Work on the first message of the queue."""
+        seconds = len(self._queue[0][1]) * self._network.event
+        self.cpu += seconds
+        at = max(self._clock.now, self._free) + seconds
+        if at > self._clock.now:
+            self._clock.at(at, self._handle)
+        else:
+            self._handle()
+
+    def _handle(self) -> None:
+        rank, events = self._queue[0]
+        for event in events:
+            self._send(self._machine.handle(rank, event, self._clock.now))
+        self._set_alarm()
+        self._queue.popleft()
+        if self._queue:
+            self._begin()
+
+    def _tick(self) -> None:
+        self._wakes_at = None
+        deadline = self._machine.deadline()
+        if deadline is not None and deadline <= self._clock.now:
+            self._send(self._machine.tick(self._clock.now))
+        self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        deadline = self._machine.deadline()
+        if deadline is not None and deadline != self._wakes_at:
+            self._wakes_at = deadline
+            self._clock.at(max(deadline, self._clock.now), self._tick)
+
+    def _send(self, commands: Sequence[Command]) -> None:
+        """Send commands of one event: together, so that a rank gets one message with all of them."""
+        if not commands:
+            return
+        ranks = max((recipients(self._machine, command) for command in commands), key=len)
+        seconds = self._network.command_cpu(len(ranks))
+        self._free = max(self._clock.now, self._free) + seconds
+        self.cpu += seconds
+        for command in commands:
+            self._clock.at(self._free + self._network.to_coordinator(), self._deliver, command)
+
+
+# -- the job -----------------------------------------------------------------------------------------------------------
+
 
 Wait = float | Callable[[], bool]
 """What a training thread does next: compute for so many seconds, or wait until something is so."""

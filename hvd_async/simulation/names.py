@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hvd_async.algorithms.gossip.options import ALGORITHMS, COMPRESSIONS
+from hvd_async.algorithms.gossip.config import ALGORITHMS, COMPRESSIONS
 
 ARMS = ("horovod", "ddp", "all", "majority", "solo", "auto")
 OUTER = ("local", "slowmo", "diloco")

@@ -188,3 +188,23 @@ def even_seed(ranks: int, rounds: int, first_round: int, start: int, tries: int 
 
     everyone, own = set(range(ranks)), np.arange(ranks)
     return start if ranks < 2 else min(range(start, start + tries), key=unevenness)
+
+
+# -- workloads by name -------------------------------------------------------------------------------------------------
+
+
+def constant(steps: int, ranks: int, compute: float) -> Schedule:
+    """Every rank computes for ``compute`` s in every step."""
+    return np.full((steps, ranks), compute)
+
+
+def one_slow(steps: int, ranks: int, compute: float, times: float) -> Schedule:
+    """The last rank is so many times slower than the others."""
+    found = constant(steps, ranks, compute)
+    found[:, -1] *= times
+    return found
+
+
+def lengths(steps: int, ranks: int, compute: float, deviation: float, seed: int) -> Schedule:
+    """Computation that depends on the length of the data: log-normal, with the median ``compute`` s."""
+    return compute * np.random.default_rng(seed).lognormal(0.0, deviation, (steps, ranks))

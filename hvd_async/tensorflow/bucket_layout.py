@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from hvd_async.algorithms.eager.bucketing import by_number, by_size
-from hvd_async.algorithms.eager.gradient_format import Tail
+from hvd_async.algorithms.eager.gradient_format import Tail, by_number, by_size
 from hvd_async.tensorflow.variables import raw, signature
 
 

@@ -9,7 +9,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvd_async.algorithms.eager.options import EagerOptions
+from hvd_async.algorithms.eager.config import EagerOptions
 from hvd_async.algorithms.eager.quorum import Quorum
 from hvd_async.algorithms.option import documented
 from hvd_async.optimizers.driver import made_by

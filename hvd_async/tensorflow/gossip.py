@@ -7,7 +7,7 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 
-from hvd_async.algorithms.gossip.options import GossipOptions
+from hvd_async.algorithms.gossip.config import GossipOptions
 from hvd_async.algorithms.option import documented
 from hvd_async.optimizers.driver import made_by
 from hvd_async.optimizers.factories import gossip_driver

@@ -7,7 +7,7 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 
-from hvd_async.algorithms.leader.options import LeaderOptions
+from hvd_async.algorithms.leader.config import LeaderOptions
 from hvd_async.algorithms.leader.selection import Strength
 from hvd_async.algorithms.option import documented
 from hvd_async.optimizers.driver import made_by

@@ -12,8 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_async.algorithms.gossip.message_exchange import MessageFormat
-from hvd_async.algorithms.gossip.message_format import make_message_format
+from hvd_async.algorithms.gossip.message_format import MessageFormat, make_message_format
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import replica
 from hvd_async.optimizers.agreement import Buffers

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from hvd_async.algorithms.eager.bucketing import by_number, by_size
-from hvd_async.algorithms.eager.gradient_format import SAMPLE_DIGITS, ReducedRound, Tail
+from hvd_async.algorithms.eager.gradient_format import SAMPLE_DIGITS, ReducedRound, Tail, by_number, by_size
 from hvd_async.torch import streams
 from hvd_async.torch.memory import ReusedMemory
 from hvd_async.torch.streams import record_ready

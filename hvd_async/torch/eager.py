@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hvd_async.algorithms.eager.options import EagerOptions
+from hvd_async.algorithms.eager.config import EagerOptions
 from hvd_async.algorithms.eager.quorum import Quorum
 from hvd_async.algorithms.option import documented
 from hvd_async.optimizers.driver import made_by

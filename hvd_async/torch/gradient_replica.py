@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from hvd_async.algorithms.eager.config import EagerConfig
 from hvd_async.algorithms.eager.gradient_format import ReducedRound, Tail
-from hvd_async.algorithms.eager.messages import EagerConfig
-from hvd_async.algorithms.eager.worker import EagerWorker
+from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import eager
 from hvd_async.optimizers.agreement import Buffers

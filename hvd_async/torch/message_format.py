@@ -6,8 +6,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hvd_async.algorithms.gossip.message_exchange import HEADER, MessageFormat
-from hvd_async.algorithms.gossip.message_format import CHUNK, LEVELS, encoded_bytes, row_bytes, rows_of
+from hvd_async.algorithms.gossip.message_format import (
+    CHUNK,
+    HEADER,
+    LEVELS,
+    MessageFormat,
+    encoded_bytes,
+    row_bytes,
+    rows_of,
+)
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.torch import streams
 from hvd_async.torch.memory import ReusedMemory

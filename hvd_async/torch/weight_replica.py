@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from hvd_async.algorithms.gossip.message_exchange import MessageFormat
+from hvd_async.algorithms.gossip.message_format import MessageFormat
 from hvd_async.optimizers import replica
 from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.engine import Engine

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hvd_async.traces.reader import Times, Trace
+from hvd_async.traces.format import Times, Trace
 
 COMPUTES, WAITS, UPDATES = "#4477aa", "#ddcc77", "#aa3377"
 """Colours that stay apart for colour-blind readers."""

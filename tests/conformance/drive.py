@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
+from hvd_async.algorithms.eager.config import EagerConfig
 from hvd_async.algorithms.eager.gradient_format import PendingGradient, ReducedRound
-from hvd_async.algorithms.eager.messages import EagerConfig
-from hvd_async.algorithms.eager.worker import EagerWorker
+from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.runtime.lifecycle import use_engine
 from hvd_async.runtime.messages import Hyper
 from hvd_async.runtime.uninterrupted import Uninterrupted

@@ -14,7 +14,7 @@ import pytest
 import hvd_async.tensorflow.keras as hvd_keras
 import hvd_async.torch as hvd_torch
 from hvd_async import mixing, topology
-from hvd_async.algorithms.gossip.options import ALGORITHMS
+from hvd_async.algorithms.gossip.config import ALGORITHMS
 from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.stats import GossipStats
 from hvd_async.testing import Cluster

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hvd_async.algorithms.leader.worker import LeaderWorker
+from hvd_async.algorithms.leader.rank import LeaderWorker
 from hvd_async.stats import LeaderStats
 from hvd_async.testing import Cluster
 from tests.conformance.leader_reference import ALL, Following, Outcome

@@ -20,7 +20,7 @@ import torch
 
 import hvd_async.tensorflow.keras
 import hvd_async.torch
-from hvd_async.algorithms.leader.worker import LeaderWorker
+from hvd_async.algorithms.leader.rank import LeaderWorker
 from hvd_async.testing import Cluster
 from tests.conformance import gossip_reference, keras_ranks, leader_drive, torch_ranks
 from tests.conformance.cases import CASES, Case

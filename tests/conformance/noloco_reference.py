@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvd_async.algorithms.gossip.messages import GossipConfig
+from hvd_async.algorithms.gossip.config import GossipConfig
 from tests.conformance.gossip_reference import Encode, Outcome, Problem
 from tests.conformance.reference import Array, start
 

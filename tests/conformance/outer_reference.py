@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_async.algorithms.gossip.messages import GossipConfig
+from hvd_async.algorithms.gossip.config import GossipConfig
 from tests.conformance.gossip_reference import Outcome, Problem
 from tests.conformance.reference import Array, start
 

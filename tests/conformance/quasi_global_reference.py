@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvd_async.algorithms.gossip.options import SMOOTHING
+from hvd_async.algorithms.gossip.config import SMOOTHING
 from tests.conformance.gossip_reference import Outcome, Problem
 from tests.conformance.reference import Array, State
 

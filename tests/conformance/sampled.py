@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from hvd_async.algorithms.eager.gradient_format import ReducedRound
-from hvd_async.algorithms.eager.worker import EagerWorker
+from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.testing import Cluster
 from tests.conformance.cases import Case
 from tests.conformance.eager_ranks import NAN, TINY, UNIT, Binding

@@ -12,7 +12,7 @@ import torch
 
 import hvd_async.tensorflow.keras as hvd_keras
 import hvd_async.torch as hvd_torch
-from hvd_async.algorithms.gossip.options import ALGORITHMS as GOSSIP
+from hvd_async.algorithms.gossip.config import ALGORITHMS as GOSSIP
 from tests.conformance.reference import Array
 
 ALGORITHMS: list[tuple[str, dict[str, Any]]] = [

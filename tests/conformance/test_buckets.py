@@ -15,7 +15,7 @@ from horovod.common.util import split_list
 import hvd_async.tensorflow.keras as hvd
 import hvd_async.torch
 from hvd_async.algorithms.eager.gradient_format import Tail, count_slots, largest_summand
-from hvd_async.algorithms.eager.worker import EagerWorker
+from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.tensorflow import bucket_layout
 from hvd_async.tensorflow.bucket_layout import Terms, partition

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_async.algorithms.gossip.worker import PushSumWorker
+from hvd_async.algorithms.gossip.rank import PushSumWorker
 from hvd_async.errors import ReplicaStateError, WaitTimeoutError
 from hvd_async.testing import Cluster
 from tests.conformance.gossip_ranks import SGD

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.testing import Cluster
-from hvd_async.traces.reader import read_trace
+from hvd_async.traces.format import read_trace
 from scripts.benchmarks.jobs import timed_keras
 from scripts.benchmarks.jobs.sequence_lengths_keras import HIDDEN, Lstm
 from scripts.benchmarks.support.clips import PIXELS

@@ -15,7 +15,7 @@ import pytest
 
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.testing import Cluster
-from hvd_async.traces.reader import read_trace
+from hvd_async.traces.format import read_trace
 from tests.conformance.keras_ranks import LOSS, batch, conv_model
 
 STEPS = 4

@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from scripts.website import api
+from tests.fixtures import frozen
 
 PAGES = "".join(api.pages().values())
 MODULES = re.findall(r"^::: (\S+)\n    options: \{members: false", PAGES, re.MULTILINE)
@@ -54,6 +55,10 @@ def test_what_is_documented_is_exported(name):
     assert documented
     assert not documented - set(module.__all__)
     assert len(set(module.__all__)) == len(module.__all__)
+
+
+def test_signatures_are_those_that_users_know():
+    assert frozen.signatures(DOCUMENTED) == frozen.SIGNATURES.read_text("utf-8"), "see tests/fixtures/frozen.py"
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if hasattr(importlib.import_module(name), "__path__")])

@@ -15,7 +15,7 @@ import torch
 import hvd_async.tensorflow.keras as hvd_keras
 import hvd_async.torch as hvd_torch
 from hvd_async import mixing, topology
-from hvd_async.algorithms.gossip.options import SMOOTHING
+from hvd_async.algorithms.gossip.config import SMOOTHING
 from hvd_async.testing import Cluster
 from tests.conformance.keras_ranks import flat
 from tests.conformance.reference import Array

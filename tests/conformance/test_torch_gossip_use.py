@@ -14,7 +14,7 @@ import torch
 
 import hvd_async.torch as hvd
 from hvd_async.algorithms.gossip import message_format
-from hvd_async.algorithms.gossip.message_exchange import HEADER
+from hvd_async.algorithms.gossip.message_format import HEADER
 from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.runtime.process_sets import RankGroup

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hvd_async.torch as hvd
-from hvd_async.algorithms.gossip.message_exchange import HEADER
+from hvd_async.algorithms.gossip.message_format import HEADER
 from hvd_async.errors import ReplicaMismatchError
 from hvd_async.testing import Cluster
 from hvd_async.torch import streams, weight_vectors

@@ -21,7 +21,7 @@ from settings import (
     Setting,
 )
 
-from hvd_async.algorithms.gossip.options import ALGORITHMS
+from hvd_async.algorithms.gossip.config import ALGORITHMS
 from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.mixing import Matrix
 from tests.conformance import gossip_reference as reference

@@ -6,7 +6,7 @@ import pytest
 from launch import RunJob
 
 from hvd_async.advisor.advice import advise
-from hvd_async.traces.reader import Trace, read_trace
+from hvd_async.traces.format import Trace, read_trace
 
 pytestmark = pytest.mark.multiproc
 

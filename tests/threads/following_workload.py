@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from hvd_async.algorithms.leader.messages import LeaderConfig
+from hvd_async.algorithms.leader.config import LeaderConfig
+from hvd_async.algorithms.leader.rank import LeaderWorker
 from hvd_async.algorithms.leader.selection import Strengths
-from hvd_async.algorithms.leader.worker import LeaderWorker
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.stats import LeaderStats

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hvd_async.algorithms.gossip.message_exchange import HEADER
-from hvd_async.algorithms.gossip.worker import PushSumWorker
+from hvd_async.algorithms.gossip.message_format import HEADER
+from hvd_async.algorithms.gossip.rank import PushSumWorker
 from hvd_async.testing import Cluster, MemoryCollectives
 
 GATE_TIMEOUT = 30.0

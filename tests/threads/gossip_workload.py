@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from hvd_async.algorithms.gossip.error_feedback import SavedState
-from hvd_async.algorithms.gossip.message_exchange import OutgoingMessage
-from hvd_async.algorithms.gossip.message_format import make_message_format
+from hvd_async.algorithms.gossip.message_format import OutgoingMessage, make_message_format
 from hvd_async.algorithms.gossip.plan import ALGORITHMS, GossipPlan, make_plan
-from hvd_async.algorithms.gossip.worker import PushSumWorker
+from hvd_async.algorithms.gossip.rank import PushSumWorker
 from hvd_async.optimizers.gossip import worker_class
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.runtime.process_sets import RankGroup

@@ -10,10 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from hvd_async.algorithms.eager.config import EagerConfig, GradientReady, StartRound, StepEntered
 from hvd_async.algorithms.eager.gradient_format import ReducedRound
-from hvd_async.algorithms.eager.messages import EagerConfig, GradientReady, StartRound, StepEntered
-from hvd_async.algorithms.eager.rounds_in_flight import NAMES_IN_RING, RoundsInFlight
-from hvd_async.algorithms.eager.worker import EagerWorker
+from hvd_async.algorithms.eager.rank import NAMES_IN_RING, EagerWorker, RoundsInFlight
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.runtime.messages import Command, Event
 from hvd_async.testing import Cluster, MemoryCollectives

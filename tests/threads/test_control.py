@@ -15,7 +15,7 @@ import psutil
 import pytest
 import zmq
 
-from hvd_async.algorithms.eager.messages import GradientReady, StartRound, StepEntered
+from hvd_async.algorithms.eager.config import GradientReady, StartRound, StepEntered
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.errors import EngineError
 from hvd_async.runtime.addresses import own_addresses, reachable

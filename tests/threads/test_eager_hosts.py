@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvd_async.algorithms.eager.config import EagerConfig
 from hvd_async.algorithms.eager.gradient_format import ReducedRound
-from hvd_async.algorithms.eager.messages import EagerConfig
-from hvd_async.algorithms.eager.worker import EagerWorker
+from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster
 from tests.conftest import LONG_RUN

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_async.algorithms.eager.messages import EagerConfig
+from hvd_async.algorithms.eager.config import EagerConfig
 from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster, InjectedError

@@ -15,7 +15,7 @@ from hvd_async.algorithms.gossip.error_feedback import SavedState
 from hvd_async.algorithms.gossip.exact_diffusion import ExactDiffusionWorker
 from hvd_async.algorithms.gossip.message_format import make_message_format
 from hvd_async.algorithms.gossip.plan import make_plan
-from hvd_async.algorithms.gossip.worker import PushSumWorker
+from hvd_async.algorithms.gossip.rank import PushSumWorker
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster
 from tests.conformance.cases import CASES, Case

@@ -12,8 +12,8 @@ import pytest
 import hvd_async.runtime.coordinator
 import hvd_async.runtime.engine
 import hvd_async.runtime.roll_call
-from hvd_async.algorithms.eager.messages import EagerConfig, GradientReady, StepEntered
-from hvd_async.algorithms.eager.worker import EagerWorker
+from hvd_async.algorithms.eager.config import EagerConfig, GradientReady, StepEntered
+from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.errors import CollectiveFailedError, EngineError, RankLostError, ReplicaMismatchError, WaitTimeoutError
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.runtime.messages import Event

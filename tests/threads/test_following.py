@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_async.algorithms.leader.messages import StartPull
+from hvd_async.algorithms.leader.config import StartPull
 from hvd_async.testing import Cluster, InjectedError
 from tests.conformance.cases import CASES
 from tests.conformance.gossip_reference import least_squares

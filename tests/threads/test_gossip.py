@@ -11,7 +11,7 @@ import pytest
 
 from hvd_async import topology
 from hvd_async.algorithms.gossip.error_feedback import SHARED
-from hvd_async.algorithms.gossip.worker import PushSumWorker
+from hvd_async.algorithms.gossip.rank import PushSumWorker
 from hvd_async.testing import Cluster
 from tests.conformance.cases import Case
 from tests.conformance.gossip_reference import on_time

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_async.algorithms.gossip.options import COMPRESSIONS
+from hvd_async.algorithms.gossip.config import COMPRESSIONS
 from tests.conftest import LONG_RUN
 from tests.covering import covering
 from tests.threads.gossip_holdups import as_late_as_allowed

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvd_async.algorithms.gossip.worker import PushSumWorker
+from hvd_async.algorithms.gossip.rank import PushSumWorker
 from hvd_async.errors import GradientLossError, RankLostError, ReplicaMismatchError, ReplicaStateError
 from hvd_async.testing import Cluster, InjectedError
 from tests.threads.gossip_holdups import at, pass_gate

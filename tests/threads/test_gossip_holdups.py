@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from hvd_async.algorithms.gossip.adpsgd import ADPSGDWorker
-from hvd_async.algorithms.gossip.messages import StartExchange, WaitingForMessage
-from hvd_async.algorithms.gossip.worker import PushSumWorker
+from hvd_async.algorithms.gossip.config import StartExchange, WaitingForMessage
+from hvd_async.algorithms.gossip.rank import PushSumWorker
 from hvd_async.testing import Cluster
 from hvd_async.topology import Topology
 from tests.threads.gossip_holdups import GATE_TIMEOUT, Watch, at, held, pass_gate

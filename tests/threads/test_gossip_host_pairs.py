@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_async.algorithms.gossip.worker import PushSumWorker
+from hvd_async.algorithms.gossip.rank import PushSumWorker
 from hvd_async.testing import Cluster, MemoryCollectives
 from tests.conftest import LONG_RUN
 from tests.covering import covering

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_async.algorithms.gossip.host_steps import GOSSIP
-from hvd_async.algorithms.gossip.messages import STAGES, ExchangeDone
-from hvd_async.algorithms.gossip.worker import PushSumWorker
+from hvd_async.algorithms.gossip.config import STAGES, ExchangeDone
+from hvd_async.algorithms.gossip.hosts import GOSSIP
+from hvd_async.algorithms.gossip.rank import PushSumWorker
 from tests.conformance.cases import CASES
 from tests.threads.gossip_holdups import GATE_TIMEOUT, holding
 from tests.threads.gossip_workload import check, check_sums, job, run, work

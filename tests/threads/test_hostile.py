@@ -15,7 +15,7 @@ import psutil
 import pytest
 import zmq
 
-from hvd_async.algorithms.leader.messages import StepTaken
+from hvd_async.algorithms.leader.config import StepTaken
 from hvd_async.errors import EngineError
 from hvd_async.runtime.interfaces import Gone
 from hvd_async.runtime.messages import Hello, Leaving
@@ -174,7 +174,7 @@ from hvd_async.testing import CODEC
 from hvd_async.runtime.transport import ZmqChannel
 from hvd_async.errors import EngineError
 from hvd_async.runtime.messages import Hello
-from hvd_async.algorithms.leader.messages import StepTaken
+from hvd_async.algorithms.leader.config import (StepTaken)
 from hvd_async.runtime.codec import encode, packed
 port, server, public, secret, count = sys.argv[1:]
 channel = ZmqChannel(CODEC, "127.0.0.1", int(port), server.encode(), (public.encode(), secret.encode()))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvd_async.algorithms.gossip.config import ALGORITHMS as ALL
 from hvd_async.algorithms.gossip.message_format import make_message_format
-from hvd_async.algorithms.gossip.options import ALGORITHMS as ALL
 from hvd_async.algorithms.gossip.outer import Rhythm
 from hvd_async.testing import Cluster
 from tests.conformance.outer_reference import Compress, Outer, TwoStages, due, of_config, train

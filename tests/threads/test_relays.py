@@ -13,7 +13,7 @@ import psutil
 import pytest
 import zmq
 
-from hvd_async.algorithms.eager.messages import GradientReady
+from hvd_async.algorithms.eager.config import GradientReady
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.errors import EngineError
 from hvd_async.runtime import addresses, control_process, descriptors, relay_tree

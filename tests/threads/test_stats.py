@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvd_async.algorithms.eager.config import EagerConfig, StepEntered
 from hvd_async.algorithms.eager.gradient_format import GradientFormat, ReducedRound
-from hvd_async.algorithms.eager.messages import EagerConfig, StepEntered
-from hvd_async.algorithms.eager.state_machine import EagerStateMachine
-from hvd_async.algorithms.eager.worker import EagerWorker
+from hvd_async.algorithms.eager.machine import EagerStateMachine
+from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.stats import Stats
 from hvd_async.testing import Cluster

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvd_async.algorithms.eager.config import EagerConfig
 from hvd_async.algorithms.eager.gradient_format import GradientFormat, PendingGradient, ReducedRound, Tail, count_slots
-from hvd_async.algorithms.eager.messages import EagerConfig
-from hvd_async.algorithms.eager.worker import EagerWorker
+from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.errors import GradientLossError, ReplicaStateError
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.lifecycle import local_engine

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from hvd_async.algorithms.eager.config import EagerConfig
 from hvd_async.algorithms.eager.gradient_format import GradientFormat, ReducedRound
-from hvd_async.algorithms.eager.messages import EagerConfig
 from hvd_async.algorithms.eager.quorum import Quorum, needed
-from hvd_async.algorithms.eager.worker import EagerWorker
+from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.errors import GradientLossError
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.lifecycle import local_engine

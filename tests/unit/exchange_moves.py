@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvd_async.algorithms.gossip.messages import (
+from hvd_async.algorithms.gossip.config import (
     ExchangeDone,
     GossipConfig,
     MessageQueued,
@@ -10,8 +10,8 @@ from hvd_async.algorithms.gossip.messages import (
     StartExchange,
     senders_of,
 )
+from hvd_async.algorithms.gossip.machine import GossipStateMachine
 from hvd_async.algorithms.gossip.plan import make_plan
-from hvd_async.algorithms.gossip.state_machine import GossipStateMachine
 from hvd_async.runtime.messages import Accepted, Command, OptimizerEvent, Registered
 
 SGP = make_plan(3).config

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvd_async.algorithms.eager.messages import (
+from hvd_async.algorithms.eager.config import (
     EagerConfig,
     EndStep,
     GradientReady,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hvd_async.algorithms.gossip.messages import (
+from hvd_async.algorithms.gossip.config import (
+    ALGORITHMS,
     AverageEntered,
     ExchangeDone,
     MessageComing,
@@ -17,7 +18,6 @@ from hvd_async.algorithms.gossip.messages import (
     StartExchange,
     WaitingForMessage,
 )
-from hvd_async.algorithms.gossip.options import ALGORITHMS
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.runtime.messages import Command, Drained, OptimizerEvent
 from hvd_async.runtime.state_machine import StateMachine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hvd_async.algorithms.gossip.messages import StartExchange
+from hvd_async.algorithms.gossip.config import StartExchange
 from tests.unit.explore_world import Book, Rank
 
 Message = tuple[int, int, int]

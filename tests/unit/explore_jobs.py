@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hvd_async.algorithms.eager.messages import EagerConfig
-from hvd_async.algorithms.eager.state_machine import EagerStateMachine
+from hvd_async.algorithms.eager.config import EagerConfig
+from hvd_async.algorithms.eager.machine import EagerStateMachine
+from hvd_async.algorithms.gossip.machine import GossipStateMachine
 from hvd_async.algorithms.gossip.plan import make_plan
-from hvd_async.algorithms.gossip.state_machine import GossipStateMachine
-from hvd_async.algorithms.leader.messages import LeaderConfig
-from hvd_async.algorithms.leader.state_machine import LeaderStateMachine
+from hvd_async.algorithms.leader.config import LeaderConfig
+from hvd_async.algorithms.leader.machine import LeaderStateMachine
 from hvd_async.runtime.state_machine import StateMachine
 from tests.unit.explore_eager import EagerWorld
 from tests.unit.explore_gossip import GossipWorld

@@ -7,15 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvd_async.algorithms.leader.messages import (
-    ALL_RANKS,
-    CENTER,
-    NO_LEADER,
-    LeaderConfig,
-    PullDone,
-    StartPull,
-    StepTaken,
-)
+from hvd_async.algorithms.leader.config import LeaderConfig, PullDone, StartPull, StepTaken
+from hvd_async.algorithms.leader.selection import ALL_RANKS, CENTER, NO_LEADER
 from hvd_async.runtime.messages import Command, Drained, OptimizerEvent
 from hvd_async.runtime.state_machine import StateMachine
 from tests.unit.explore_world import Book, Program, Rank, World

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hvd_async.algorithms.gossip.messages import StartExchange
+from hvd_async.algorithms.gossip.config import StartExchange
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.runtime.messages import Command, Drained, OptimizerEvent
 

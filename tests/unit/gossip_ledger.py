@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from math import inf
 
-from hvd_async.algorithms.gossip.messages import (
+from hvd_async.algorithms.gossip.config import (
+    ALGORITHMS,
     AverageEntered,
     ExchangeDone,
     GossipConfig,
@@ -19,8 +20,7 @@ from hvd_async.algorithms.gossip.messages import (
     StartExchange,
     WaitingForMessage,
 )
-from hvd_async.algorithms.gossip.options import ALGORITHMS
-from hvd_async.algorithms.gossip.state_machine import AHEAD
+from hvd_async.algorithms.gossip.machine import AHEAD
 from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, OptimizerEvent, Registered
 
 EPSILON = 1e-9

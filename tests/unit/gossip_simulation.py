@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hvd_async.algorithms.eager.messages import GradientReady, StepEntered
-from hvd_async.algorithms.gossip.messages import (
+from hvd_async.algorithms.eager.config import GradientReady, StepEntered
+from hvd_async.algorithms.gossip.config import (
+    ALGORITHMS,
     AverageEntered,
     ExchangeDone,
     MessageComing,
@@ -24,9 +25,8 @@ from hvd_async.algorithms.gossip.messages import (
     StartExchange,
     WaitingForMessage,
 )
-from hvd_async.algorithms.gossip.options import ALGORITHMS
+from hvd_async.algorithms.gossip.machine import GossipStateMachine
 from hvd_async.algorithms.gossip.outer import Rhythm
-from hvd_async.algorithms.gossip.state_machine import GossipStateMachine
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, OptimizerEvent, Registered
 from tests.unit.gossip_job import Job, Rank

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hvd_async.algorithms.eager.messages import EagerConfig, ExplainRound, GradientReady, StartRound, StepEntered
-from hvd_async.algorithms.eager.state_machine import EagerStateMachine
+from hvd_async.algorithms.eager.config import EagerConfig, ExplainRound, GradientReady, StartRound, StepEntered
+from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.runtime.messages import Accepted, Command, Hyper, Registered
 
 SOLO = EagerConfig("solo", 2, 0.0, 0, 1)

@@ -1,243 +1,358 @@
-"""State machines with one fault each, made by an edit of their source: an exploration must find every one."""
+"""State machines with one fault each, planted in one of their methods: an exploration must find every one."""
 
 from __future__ import annotations
 
-import importlib
+import ast
+import contextlib
+import inspect
 import sys
-import types
-from collections.abc import Mapping
-from pathlib import Path
-from typing import NamedTuple
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
-from tests.unit.explore_jobs import MACHINES, Machine
+import pytest
 
-BASE = "hvd_async.runtime.state_machine"
+from hvd_async.algorithms.eager.machine import EagerStateMachine
+from hvd_async.algorithms.gossip.machine import GossipStateMachine, MessageQueues, PairRequests
+from hvd_async.algorithms.leader import machine as leader
+from hvd_async.algorithms.leader.machine import LeaderStateMachine
+from hvd_async.runtime.state_machine import StateMachine
 
 
 class Mutant(NamedTuple):
-    """A fault: ``old``, which the source has exactly once, becomes ``new``.
+    """A fault: in one method, one piece of code becomes another.
+
+    Code is compared by its syntax tree, so neither the method's file nor its format matters.
 
     Attributes:
-        job: the one of ``QUICK``, or else of ``LONG``, that finds it.
-        base: whether it is in what all machines have in common.
+        job: the job of ``QUICK``, or else of ``LONG``, that finds the fault.
+        method: the method to change; of a property, its ``fget``.
+        old: an expression or a statement that the method has exactly once.
+        new: what replaces it; "pass" where it is a whole statement.
         long: whether it takes long to find.
-        part: the module of the family that it is in; empty: its state machine.
     """
 
     job: str
+    method: Callable[..., Any]
     old: str
     new: str
-    base: bool = False
     long: bool = False
-    part: str = ""
 
 
 MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
     "eager": {
         "a drain ends with one rank missing": Mutant(
             "opening",
-            "if len(self._done) < len(self.ranks) or self._config is None:",
-            "if len(self._done) < len(self.ranks) - 1 or self._config is None:",
-            base=True,
+            StateMachine._on_finished,
+            "len(self._done) < len(self.ranks)",
+            "len(self._done) < len(self.ranks) - 1",
         ),
         "the last rank decides between drain and cut": Mutant(
-            "cut and drain", "self._flush = self._flush or event.flush", "self._flush = event.flush", base=True
+            "cut and drain",
+            StateMachine._on_finished,
+            "self._flush = self._flush or event.flush",
+            "self._flush = event.flush",
         ),
         "what a rank that is gone has left is forgotten": Mutant(
             "one leaves, one cuts",
-            "if event.produced != self._drained.get(rank, [0] * len(event.produced)):",
-            "if False:",
-            base=True,
+            StateMachine._on_deleted,
+            "event.produced != self._drained.get(rank, [0] * len(event.produced))",
+            "False",
         ),
         "a rank that is gone is waited for": Mutant(
-            "one leaves for good", "self._done = dict.fromkeys(gone)", "self._done = dict()", base=True
+            "one leaves for good", StateMachine._drain, "self._done = dict.fromkeys(gone)", "self._done = dict()"
         ),
         "a collective waits for a rank that is gone": Mutant(
             "one leaves in a collective",
+            StateMachine._on_deleted,
             "commands = self._due_collectives()",
             "commands: list[Command] = []",
-            base=True,
         ),
         "rounds are one staler than agreed": Mutant(
             "steps that differ",
+            EagerStateMachine._advance,
             "number - self._positions.lowest_in(index) > self._config.max_staleness",
             "number - self._positions.lowest_in(index) > self._config.max_staleness + 1",
         ),
         "who has arrived counts for the next round too": Mutant(
-            "opening", "bucket.waiting, bucket.arrived, bucket.least = {}, 0, 1", "pass"
+            "opening", EagerStateMachine._fire, "bucket.waiting, bucket.arrived, bucket.least = {}, 0, 1", "pass"
         ),
         "nothing goes out at a drain": Mutant(
-            "two buckets, both late", "extra = self._flush and any(", "extra = False and any("
+            "two buckets, both late",
+            EagerStateMachine._on_all_finished,
+            "self._flush and any(bucket.loaded for bucket in self._buckets)",
+            "False",
         ),
-        "a late gradient is not noted": Mutant("staleness 2", "all_buckets[index].loaded = True\n", "pass\n"),
+        "a late gradient is not noted": Mutant(
+            "staleness 2", EagerStateMachine._arrived, "all_buckets[index].loaded = True", "pass"
+        ),
         "a round has the hyperparameters of another step": Mutant(
             "steps that differ",
+            EagerStateMachine._fire,
             "lead = self._steppers.lead(number, self._hosts.ranks(initiator))",
             "lead = next(iter(self._steppers._step_of), None)",
         ),
         "a round that has hyperparameters gets others": Mutant(
-            "steps that differ", "round_ is None or round_.hyper is not None or self", "round_ is None or self"
+            "steps that differ",
+            EagerStateMachine._stepped,
+            "round_ is None or round_.hyper is not None or self._fired < event.step",
+            "round_ is None or self._fired < event.step",
         ),
         "late hyperparameters are not told": Mutant(
-            "opening", "return [self._commands.hyper(event.step, hyper)]", "return []"
+            "opening", EagerStateMachine._stepped, "return [self._commands.hyper(event.step, hyper)]", "return []"
         ),
         "a drain's last round goes for one bucket": Mutant(
-            "two buckets, both late", "while bucket.fired < last:", "if bucket.fired < last and not index:"
+            "two buckets, both late",
+            EagerStateMachine._on_all_finished,
+            "bucket.fired < last",
+            "bucket.fired < last and not index",
         ),
         "steps are not re-based at a drain": Mutant(
-            "two buckets", "self._positions.begin_anew(self.ranks, last)", "self._positions.begin_anew(self.ranks, 0)"
+            "two buckets",
+            EagerStateMachine._on_all_finished,
+            "self._positions.begin_anew(self.ranks, last)",
+            "self._positions.begin_anew(self.ranks, 0)",
         ),
         "a quorum counts ranks that are done": Mutant(
-            "all", "active, started, commands = self._hosts.active,", "active, started, commands = self._hosts.number,"
+            "all", EagerStateMachine._advance, "self._hosts.active", "self._hosts.number"
         ),
         "a version that is taken frees nobody": Mutant(
-            "pace by rounds",
-            "        return self._advance(rank, now)\n\n    def _check_finished",
-            "        return []\n\n    def _check_finished",
+            "pace by rounds", EagerStateMachine._took, "return self._advance(rank, now)", "return []"
         ),
         "a rank that is done frees nobody": Mutant(
             "steps that differ",
+            EagerStateMachine._on_rank_finished,
             "return [*self._gather(host, ready, now), *self._advance(rank, now)]",
             "return self._gather(host, ready, now)",
         ),
         "a rank that is done keeps its host waiting": Mutant(
-            "a host, uneven, cut", "[*self._gather(host, ready, now), *self", "[*self"
+            "a host, uneven, cut",
+            EagerStateMachine._on_rank_finished,
+            "[*self._gather(host, ready, now), *self._advance(rank, now)]",
+            "self._advance(rank, now)",
         ),
         "a host's gradients go apart": Mutant(
             "a host",
-            "self._gathering.host_steps(index) if",
-            "Gathering(self._hosts, len(self._buckets)).host_steps(0) if",
+            EagerStateMachine._fire,
+            "self._gathering.host_steps(index)",
+            "Gathering(self._hosts, len(self._buckets)).host_steps(0)",
         ),
         "a host is not told that its late step has ended": Mutant(
             "two hosts",
+            EagerStateMachine._gather,
             "return [EndStep(self._optimizer, self._hosts.number[host], whole, version)]",
             "return []",
         ),
         "what a host holds back is forgotten at a drain": Mutant(
             "half of each host",
+            EagerStateMachine._fire,
             "bucket.loaded = self._by_hosts and self._gathering.holds(index)",
             "bucket.loaded = False",
         ),
         "a host's steps are not counted anew after an end": Mutant(
-            "a host", "self._gathering.begin_anew(self._hosts)", "pass"
+            "a host", EagerStateMachine._on_all_finished, "self._gathering.begin_anew(self._hosts)", "pass"
         ),
         "a host waits for its first rank alone": Mutant(
             "a host",
+            EagerStateMachine._arrived,
             "self._gather(host, self._gathering.hold(rank, host, step, indices, bits), now)",
             "(self._gathering.hold(rank, host, step, indices, bits), self._gather(host, indices, now))[1]",
         ),
-        "a rank that is done is too late": Mutant("steps that differ", "self._positions.leave(rank)", "pass"),
-        "nobody is told when a grace ends": Mutant("grace", "self._wakes[index] = until", "pass"),
+        "a rank that is done is too late": Mutant(
+            "steps that differ", EagerStateMachine._on_rank_finished, "self._positions.leave(rank)", "pass"
+        ),
+        "nobody is told when a grace ends": Mutant(
+            "grace", EagerStateMachine._advance, "self._wakes[index] = until", "pass"
+        ),
     },
     "gossip": {
-        "two exchanges at once": Mutant("sgp", "self._flights[exchange.round] = now", "pass"),
-        "an exchange is never over": Mutant("sgp", "self._flights.pop(number)", "self._flights[number]"),
+        "two exchanges at once": Mutant(
+            "sgp", GossipStateMachine._due_exchange, "self._flights[exchange.round] = now", "pass"
+        ),
+        "an exchange is never over": Mutant(
+            "sgp", GossipStateMachine._landed, "self._flights.pop(number)", "self._flights[number]"
+        ),
         "an announced exchange goes before earlier messages": Mutant(
-            "osgp", "if self._queues or not alike", "if not alike"
+            "osgp",
+            GossipStateMachine._announced_exchange,
+            "self._queues or not alike or self._coming.keys() != active",
+            "not alike or self._coming.keys() != active",
         ),
         "an announced exchange goes without a rank": Mutant(
             "dpsgd",
-            "        alike = len",
-            "        active = active & self._coming.keys()\n        alike = len",
+            GossipStateMachine._announced_exchange,
+            "self._readiness.active",
+            "self._readiness.active & self._coming.keys()",
         ),
-        "announced messages go twice": Mutant("dpsgd", "if key == self._granted.get(rank)", "if False"),
+        "announced messages go twice": Mutant(
+            "dpsgd", GossipStateMachine._on_event, "key == self._granted.get(rank)", "False"
+        ),
         "messages of several steps go together": Mutant(
             "sgp of three ranks, uneven",
-            "groups = self._groups if self._stages > 1 else self._groups[:1]",
-            "groups = self._groups",
+            MessageQueues._next,
+            "self._groups if self._stages > 1 else self._groups[:1]",
+            "self._groups",
             long=True,
-            part="message_queues",
         ),
-        "a message goes twice": Mutant("opening", "            del queue[key]\n", "", part="message_queues"),
-        "offers stay behind at a drain": Mutant("osgp", "while self._queues:", "while False:"),
+        "a message goes twice": Mutant("opening", MessageQueues.take, "del queue[key]", "pass"),
+        "offers stay behind at a drain": Mutant(
+            "osgp",
+            GossipStateMachine._on_all_finished,
+            "while self._queues:\n    commands += [exchange for exchange in [self._next()] if exchange is not None]",
+            "pass",
+        ),
         "averaged with a rank that is done": Mutant(
-            "adpsgd of three ranks, uneven", "(own & self._active).difference(", "own.difference(", part="pair_requests"
+            "adpsgd of three ranks, uneven",
+            PairRequests.pair,
+            "(own & self._active).difference(asking, taken)",
+            "own.difference(asking, taken)",
         ),
         "a rank is in two pairs": Mutant(
-            "adpsgd of three ranks, uneven", ".difference(asking, taken)", ".difference(asking)", part="pair_requests"
+            "adpsgd of three ranks, uneven",
+            PairRequests.pair,
+            "(own & self._active).difference(asking, taken)",
+            "(own & self._active).difference(asking)",
         ),
         "averaged with a rank that is no neighbour": Mutant(
             "adpsgd",
+            PairRequests.pair,
             "own = self._neighbours[place]",
             "own = frozenset(range(len(self._neighbours)))",
-            part="pair_requests",
         ),
         "nobody is told who is done": Mutant(
-            "opening", "return [self._retired(rank), *self._advance(now)]", "return self._advance(now)"
+            "opening",
+            GossipStateMachine._on_rank_finished,
+            "return [self._retired(rank), *self._advance(now)]",
+            "return self._advance(now)",
         ),
         "the last step of a rank that is done is wrong after a drain": Mutant(
-            "cut and drain", "self._produced[rank][0] - self._bases[rank]", "self._produced[rank][0]"
+            "cut and drain",
+            GossipStateMachine._retired,
+            "self._produced[rank][0] - self._bases[rank]",
+            "self._produced[rank][0]",
         ),
         "averages are not counted anew after a drain": Mutant(
-            "averages", "self._starved, self._entered):\n", "self._starved):\n"
+            "averages",
+            GossipStateMachine._on_all_finished,
+            "(self._coming, self._coming_steps, self._granted, self._starved, self._entered)",
+            "(self._coming, self._coming_steps, self._granted, self._starved)",
         ),
         "an average goes without a rank": Mutant(
             "averages",
+            GossipStateMachine._due_averages,
             "self._inside[index] < len(self._readiness.active)",
             "self._inside[index] < len(self._readiness.active) - 1",
         ),
         "a rank that is done counts in an average": Mutant(
-            "averages that ranks go on from", "self._inside[index] -= rank in there", "pass"
+            "averages that ranks go on from",
+            GossipStateMachine._on_rank_finished,
+            "self._inside[index] -= rank in there",
+            "pass",
         ),
         "nobody is told when an exchange goes": Mutant(
-            "sgp, exchanges take time", "self._wake_at = since + self._duration", "self._wake_at = None"
+            "sgp, exchanges take time",
+            GossipStateMachine._due_exchange,
+            "self._wake_at = since + self._duration",
+            "self._wake_at = None",
         ),
     },
     "leader": {
         "two pulls of a group at once": Mutant(
-            "lsgd", "return self.flight is None and 0 < self.needed", "return 0 < self.needed"
+            "lsgd",
+            leader._Group.is_due.fget,
+            "self.flight is None and 0 < self.needed <= self.steps",
+            "0 < self.needed <= self.steps",
         ),
-        "a pull is never over": Mutant("lsgd", "self._groups[group].flight = None", "pass"),
-        "a rank that is done leads": Mutant("lsgd", "if rank not in out and self._heard", "if self._heard"),
+        "a pull is never over": Mutant(
+            "lsgd", LeaderStateMachine._on_event, "self._groups[group].flight = None", "pass"
+        ),
+        "a rank that is done leads": Mutant(
+            "lsgd",
+            LeaderStateMachine._recent,
+            "rank not in out and self._heard.get(rank, -math.inf) >= oldest",
+            "self._heard.get(rank, -math.inf) >= oldest",
+        ),
         "a loss that is not finite leads": Mutant(
             "lsgd, one leads at times",
+            LeaderStateMachine._due,
             "pick_leader(self._means, self._recent(group.ranks))",
             "next(iter(self._recent(group.ranks)), None)",
         ),
-        "steps count for two pulls": Mutant("lsgd", "group.steps %= group.needed", "group.steps -= 1"),
-        "a rank's end makes a pull due": Mutant(
-            "cut and drain", "group.steps * active // max(1, group.active), active", "group.steps, active"
+        "steps count for two pulls": Mutant(
+            "lsgd", LeaderStateMachine._due, "group.steps %= group.needed", "group.steps -= 1"
         ),
-        "a group of one is pulled": Mutant("groups", "1 < len(self._groups[number].ranks) < len(self.ranks)", "True"),
+        "a rank's end makes a pull due": Mutant(
+            "cut and drain",
+            LeaderStateMachine._on_rank_finished,
+            "group.steps * active // max(1, group.active)",
+            "group.steps",
+        ),
+        "a group of one is pulled": Mutant(
+            "groups", LeaderStateMachine._is_pulled, "1 < len(self._groups[number].ranks) < len(self.ranks)", "True"
+        ),
         "a drain keeps what was counted": Mutant(
-            "cut and drain", "0 if self._flush else group.steps, len", "group.steps, len"
+            "cut and drain", LeaderStateMachine._on_all_finished, "0 if self._flush else group.steps", "group.steps"
         ),
         "a rank that is gone counts": Mutant(
-            "one leaves for good", "self._leaving, self._drains = sorted(self._absent), False", "self._drains = False"
+            "one leaves for good",
+            LeaderStateMachine._on_all_finished,
+            "self._leaving, self._drains = sorted(self._absent), False",
+            "self._drains = False",
         ),
     },
 }
 
 
-def build(family: str, name: str) -> Machine:
-    """The state machine of a family with this fault.
+@contextlib.contextmanager
+def planted(family: str, name: str) -> Iterator[None]:
+    """Within the block, the classes of the library have this fault.
 
     Raises:
-        AssertionError: the source does not have the lines that the fault is made in: write it anew.
+        AssertionError: the method does not have the code that the fault replaces exactly once: write the fault anew.
     """
-    mutant, machine = MUTANTS[family][name], MACHINES[family]
-    own = machine.__module__
-    where = BASE if mutant.base else f"{own.rpartition('.')[0]}.{mutant.part}" if mutant.part else own
-    source = _source(where)
-    assert source.count(mutant.old) == 1, f"{where} has not, or more than once: {mutant.old}"
-    faulty = _load("tests.unit.mutant_part", source.replace(mutant.old, mutant.new))
-    module = faulty if where == own else _load("tests.unit.mutant", _importing(_source(own), where, faulty.__name__))
-    built: Machine = getattr(module, machine.__name__)
-    return built
+    mutant = MUTANTS[family][name]
+    *owner, attribute = mutant.method.__qualname__.split(".")
+    cls = vars(sys.modules[mutant.method.__module__])[owner[0]]
+    faulty: Any = _rewritten(mutant)
+    if isinstance(inspect.getattr_static(cls, attribute), property):
+        faulty = property(faulty)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cls, attribute, faulty)
+        yield
 
 
-def _source(module: str) -> str:
-    return Path(str(importlib.import_module(module).__file__)).read_text("utf-8")
+def _rewritten(mutant: Mutant) -> Any:
+    """The method with the fault in it."""
+    method = mutant.method
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(method))).body
+    assert isinstance(function, ast.FunctionDef)
+    function.decorator_list = []
+    edit = _Replacement(mutant.old, mutant.new)
+    edit.visit(function)
+    assert edit.count == 1, f"{method.__qualname__} has this {edit.count} times: {mutant.old}"
+    code = compile(ast.fix_missing_locations(ast.Module([function], [])), inspect.getfile(method), "exec")
+    made: dict[str, Any] = {}
+    exec(code, method.__globals__, made)
+    return made[function.name]
 
 
-def _importing(source: str, old: str, new: str) -> str:
-    """This source, importing from another module."""
-    assert source.count(f"from {old} import") == 1
-    return source.replace(f"from {old} import", f"from {new} import")
+class _Replacement(ast.NodeTransformer):
+    """Replaces code by other code.
 
+    Attributes:
+        count: how often it was there.
+    """
 
-def _load(name: str, source: str) -> types.ModuleType:
-    """A module by this name, in place of the one before (states are pickled by it)."""
-    module = sys.modules[name] = types.ModuleType(name)
-    exec(compile(source, name, "exec"), module.__dict__)
-    return module
+    def __init__(self, old: str, new: str) -> None:
+        (was,), (becomes,) = ast.parse(old).body, ast.parse(new).body
+        if isinstance(was, ast.Expr) and isinstance(becomes, ast.Expr):
+            self._old, self._new = ast.dump(was.value), becomes.value
+        else:
+            self._old, self._new = ast.dump(was), becomes
+        self.count = 0
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if ast.dump(node) != self._old:
+            return self.generic_visit(node)
+        self.count += 1
+        return self._new

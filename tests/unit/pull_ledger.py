@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hvd_async.algorithms.leader.messages import LeaderConfig, PullDone, PullProgress, StartPull, StepTaken
+from hvd_async.algorithms.leader.config import LeaderConfig, PullDone, PullProgress, StartPull, StepTaken
 from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, OptimizerEvent, Registered
 
 ALL, CENTRE, NOBODY = -1, -1, -2

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from hvd_async.algorithms.eager.messages import GradientReady, StepEntered
-from hvd_async.algorithms.gossip.messages import AverageEntered, MessageQueued, PairRequested
-from hvd_async.algorithms.leader.messages import LeaderConfig, PullDone, StartPull, StepTaken
-from hvd_async.algorithms.leader.state_machine import LeaderStateMachine
+from hvd_async.algorithms.eager.config import GradientReady, StepEntered
+from hvd_async.algorithms.gossip.config import AverageEntered, MessageQueued, PairRequested
+from hvd_async.algorithms.leader.config import LeaderConfig, PullDone, StartPull, StepTaken
+from hvd_async.algorithms.leader.machine import LeaderStateMachine
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, OptimizerEvent, Registered
 from tests.unit.pull_ledger import ALL, NOBODY, PullLedger

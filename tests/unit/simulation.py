@@ -17,9 +17,7 @@ from typing import Any
 
 import pytest
 
-from hvd_async.algorithms.eager.auto_quorum import AutoQuorum
-from hvd_async.algorithms.eager.grace import Grace
-from hvd_async.algorithms.eager.messages import (
+from hvd_async.algorithms.eager.config import (
     EagerConfig,
     GradientReady,
     SetHyperparameters,
@@ -27,9 +25,8 @@ from hvd_async.algorithms.eager.messages import (
     StepEntered,
     VersionTaken,
 )
-from hvd_async.algorithms.eager.received_rounds import ReceivedRounds
-from hvd_async.algorithms.eager.round_commands import RoundCommands
-from hvd_async.algorithms.eager.state_machine import EagerStateMachine
+from hvd_async.algorithms.eager.machine import EagerStateMachine, ReceivedRounds, RoundCommands
+from hvd_async.algorithms.eager.quorum import AutoQuorum, Grace
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, Hyper, OptimizerEvent, Registered
 from tests.unit.ledger import Ledger

@@ -44,10 +44,10 @@ ENTRY = """    "fedavg": LeaderAlgorithm(
     ),
 """
 EDITS = [
-    (f"{LEADER}/options.py", "from hvd_async.algorithms.leader.easgd import", "from hvd_async.algorithms.leader.fedavg "
+    (f"{LEADER}/config.py", "from hvd_async.algorithms.leader.easgd import", "from hvd_async.algorithms.leader.fedavg "
      "import FedAvg\n"),
-    (f"{LEADER}/options.py", "    lr_spread: str", FIELD),
-    (f"{LEADER}/options.py", '    "easgd": LeaderAlgorithm(', ENTRY),
+    (f"{LEADER}/config.py", "    lr_spread: str", FIELD),
+    (f"{LEADER}/config.py", '    "easgd": LeaderAlgorithm(', ENTRY),
     ("hvd_async/torch/leader.py", "    lr_spread: str", "    server_lr: float | None = None,\n"),
     ("hvd_async/tensorflow/leader.py", "    lr_spread: str", "    server_lr: float | None = None,\n"),
 ]  # fmt: skip
@@ -59,7 +59,7 @@ for name in ("torch", "tensorflow", "keras", "horovod"):
 
 import numpy as np
 
-from hvd_async.algorithms.leader.options import LeaderOptions
+from hvd_async.algorithms.leader.config import LeaderOptions
 from hvd_async.algorithms.registry import ALGORITHMS
 from hvd_async.optimizers.leader import LeaderDriver
 from hvd_async.runner.options import build_parser, parse

@@ -7,17 +7,13 @@ import json
 import numpy as np
 import pytest
 
-from hvd_async.advisor.advice import advise, choose, mode_of
-from hvd_async.advisor.culprits import find_culprits
-from hvd_async.advisor.links import Given, fit, read_given
-from hvd_async.advisor.modes import MODES, YARDSTICK, Risk, named_modes
-from hvd_async.advisor.prediction import Prediction, Spread, predict, resampled
+from hvd_async.advisor.advice import Given, advise, choose, find_culprits, fit, mode_of, read_given
+from hvd_async.advisor.prediction import MODES, YARDSTICK, Prediction, Risk, Spread, named_modes, predict, resampled
 from hvd_async.advisor.report import sentences
 from hvd_async.cli.main import main
 from hvd_async.simulation.network import Network
 from hvd_async.simulation.schedule import one_random, slowest_work, synchronous_seconds
-from hvd_async.traces.format import HOROVOD, Header
-from hvd_async.traces.reader import read_trace
+from hvd_async.traces.format import HOROVOD, Header, read_trace
 from hvd_async.traces.recorder import Recorder
 from tests.unit.test_traces import write
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_async.algorithms.gossip.messages import (
+from hvd_async.algorithms.gossip.config import (
     ExchangeDone,
     MessageComing,
     MessageQueued,

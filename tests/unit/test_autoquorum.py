@@ -9,10 +9,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hvd_async.algorithms.eager.auto_quorum import CANDIDATES, LEARN, MARGIN, RENEW, AutoQuorum, candidates, fresh_rate
-from hvd_async.algorithms.eager.messages import EagerConfig, GradientReady
-from hvd_async.algorithms.eager.quorum import Quorum
-from hvd_async.algorithms.eager.state_machine import EagerStateMachine
+from hvd_async.algorithms.eager.config import EagerConfig, GradientReady
+from hvd_async.algorithms.eager.machine import EagerStateMachine
+from hvd_async.algorithms.eager.quorum import (
+    CANDIDATES,
+    LEARN,
+    MARGIN,
+    RENEW,
+    AutoQuorum,
+    Quorum,
+    candidates,
+    fresh_rate,
+)
 from hvd_async.runtime.messages import Finished
 from tests.conftest import examples
 from tests.unit.moves import opened, step, whys

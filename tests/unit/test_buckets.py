@@ -8,7 +8,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_async.algorithms.eager.bucketing import by_size
+from hvd_async.algorithms.eager.gradient_format import by_size
 
 GRADIENTS = st.lists(st.tuples(st.sampled_from(["float32", "float64"]), st.integers(0, 50)), max_size=30)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import hvd_async
 from hvd_async.cli.main import COMMANDS
+from tests.fixtures import frozen
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,6 +23,10 @@ def test_version_and_help():
     told = called("--help").stdout
     assert all(f"\n    {command} " in told for command in COMMANDS)
     assert called().returncode == 2
+
+
+def test_flags_are_those_that_users_know():
+    assert frozen.flags() == frozen.FLAGS.read_text("utf-8"), "see tests/fixtures/frozen.py"
 
 
 def test_a_script_that_makes_no_optimizer_is_told_so(tmp_path):

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hvd_async.runtime.coordinator
-from hvd_async.algorithms.eager.messages import EagerConfig, GradientReady, StartRound, StepEntered
-from hvd_async.algorithms.gossip.messages import GossipConfig, PairRequested
-from hvd_async.algorithms.leader.messages import LeaderConfig, PullProgress
+from hvd_async.algorithms.eager.config import EagerConfig, GradientReady, StartRound, StepEntered
+from hvd_async.algorithms.gossip.config import GossipConfig, PairRequested
+from hvd_async.algorithms.leader.config import LeaderConfig, PullProgress
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.runtime.coordinator import Coordinator
 from hvd_async.runtime.interfaces import Gone

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_async.algorithms.gossip.options import GossipOptions
-from hvd_async.algorithms.leader.options import LeaderOptions
+from hvd_async.algorithms.gossip.config import GossipOptions
+from hvd_async.algorithms.leader.config import LeaderOptions
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.agreement import Buffer, Buffers
 from hvd_async.optimizers.gossip import GossipDriver

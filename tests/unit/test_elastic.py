@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_async.algorithms.eager.gradient_format import PendingGradient, Tail
-from hvd_async.algorithms.eager.remains import Remains
+from hvd_async.algorithms.eager.rank import Remains
 from hvd_async.algorithms.gossip.adpsgd import ADPSGDWorker
 from hvd_async.algorithms.gossip.message_format import make_message_format
 from hvd_async.errors import ReplicaStateError

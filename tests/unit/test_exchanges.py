@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_async.algorithms.eager.messages import GradientReady, StepEntered
-from hvd_async.algorithms.gossip.messages import (
+from hvd_async.algorithms.eager.config import GradientReady, StepEntered
+from hvd_async.algorithms.gossip.config import (
     AverageEntered,
     ExchangeDone,
     MessageQueued,
@@ -16,8 +16,8 @@ from hvd_async.algorithms.gossip.messages import (
     WaitingForMessage,
     spans_of,
 )
+from hvd_async.algorithms.gossip.machine import SMOOTHING, GossipStateMachine
 from hvd_async.algorithms.gossip.plan import make_plan
-from hvd_async.algorithms.gossip.state_machine import SMOOTHING, GossipStateMachine
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.messages import Accepted, Drained, Finished, OptimizerEvent, Registered, Rejected
 from tests.unit.exchange_moves import SGP, exchange, opened, pairing, play, timed

@@ -7,8 +7,7 @@ from dataclasses import replace
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hvd_async.algorithms.gossip.messages import StartExchange
-from hvd_async.algorithms.gossip.options import ALGORITHMS
+from hvd_async.algorithms.gossip.config import ALGORITHMS, StartExchange
 from hvd_async.algorithms.gossip.plan import make_plan
 from tests.conftest import examples
 from tests.unit.gossip_simulation import Job, Simulation

@@ -11,9 +11,9 @@ import itertools
 
 import pytest
 
-from hvd_async.algorithms.gossip.messages import ExchangeDone, MessageQueued, StartExchange, WaitingForMessage
+from hvd_async.algorithms.gossip.config import ExchangeDone, MessageQueued, StartExchange, WaitingForMessage
+from hvd_async.algorithms.gossip.machine import GossipStateMachine
 from hvd_async.algorithms.gossip.plan import make_plan
-from hvd_async.algorithms.gossip.state_machine import GossipStateMachine
 from hvd_async.runtime.messages import Registered
 
 RANKS, STEPS = 8, 16

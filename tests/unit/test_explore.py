@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from hvd_async.runtime.state_machine import StateMachine
 from tests.conftest import LONG_RUN
 from tests.unit import mutants
 from tests.unit.explore import BrokenLawError, explore
@@ -73,12 +74,20 @@ def test_the_reduction_leaves_no_end_out(family: str, job: Job) -> None:
 def test_a_seeded_fault_is_found(family: str, name: str) -> None:
     if mutants.MUTANTS[family][name].long and not LONG_RUN:
         pytest.skip("larger explorations run under scripts/check.sh --long")
-    machine, job = mutants.build(family, name), {**LONG[family], **QUICK[family]}[mutants.MUTANTS[family][name].job]
-    with pytest.raises(BrokenLawError):
-        explore(lambda: job(machine))
+    job = {**LONG[family], **QUICK[family]}[mutants.MUTANTS[family][name].job]
+    with mutants.planted(family, name), pytest.raises(BrokenLawError):
+        explore(lambda: job(MACHINES[family]))
 
 
 def test_a_broken_law_comes_with_the_way_to_it() -> None:
-    machine = mutants.build("eager", "nothing goes out at a drain")
-    with pytest.raises(BrokenLawError, match=r"stayed behind\nafter\n  go on \d\n(?s:.*)  obey \d$"):
-        explore(lambda: QUICK["eager"]["two buckets, both late"](machine))
+    said = r"stayed behind\nafter\n  go on \d\n(?s:.*)  obey \d$"
+    with mutants.planted("eager", "nothing goes out at a drain"), pytest.raises(BrokenLawError, match=said):
+        explore(lambda: QUICK["eager"]["two buckets, both late"](MACHINES["eager"]))
+
+
+def test_a_fault_in_code_that_a_method_does_not_have_is_refused() -> None:
+    fault = mutants.Mutant("opening", StateMachine.handle, "self.no_such_field", "None")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(mutants.MUTANTS["eager"], "new", fault)  # type: ignore[arg-type]
+        with pytest.raises(AssertionError, match="has this 0 times"), mutants.planted("eager", "new"):
+            pass

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_async.algorithms.eager.grace import SHARE, Grace
-from hvd_async.algorithms.eager.messages import EagerConfig, GradientReady, StartRound, StepEntered
-from hvd_async.algorithms.eager.state_machine import EagerStateMachine
+from hvd_async.algorithms.eager.config import EagerConfig, GradientReady, StartRound, StepEntered
+from hvd_async.algorithms.eager.machine import EagerStateMachine
+from hvd_async.algorithms.eager.quorum import SHARE, Grace
 from hvd_async.runtime.messages import Registered
 
 STEP = 0.1

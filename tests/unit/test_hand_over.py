@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvd_async.algorithms.eager.counters import Counters
-from hvd_async.algorithms.eager.hand_over import HandOver, ready
-from hvd_async.algorithms.eager.messages import GradientReady
+from hvd_async.algorithms.eager.config import GradientReady
+from hvd_async.algorithms.eager.rank import Counters, HandOver, ready
 
 
 def handing(*given: tuple[int, int, bool]) -> HandOver:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_async.algorithms.gossip.host_steps import ALL_GATHER, GOSSIP, REDUCE_SCATTER
-from hvd_async.algorithms.gossip.messages import STAGES, ExchangeDone, MessageQueued, NoMessage, StartExchange
+from hvd_async.algorithms.gossip.config import STAGES, ExchangeDone, MessageQueued, NoMessage, StartExchange
+from hvd_async.algorithms.gossip.hosts import ALL_GATHER, GOSSIP, REDUCE_SCATTER
+from hvd_async.algorithms.gossip.machine import AHEAD
 from hvd_async.algorithms.gossip.plan import make_plan
-from hvd_async.algorithms.gossip.state_machine import AHEAD
 from hvd_async.runtime.messages import Command, Finished
 from tests.unit.test_exchanges import opened
 

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_async.algorithms.eager.counters import Counters
+from hvd_async.algorithms.eager.config import HostSteps, StartRound
 from hvd_async.algorithms.eager.gradient_format import GradientFormat, ReducedRound
-from hvd_async.algorithms.eager.messages import HostSteps, StartRound
-from hvd_async.algorithms.eager.rounds_in_flight import RoundsInFlight
+from hvd_async.algorithms.eager.rank import Counters, RoundsInFlight
 
 
 class Bench:

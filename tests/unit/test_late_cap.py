@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from hvd_async.algorithms.eager.options import EagerOptions
+from hvd_async.algorithms.eager.config import EagerOptions
 from hvd_async.optimizers.eager import EagerDriver
 from hvd_async.runtime.process_sets import RankGroup
 

@@ -1,4 +1,4 @@
-"""Dependencies point one way, frameworks stay in their bindings, and files stay short: read from the source."""
+"""Dependencies point one way, and frameworks stay in their bindings: read from the source."""
 
 from __future__ import annotations
 
@@ -32,32 +32,18 @@ STOREYS = [
 STOREY = {name: level for level, storey in enumerate(STOREYS) for name in storey}
 FAMILIES = {"eager", "gossip", "leader"}
 PURE = {
-    "messages",
-    "state_machine",
-    "option",
+    "config",
+    "machine",
     "quorum",
-    "auto_quorum",
     "extrapolation",
     "quasi_global",
-    "grace",
-    "arrivals",
-    "received_rounds",
-    "round_commands",
-    "round_state",
-    "hosts",
     "plan",
-    "graph",
-    "levels",
-    "message_queues",
-    "readiness",
-    "pair_requests",
-    "options",
     "selection",
     "lsgd",
     "easgd",
-    "rule",
     "push_sum",
     "outer",
+    "option",
 }
 """Files of a family that need no thread, socket or clock."""
 FOR_PURE = {"messages", "state_machine", "family"}
@@ -191,7 +177,7 @@ def test_what_is_pure_needs_of_the_runtime_only_messages(path):
 
 def test_each_family_has_its_pure_half():
     found = {(path.parent.name, path.stem) for path in pure_files()}
-    assert found >= {(name, file) for name in FAMILIES for file in ("messages", "state_machine")}
+    assert found >= {(name, file) for name in FAMILIES for file in ("config", "machine")}
 
 
 def test_the_reader_of_imports_sees_all_kinds(tmp_path):
@@ -244,7 +230,7 @@ def names_decided_by(tree: ast.AST) -> set[str]:
 @pytest.mark.parametrize("path", [path for path in LIBRARY if path.is_relative_to(ROOT / "hvd_async")], **identify)
 def test_no_code_decides_by_an_algorithms_name(path):
     """The tables of the families answer; they alone are by name."""
-    tables = family(module_of(path)) is not None and path.stem == "options"
+    tables = family(module_of(path)) is not None and path.stem == "config"
     ours = ALGORITHMS.keys() - FAMILIES - set(BUFFERS)  # ("eager" is the name of a family too, "local" a policy)
     decided = names_decided_by(ast.parse(path.read_text(encoding="utf-8")))
     assert tables or not decided & ours, "ask the registry what sets the algorithm apart"

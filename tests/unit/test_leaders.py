@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_async.algorithms.leader import easgd, lsgd, selection
-from hvd_async.algorithms.leader.messages import ALL_RANKS, LeaderConfig
-from hvd_async.algorithms.leader.rule import make_rule
-from hvd_async.algorithms.leader.selection import LossWindow, Strengths
+from hvd_async.algorithms.leader.config import LeaderConfig
+from hvd_async.algorithms.leader.rank import make_rule
+from hvd_async.algorithms.leader.selection import ALL_RANKS, LossWindow, Strengths
 from hvd_async.stats import LeaderStats
 
 NUMBERS = st.floats(-1e6, 1e6)

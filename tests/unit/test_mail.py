@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvd_async.algorithms.gossip.message_exchange import HEADER, MessageExchange, OutgoingMessage
-from hvd_async.algorithms.gossip.messages import (
+from hvd_async.algorithms.gossip.config import (
     ExchangeDone,
     MessageComing,
     MessageQueued,
@@ -15,6 +14,8 @@ from hvd_async.algorithms.gossip.messages import (
     StartExchange,
     senders_of,
 )
+from hvd_async.algorithms.gossip.message_format import HEADER, OutgoingMessage
+from hvd_async.algorithms.gossip.rank import MessageExchange
 
 RANKS = 4
 NOBODY = (-1,) * RANKS

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_async.algorithms.eager import messages as eager
-from hvd_async.algorithms.gossip import messages as gossip
-from hvd_async.algorithms.leader import messages as leader
+from hvd_async.algorithms.eager import config as eager
+from hvd_async.algorithms.gossip import config as gossip
+from hvd_async.algorithms.leader import config as leader
 from hvd_async.runtime import messages
 from hvd_async.runtime.codec import DecodeError, encode
 from hvd_async.testing import CODEC

@@ -12,11 +12,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import hvd_async
-from hvd_async.monitor import Monitor, WaitReport, warner
-from hvd_async.monitor.prometheus import Endpoint, Metric, text_of
+from hvd_async.monitor import Monitor, WaitReport
+from hvd_async.monitor import slow_ranks as warner
 from hvd_async.monitor.sample import Counts, Sample
-from hvd_async.monitor.sinks import Destinations, Sinks
-from hvd_async.monitor.totals import MOST_CULPRITS, Totals
+from hvd_async.monitor.sinks import MOST_CULPRITS, Destinations, Endpoint, Metric, Sinks, Totals, text_of
 from hvd_async.stats import GossipStats, LeaderStats, Stats
 from tests.unit.monitored import Clock, Optimizer
 from tests.unit.test_runner_report import scalars_in

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_async.algorithms.registry import ALGORITHMS
-from hvd_async.monitor.advice import advice, named
-from hvd_async.monitor.slow_ranks import BEGIN, END, WINDOWS, SlowRanks, by_own_waits, by_waits_for
+from hvd_async.monitor.slow_ranks import BEGIN, END, WINDOWS, SlowRanks, advice, by_own_waits, by_waits_for, named
 from tests.conftest import examples
 from tests.unit.monitored import EAGER
 
@@ -126,7 +125,7 @@ def test_the_advice_fits_the_mode(settings, slow, told):
 
 def test_what_is_advised_can_be():
     """The options that a warning names are accepted together."""
-    from hvd_async.algorithms.eager.options import EagerOptions
+    from hvd_async.algorithms.eager.config import EagerOptions
 
     EagerOptions(quorum="solo", pace="rounds", max_staleness=16).check(4)
     for quorum in ("auto", 3, 0.75):

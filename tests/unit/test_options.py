@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from hvd_async.algorithms.eager.options import EagerOptions
-from hvd_async.algorithms.gossip.options import NOT_GIVEN, GossipOptions
+from hvd_async.algorithms.eager.config import EagerOptions
+from hvd_async.algorithms.gossip.config import NOT_GIVEN, GossipOptions
 from hvd_async.algorithms.gossip.plan import make_plan
-from hvd_async.algorithms.leader.options import LeaderOptions
+from hvd_async.algorithms.leader.config import LeaderOptions
 from hvd_async.algorithms.option import PLACEHOLDER, documented, in_flags, options_of, read_by_epoch
 from hvd_async.algorithms.registry import ALGORITHMS, OPTIONS
-from hvd_async.optimizers.horovod_options import check_passes, scales
+from hvd_async.optimizers.factories import check_passes, scales
 
 LIBRARY = pathlib.Path(__file__).resolve().parents[2] / "hvd_async"
 OF_A_BINDING = {"torch": {"scaler", "round_transform", "named_buffers"}, "tensorflow": {"round_transform", "model"}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvd_async.algorithms.gossip.messages import (
+from hvd_async.algorithms.gossip.config import (
     ExchangeDone,
     PairRequested,
     RankFinished,

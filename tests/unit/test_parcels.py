@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from hvd_async.algorithms.gossip.message_exchange import HEADER
 from hvd_async.algorithms.gossip.message_format import (
     ALIGNMENT,
     CACHED,
     CHUNK,
+    HEADER,
     LEVELS,
     dequantize,
     encoded_bytes,

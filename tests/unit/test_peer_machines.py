@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hvd_async.algorithms.gossip.options import ALGORITHMS as GOSSIP
-from hvd_async.algorithms.leader.options import ALGORITHMS as LEADERS
+from hvd_async.algorithms.gossip.config import ALGORITHMS as GOSSIP
+from hvd_async.algorithms.leader.config import ALGORITHMS as LEADERS
 from hvd_async.runtime.messages import Command
 from hvd_async.runtime.state_machine import StateMachine
 from scripts.benchmarks.support.peer_machines import KINDS, Run, summary

@@ -10,19 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_async.algorithms.eager.messages import GradientReady, StepEntered
-from hvd_async.algorithms.gossip.messages import MessageQueued
-from hvd_async.algorithms.leader.messages import (
-    ALL_RANKS,
-    CENTER,
-    NO_LEADER,
-    LeaderConfig,
-    PullDone,
-    PullProgress,
-    StartPull,
-    StepTaken,
-)
-from hvd_async.algorithms.leader.state_machine import LeaderStateMachine
+from hvd_async.algorithms.eager.config import GradientReady, StepEntered
+from hvd_async.algorithms.gossip.config import MessageQueued
+from hvd_async.algorithms.leader.config import LeaderConfig, PullDone, PullProgress, StartPull, StepTaken
+from hvd_async.algorithms.leader.machine import LeaderStateMachine
+from hvd_async.algorithms.leader.selection import ALL_RANKS, CENTER, NO_LEADER
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, OptimizerEvent, Registered, Rejected
 from tests.conftest import examples

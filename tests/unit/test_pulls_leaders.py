@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from hvd_async.algorithms.leader.messages import ALL_RANKS, LeaderConfig, PullDone, PullProgress, StartPull
+from hvd_async.algorithms.leader.config import LeaderConfig, PullDone, PullProgress, StartPull
+from hvd_async.algorithms.leader.selection import ALL_RANKS
 from hvd_async.runtime.messages import Drained, Finished
 from tests.unit.test_pulls import PAIRS, TRIO, opened, play, replace_config, steps
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_async import mixing, topology
-from hvd_async.algorithms.gossip.options import ALGORITHMS, SMOOTHING
+from hvd_async.algorithms.gossip.config import ALGORITHMS, SMOOTHING
 from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.algorithms.gossip.quasi_global import Correction, Smoothing
 

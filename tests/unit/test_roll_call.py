@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_async.algorithms.eager.messages import EagerConfig, GradientReady, ReportReceived, RoundsReceived, StepEntered
+from hvd_async.algorithms.eager.config import EagerConfig, GradientReady, ReportReceived, RoundsReceived, StepEntered
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.messages import Finished
 from tests.unit.moves import SOLO, kinds, opened, step

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hvd_async.algorithms.eager.messages import (
+from hvd_async.algorithms.eager.config import (
     EagerConfig,
     ExplainRound,
     GradientReady,
@@ -20,7 +20,7 @@ from hvd_async.algorithms.eager.messages import (
     StartRound,
     StepEntered,
 )
-from hvd_async.algorithms.eager.state_machine import EagerStateMachine
+from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.messages import Accepted, Drained, Finished, OptimizerDeleted, Registered, Rejected
 from tests.conftest import examples

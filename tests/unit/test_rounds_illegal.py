@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_async.algorithms.eager.messages import EagerConfig, GradientReady, StartRound, StepEntered, VersionTaken
-from hvd_async.algorithms.eager.state_machine import EagerStateMachine
+from hvd_async.algorithms.eager.config import EagerConfig, GradientReady, StartRound, StepEntered, VersionTaken
+from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.messages import Accepted, Drained, Finished, Registered
 from tests.unit.moves import PACED, SOLO, opened, step

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from hvd_async.algorithms.eager.options import EagerOptions
-from hvd_async.algorithms.gossip.options import GossipOptions
-from hvd_async.algorithms.leader.options import LeaderOptions
+from hvd_async.algorithms.eager.config import EagerOptions
+from hvd_async.algorithms.gossip.config import GossipOptions
+from hvd_async.algorithms.leader.config import LeaderOptions
 from hvd_async.algorithms.option import options_of
 from hvd_async.algorithms.registry import ALGORITHMS, OPTIONS
 from hvd_async.runner.options import build_parser, parse

@@ -6,8 +6,8 @@ import random
 from collections import Counter
 from typing import Any
 
-from hvd_async.algorithms.eager.messages import EagerConfig
-from hvd_async.algorithms.eager.state_machine import EagerStateMachine
+from hvd_async.algorithms.eager.config import EagerConfig
+from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.runtime.messages import Finished, OptimizerDeleted, OptimizerEvent, Registered
 from hvd_async.runtime.siblings import Siblings
 from hvd_async.runtime.state_machine import StateMachine

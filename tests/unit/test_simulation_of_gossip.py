@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 
 from hvd_async import topology
-from hvd_async.algorithms.gossip.messages import WaitingForMessage
-from hvd_async.simulation import workloads
+from hvd_async.algorithms.gossip.config import WaitingForMessage
+from hvd_async.simulation import schedule
 from hvd_async.simulation.arms import job_of, simulate
-from hvd_async.simulation.clock import Clock
+from hvd_async.simulation.job import Clock, Setup, Wire
 from hvd_async.simulation.network import Network
-from hvd_async.simulation.outcome import Setup
-from hvd_async.simulation.wire import Wire
 from scripts.benchmarks.support.stalls import stalls
 
 # -- gossip -----------------------------------------------------------------------------------------------------
@@ -20,7 +18,7 @@ from scripts.benchmarks.support.stalls import stalls
 
 @pytest.mark.parametrize("arm", ["sgp", "osgp", "dpsgd", "adpsgd", "exact-diffusion", "noloco", "local", "local-sgd"])
 def test_gossip_without_delays_runs_at_the_speed_of_computation(arm):
-    found = simulate(arm, Setup(workloads.constant(16, 8, 0.25)))
+    found = simulate(arm, Setup(schedule.constant(16, 8, 0.25)))
     assert found.seconds == 16 * 0.25
     assert found.wait_s == 0.0
 
@@ -30,7 +28,7 @@ def test_gossip_without_delays_runs_at_the_speed_of_computation(arm):
 )
 def test_who_waits_for_messages_that_take_longer_than_a_step(arm, step):
     network = Network(bandwidth=1e6)
-    found = simulate(arm, Setup(workloads.constant(24, 8, 1.0), network, megabytes=1.5, untimed=8))
+    found = simulate(arm, Setup(schedule.constant(24, 8, 1.0), network, megabytes=1.5, untimed=8))
     assert 1 / found.steps_per_s == pytest.approx(step, rel=0.01)
 
 
@@ -46,7 +44,7 @@ def test_who_waits_for_messages_that_take_longer_than_a_step(arm, step):
     ],
 )
 def test_bytes_that_a_rank_sends_in_a_step(arm, megabytes):
-    found = simulate(arm, Setup(workloads.constant(32, 8, 1.0), megabytes=8.0))
+    found = simulate(arm, Setup(schedule.constant(32, 8, 1.0), megabytes=8.0))
     assert found.sent_bytes == pytest.approx(1e6 * megabytes)
 
 
@@ -54,7 +52,7 @@ def test_bytes_that_a_rank_sends_in_a_step(arm, megabytes):
 @pytest.mark.parametrize("ranks", [6, 8])
 def test_a_rank_that_stands_still_stops_those_that_the_graph_says_where_it_says(arm, graph, ranks):
     sleeper, step = 2, 5
-    times = workloads.constant(40, ranks, 0.1)
+    times = schedule.constant(40, ranks, 0.1)
     times[step - 1, sleeper] = 1000.0
     job = job_of(arm, Setup(times), graph=graph)
     assert job.run(until=900.0) is None
@@ -69,7 +67,7 @@ def test_a_rank_that_stands_still_stops_those_that_the_graph_says_where_it_says(
 
 def test_osgps_ranks_send_after_they_have_waited_so_each_stops_a_step_after_its_neighbour():
     """On a ring to the right rank 2 does not send its message of step 5: rank 3 waits for it in step 6, and so on."""
-    times = workloads.constant(40, 6, 0.1)
+    times = schedule.constant(40, 6, 0.1)
     times[4, 2] = 1000.0
     job = job_of("osgp", Setup(times), graph="ring-right")
     job.run(until=900.0)
@@ -79,7 +77,7 @@ def test_osgps_ranks_send_after_they_have_waited_so_each_stops_a_step_after_its_
 
 def test_a_rank_that_waits_says_so_at_once_and_after_each_exchange_that_brings_nothing():
     """On a ring to the right rank 0 is slow: rank 1 waits for it, also when the others' messages have travelled."""
-    times = workloads.constant(1, 3, 1.0)
+    times = schedule.constant(1, 3, 1.0)
     times[0, 0] = 10.0
     job, heard = job_of("sgp", Setup(times, Network(bandwidth=1e6), megabytes=2.0), graph="ring-right"), []
     receive = job.coordinator.receive
@@ -105,7 +103,7 @@ def test_who_waits_to_be_averaged_goes_on_when_all_its_neighbours_have_finished(
 
 
 def test_under_dpsgd_they_stop_a_step_later_and_under_adpsgd_nobody_does():
-    times = workloads.constant(40, 8, 0.1)
+    times = schedule.constant(40, 8, 0.1)
     times[4, 2] = 1000.0
     job = job_of("dpsgd", Setup(times), graph="ring")
     job.run(until=900.0)
@@ -119,7 +117,7 @@ def test_under_dpsgd_they_stop_a_step_later_and_under_adpsgd_nobody_does():
 def test_an_average_hides_behind_the_steps_that_may_follow_it():
     network = Network(bandwidth=1e6)
     for seconds, step in ((1.5, 1.0), (4.0, 1.5)):  # of an average; two steps of 1 s may follow, of each four
-        setup = Setup(workloads.constant(48, 2, 1.0), network, megabytes=seconds, untimed=16)
+        setup = Setup(schedule.constant(48, 2, 1.0), network, megabytes=seconds, untimed=16)
         assert 1 / simulate("local", setup).steps_per_s == pytest.approx(step, rel=0.01)
         assert 1 / simulate("local-sgd", setup).steps_per_s == pytest.approx(1.0 + seconds / 4, rel=0.01)
 
@@ -128,7 +126,7 @@ def test_an_average_hides_behind_the_steps_that_may_follow_it():
 
 
 def test_pulls_are_as_many_as_the_periods_and_nobody_waits():
-    setup = Setup(workloads.constant(64, 8, 0.1), Network(bandwidth=1e9), megabytes=8.0, local_size=4)
+    setup = Setup(schedule.constant(64, 8, 0.1), Network(bandwidth=1e9), megabytes=8.0, local_size=4)
     lsgd, easgd = simulate("lsgd", setup), simulate("easgd", setup)
     assert (lsgd.wait_s, easgd.wait_s) == (0.0, 0.0)
     assert easgd.produced == 64 // 16
@@ -138,7 +136,7 @@ def test_pulls_are_as_many_as_the_periods_and_nobody_waits():
 
 def test_a_pulls_staleness_is_the_steps_that_ranks_take_while_it_travels():
     network = Network(bandwidth=1e6)  # an allreduce of 1 MB between two ranks takes 1 s
-    found = simulate("easgd", Setup(workloads.constant(40, 2, 0.3), network, megabytes=1.0))
+    found = simulate("easgd", Setup(schedule.constant(40, 2, 0.3), network, megabytes=1.0))
     assert found.staleness == {3: 4}  # two pulls of two ranks, from 4.8 and 9.6 s on
 
 

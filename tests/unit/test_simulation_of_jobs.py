@@ -8,12 +8,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from hvd_async.simulation import workloads
+from hvd_async.simulation import schedule
 from hvd_async.simulation.arms import job_of, simulate
 from hvd_async.simulation.baselines import Level, averaged
-from hvd_async.simulation.clock import Clock
+from hvd_async.simulation.job import Clock, Setup
 from hvd_async.simulation.network import Network
-from hvd_async.simulation.outcome import Setup
 from hvd_async.simulation.schedule import gradients_of, linear, one_random, play, replay
 from scripts.benchmarks.simulation import measured, published, scale
 
@@ -28,7 +27,7 @@ RIVALS = ("horovod", "ddp-fp16", "post-local-sgd", "decent-dp")
 
 def uneven(steps=30, ranks=6, seed=3):
     """Log-normal computation: no two things happen at once."""
-    return workloads.lengths(steps, ranks, 0.1, 0.5, seed)
+    return schedule.lengths(steps, ranks, 0.1, 0.5, seed)
 
 
 # -- the clock --------------------------------------------------------------------------------------------------
@@ -46,15 +45,15 @@ def test_the_clock_runs_actions_in_order_and_those_of_one_time_as_they_were_aske
 
 
 def test_workloads_are_what_they_say():
-    assert workloads.one_slow(2, 3, 1.0, 5.0).tolist() == [[1.0, 1.0, 5.0]] * 2
-    assert np.median(workloads.lengths(100, 100, 0.2, 0.5, 0)) == pytest.approx(0.2, rel=0.02)
+    assert schedule.one_slow(2, 3, 1.0, 5.0).tolist() == [[1.0, 1.0, 5.0]] * 2
+    assert np.median(schedule.lengths(100, 100, 0.2, 0.5, 0)) == pytest.approx(0.2, rel=0.02)
 
 
 # -- partial allreduce ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arm", ["solo", "majority", "all", "k3", "0.75"])
-@pytest.mark.parametrize("times", [uneven(), one_random(40, 8, 0.3, 0.2, 0), workloads.one_slow(60, 4, 0.1, 5)])
+@pytest.mark.parametrize("times", [uneven(), one_random(40, 8, 0.3, 0.2, 0), schedule.one_slow(60, 4, 0.1, 5)])
 def test_free_communication_gives_the_figures_of_the_schedule_played(arm, times):
     found = simulate(arm, Setup(times, seed=2), grace=0.0)
     played = replay(times, arm, seed=2)
@@ -90,7 +89,7 @@ def test_after_a_barrier_waits_are_those_of_the_schedule_played():
 
 def test_in_pace_rounds_a_slow_rank_keeps_nobody_waiting():
     """Seven ranks take 1 s a step and one 4 s: in 40 s that is 290 steps of all."""
-    setup = Setup(workloads.one_slow(10, 8, 1.0, 4), window=40.5)
+    setup = Setup(schedule.one_slow(10, 8, 1.0, 4), window=40.5)
     found = simulate("solo", setup, grace=0.0, pace="rounds")
     assert found.steps == 7 * 40 + 10
     assert found.steps_per_s == pytest.approx(290 / 8 / 40.5)
@@ -99,7 +98,7 @@ def test_in_pace_rounds_a_slow_rank_keeps_nobody_waiting():
 
 
 def test_in_pace_rounds_the_staleness_bound_makes_fast_ranks_wait():
-    setup = Setup(workloads.one_slow(10, 4, 1.0, 10), window=100.5)
+    setup = Setup(schedule.one_slow(10, 4, 1.0, 10), window=100.5)
     found = simulate("solo", setup, grace=0.0, pace="rounds", max_staleness=2)
     assert found.max_staleness <= 2
     assert found.wait_s > 1.0
@@ -127,10 +126,10 @@ def test_a_synchronous_round_takes_latencies_and_the_ring():
     network = Network(latency=0.5, bandwidth=1e6, hop=0.25, operation=2.0)
     ring = 2 * 3 * (1e6 / 4 / 1e6 + 0.25)
     step = 10.0 + 2 * 0.5 + 2 * 2 * 0.25 + 2.0 + ring  # computation, messages, agreement, software, wire
-    found = simulate("all", Setup(workloads.constant(5, 4, 10.0), network, megabytes=1.0))
+    found = simulate("all", Setup(schedule.constant(5, 4, 10.0), network, megabytes=1.0))
     assert found.seconds == pytest.approx(5 * step)
     assert found.sent_bytes == pytest.approx(1.5e6)
-    rival = simulate("horovod", Setup(workloads.constant(5, 4, 10.0), network, megabytes=1.0))
+    rival = simulate("horovod", Setup(schedule.constant(5, 4, 10.0), network, megabytes=1.0))
     assert rival.seconds == pytest.approx(5 * (step - 1.0))
 
 
@@ -144,7 +143,7 @@ def test_a_tree_is_quicker_where_hops_count():
 
 def test_the_coordinator_handles_one_event_after_the_other():
     network = Network(event=0.01, sending=0.02, relay=4, relay_latency=0.1)
-    found = simulate("all", Setup(workloads.constant(1, 8, 1.0), network, drains=False), grace=0.0)
+    found = simulate("all", Setup(schedule.constant(1, 8, 1.0), network, drains=False), grace=0.0)
     # To the coordinator and back by relays; 16 events; one command to each of two relays.
     assert found.seconds == pytest.approx(1.0 + 2 * 0.1 + 16 * 0.01 + 2 * 0.02)
     assert found.coordinator_s == pytest.approx(16 * 0.01 + 2 * 0.02)
@@ -152,7 +151,7 @@ def test_the_coordinator_handles_one_event_after_the_other():
 
 def test_a_command_goes_out_before_the_next_message_is_handled():
     network = Network(event=0.01, sending=0.02)
-    found = simulate("solo", Setup(workloads.constant(1, 4, 1.0), network, drains=False), grace=0.0)
+    found = simulate("solo", Setup(schedule.constant(1, 4, 1.0), network, drains=False), grace=0.0)
     # Two events of the first rank, then the command to four ranks; the others' gradients are late and wait for nothing.
     assert found.seconds == pytest.approx(1.0 + 2 * 0.01 + 4 * 0.02)
     assert found.contributors == 1.0
@@ -160,7 +159,7 @@ def test_a_command_goes_out_before_the_next_message_is_handled():
 
 def test_the_next_message_waits_until_a_command_is_sent():
     network = Network(event=0.01, sending=1.0)
-    job, handled = job_of("solo", Setup(workloads.constant(1, 2, 1.0), network), grace=0.0), []
+    job, handled = job_of("solo", Setup(schedule.constant(1, 2, 1.0), network), grace=0.0), []
     handle = job.machine.handle
     job.machine.handle = lambda rank, event, now: (handled.append((rank, round(now, 9))), handle(rank, event, now))[1]
     job.run()
@@ -169,7 +168,7 @@ def test_the_next_message_waits_until_a_command_is_sent():
 
 def test_a_collective_starts_at_horovods_next_cycle_and_after_the_one_before():
     network = Network(cycle=0.25, operation=0.1)
-    found = simulate("all", Setup(workloads.constant(1, 2, 1.1), network, buckets=2))
+    found = simulate("all", Setup(schedule.constant(1, 2, 1.1), network, buckets=2))
     assert found.seconds == pytest.approx(1.6)  # from 1.25 to 1.35, from 1.5 to 1.6
 
 
@@ -177,7 +176,7 @@ def test_buckets_travel_while_the_backward_pass_goes_on():
     network = Network(bandwidth=1e6)
     seconds = {}
     for overlap in (False, True):
-        setup = Setup(workloads.constant(1, 2, 3.0), network, megabytes=2.0, buckets=4, overlap=overlap)
+        setup = Setup(schedule.constant(1, 2, 3.0), network, megabytes=2.0, buckets=4, overlap=overlap)
         for arm in ("all", "horovod"):
             seconds[arm, overlap] = simulate(arm, setup).seconds
     # The forward pass takes 1 s, each bucket's part of the backward pass 0.5 s, and 0.5 s on the wire.
@@ -235,7 +234,7 @@ def test_the_same_seed_gives_the_same_and_another_does_not(arm):
 
 
 def test_where_nobody_can_go_on_it_says_who_waits():
-    job = job_of("all", Setup(workloads.constant(3, 4, 0.1)))
+    job = job_of("all", Setup(schedule.constant(3, 4, 0.1)))
     job.coordinator.receive = lambda rank, events: None  # it hears nothing
     with pytest.raises(RuntimeError, match=r"ranks \[0, 1, 2, 3\] wait for"):
         job.run()

@@ -11,16 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_async.algorithms.leader.messages import (
-    ALL_RANKS,
-    NO_LEADER,
-    LeaderConfig,
-    PullDone,
-    StartPull,
-    StepTaken,
-)
-from hvd_async.algorithms.leader.state_machine import LeaderStateMachine, StepClock
-from hvd_async.algorithms.leader.step_reports import StepReports
+from hvd_async.algorithms.leader.config import LeaderConfig, PullDone, StartPull, StepTaken
+from hvd_async.algorithms.leader.machine import LeaderStateMachine, StepClock
+from hvd_async.algorithms.leader.rank import StepReports
+from hvd_async.algorithms.leader.selection import ALL_RANKS, NO_LEADER
 from hvd_async.errors import EngineError, ProtocolError
 from hvd_async.runtime.messages import Command, Drained, Finished, OptimizerEvent
 from tests.conftest import examples

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_async.algorithms.eager import timeline
-from hvd_async.algorithms.eager.messages import RoundTrigger
+from hvd_async.algorithms.eager.config import RoundTrigger
 from hvd_async.algorithms.eager.timeline import PROCESS, Record, Timeline, merge_into, trace_events
 
 SAMPLE = Path(__file__).parent / "horovod_timeline.json"
@@ -206,7 +206,7 @@ def test_at_exit_the_merge_comes_after_horovods_shutdown(tmp_path, first):
     program = (
         "import atexit, os, sys\n"
         "from hvd_async.algorithms.eager import timeline\n"
-        "from hvd_async.algorithms.eager.messages import RoundTrigger\n"
+        "from hvd_async.algorithms.eager.config import RoundTrigger\n"
         f"path, sample = {str(tmp_path / 'x.json')!r}, open({str(SAMPLE)!r}).read()\n"
         "state = {'up': True}\n"
         "def shutdown():\n"

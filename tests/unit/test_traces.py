@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_async.traces.format import HOROVOD, PLAIN, file_of
-from hvd_async.traces.reader import read_trace
+from hvd_async.traces.format import HOROVOD, PLAIN, file_of, read_trace
 from hvd_async.traces.recorded import recorded
 from hvd_async.traces.recorder import BUFFERED, LAUNCHES, Recorder
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hvd_async.algorithms.eager.messages import (
+from hvd_async.algorithms.eager.config import (
     EagerConfig,
     ExplainRound,
     GradientReady,
@@ -15,7 +15,7 @@ from hvd_async.algorithms.eager.messages import (
     StepEntered,
     VersionTaken,
 )
-from hvd_async.algorithms.eager.state_machine import EagerStateMachine
+from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.runtime.messages import Accepted, Command, Registered
 
 

@@ -1,15 +1,16 @@
-"""The format of a binding's gradients: flat vectors with counting elements, and their compression.
+"""The format of a binding's gradients: buckets, flat vectors with counting elements, and their compression.
 
 A *vector* of bucket b is its gradients, flat, then a ``Tail`` that counts them. So the sum over the ranks that a round
 brings back tells how many gradients it really carried.
 
-Where rounds are weighted by samples, a rank multiplies its gradient g_j by its samples n_j, and the tail tells the sum
-of those too: a round of k gradients is k sum_j n_j g_j / sum_j n_j in place of sum_j g_j, which it is for equal n_j.
+Where rounds are weighted by samples, a rank multiplies its gradient g_j by its samples n_j, and the tail carries the
+sum of those too: a round of k gradients is k sum_j n_j g_j / sum_j n_j instead of sum_j g_j, which it is for equal n_j.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +18,47 @@ import numpy as np
 
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.messages import Hyper
+
+# -- buckets: gradients that travel together ---------------------------------------------------------------------------
+
+
+def by_size(gradients: Sequence[tuple[Hashable, int]], cap: float) -> list[list[int]]:
+    """Part gradients into buckets of one kind, none of more than ``cap`` bytes unless it holds but one gradient.
+
+    Args:
+        gradients: kind (of one dtype, on one device) and size (bytes) of each, in the order in which backward gets to
+            them.
+        cap: bytes.
+
+    Returns:
+        Positions in ``gradients``, by bucket; the bucket that is begun first comes first.
+    """
+    buckets: list[list[int]] = []
+    filling: dict[Hashable, list[int]] = {}
+    filled: dict[Hashable, int] = {}
+    for place, (kind, nbytes) in enumerate(gradients):
+        if kind not in filling or filled[kind] + nbytes > cap:
+            filling[kind], filled[kind] = [], 0
+            buckets.append(filling[kind])
+        filling[kind].append(place)
+        filled[kind] += nbytes
+    return buckets
+
+
+def by_number(gradients: int, groups: int) -> list[range]:
+    """Part so many gradients, in the order of the forward pass, into groups of about equally many, as Horovod does: the
+    first ones are larger by one if it does not come out even.
+
+    Returns:
+        Their positions, by group; without empty groups.
+    """
+    each, more = divmod(gradients, groups)
+    ends = [group * each + min(group, more) for group in range(groups + 1)]
+    return [range(start, end) for start, end in itertools.pairwise(ends) if end > start]
+
+
+# -- vectors and their tails -------------------------------------------------------------------------------------------
+
 
 EXACT = {"float16": 2**11, "bfloat16": 2**8, "float32": 2**24, "float64": 2**53}
 """Up to which whole number a dtype holds all whole numbers."""

@@ -1,4 +1,6 @@
-"""When does a round fire? Quorums, pure: who has arrived -> its initiator, if it may fire, and why.
+"""When a round starts: its quorum, how ``"auto"`` learns one, and the grace that follows.
+
+Pure: times are arguments.
 
 Sources: solo and majority are those of Li et al., "Taming Unbalanced Training Workloads in Deep Learning with Partial
 Collective Operations", PPoPP 2020 (majority: an initiator drawn anew each round from a seed all ranks share, so that
@@ -7,11 +9,19 @@ half of the ranks are in on average). A count or a fraction is a real quorum; "a
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 import random
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# -- quorums -----------------------------------------------------------------------------------------------------------
+
 
 Quorum = str | int | float
 NAMES = ("solo", "majority", "all", "auto")
@@ -139,3 +149,316 @@ class RoundQuorum:
             return f"majority: {self.whose}rank {self.drawn(active)} was drawn; {present} of {left} are in"
         text = f"quorum: {present} of {left} are in, {min(self._least, left)} needed"
         return f"{text} ({self.why})" if self.why else text
+
+
+# -- quorum="auto" -----------------------------------------------------------------------------------------------------
+# The count of ranks that brings the most fresh gradients per second, learned from arrival times.
+#
+# What a rank needs from the moment it is free (its round fired, or it came too late to wait) to its next arrival does
+# not depend on the quorum. So the durations of the last steps are replayed under each count, by the rules of the state
+# machine, and the best count is taken.
+#
+# A replay is exact, and goes round by round over arrays of all ranks, so that thousands of ranks do not hold up the
+# coordinator. With more than 500 ranks it covers fewer steps (``ELEMENTS``), so it may not see a staleness bound of
+# more rounds than that reached; but each step then says more about how the ranks differ.
+
+
+WINDOW = 48
+"""Steps of each rank that are remembered."""
+LEARN = 2
+"""Steps of each rank that are needed for a choice; until then rounds are synchronous."""
+RENEW = 8
+"""Rounds between two choices."""
+MARGIN = 1.03
+"""How much better another count must be, so that noise does not make it flap."""
+CANDIDATES = 9
+"""Counts that are tried at the most."""
+ELEMENTS = 24_000
+"""Steps of all ranks together that are replayed at the most, but ``FEWEST`` of each."""
+FEWEST = 10
+
+
+class Choice(NamedTuple):
+    """A count of ranks, and why it was chosen."""
+
+    quorum: int
+    why: str
+
+
+class AutoQuorum:
+    """Learns durations, and chooses.
+
+    Args:
+        ranks: that share the optimizer.
+        max_staleness: rounds.
+        pace: "steps" or "rounds".
+    """
+
+    def __init__(self, ranks: Sequence[int], max_staleness: int, pace: str) -> None:
+        self._max_staleness, self._pace = max_staleness, pace
+        self._free: dict[int, float] = {}
+        self._waiting: set[int] = set()
+        self._durations: dict[int, deque[float]] = {rank: deque(maxlen=WINDOW) for rank in ranks}
+        self._choice = Choice(len(ranks), "auto: learning how long the ranks take")
+        self._renew_at = 0
+        self._news: str | None = self._choice.why
+
+    def arrived(self, rank: int, now: float, late: bool) -> None:
+        """A rank has handed over a whole step at ``now`` (s); ``late``: its round has fired, so it goes on at once."""
+        if rank in self._free:
+            self._durations[rank].append(now - self._free.pop(rank))
+        if late:
+            self._free[rank] = now
+        else:
+            self._waiting.add(rank)
+
+    def fired(self, now: float) -> None:
+        """A whole round has fired at ``now`` (s): who waited for it is free."""
+        self._free.update(dict.fromkeys(self._waiting, now))
+        self._waiting.clear()
+
+    def interrupted(self) -> None:
+        """Ranks have done something else (a drain): the time until their next arrival says nothing."""
+        self._free.clear()
+        self._waiting.clear()
+
+    def choose(self, round_: int, active: Collection[int] | None = None) -> Choice:
+        """The count for a round, renewed every few rounds, from what the ``active`` ranks (all if None) have needed."""
+        if round_ < self._renew_at:
+            return self._choice
+        measured = [durations for rank, durations in self._durations.items() if active is None or rank in active]
+        known = min((len(durations) for durations in measured), default=0)
+        if known >= LEARN:
+            self._renew_at = round_ + RENEW
+            steps = min(known, max(FEWEST, ELEMENTS // len(measured)))
+            self._renew([list(durations)[-steps:] for durations in measured])
+        return self._choice
+
+    def take_notice(self) -> str | None:
+        """Return a text on changes since the last call; None if there was none."""
+        news, self._news = self._news, None
+        return news
+
+    def _renew(self, durations: list[list[float]]) -> None:
+        size = len(durations)
+        held = min(self._choice.quorum, size)
+        counts = {*candidates(size), held}
+        table = np.array(durations)
+        rates = {count: fresh_rate(table, count, self._max_staleness, self._pace) for count in counts}
+        best = max(rates, key=lambda count: (rates[count], count))
+        if rates[best] <= MARGIN * rates[held]:
+            best = held
+        others = ", ".join(f"{count}: {rate:.1f}" for count, rate in sorted(rates.items()))
+        steps = len(durations[0])
+        why = f"auto: {best} of {size} ranks; fresh gradients per second by the last {steps} steps are {others}"
+        if best != held or self._choice.why.startswith("auto: learning"):
+            self._news = why
+        self._choice = Choice(best, why)
+
+
+def candidates(size: int) -> list[int]:
+    """The counts to try at ``size`` ranks: all, or a spread of ``CANDIDATES`` of them with both ends."""
+    if size <= CANDIDATES:
+        return list(range(1, size + 1))
+    spread = {1 + round(i * (size - 1) / (CANDIDATES - 2)) for i in range(CANDIDATES - 1)}
+    return sorted(spread | {size - 1})
+
+
+def fresh_rate(durations: Any, count: int, max_staleness: int, pace: str = "steps") -> float:
+    """Gradients of staleness 0 per second, had the rounds needed ``count`` ranks.
+
+    Args:
+        durations: of each rank those of its steps (s), equally many; an array of shape (ranks, steps), or what becomes
+            one.
+        count: of ranks, 1 or more.
+        max_staleness: rounds.
+        pace: "steps" or "rounds".
+    """
+    table = np.ascontiguousarray(np.asarray(durations, dtype=np.float64).T)
+    return (_by_rounds if pace == "rounds" else _by_steps)(table, count, max_staleness)
+
+
+class _Moment(NamedTuple):
+    """When something happens, and by which rank; ranks that come at the same time come in order."""
+
+    time: float
+    rank: int
+
+
+def _nth(times: Any, count: int) -> _Moment:
+    """Return the arrival of the ``count``-th of the ranks."""
+    time = np.partition(times, count - 1)[count - 1] if count < len(times) else times.max()
+    before = int(np.count_nonzero(times < time))
+    return _Moment(float(time), int(np.flatnonzero(times == time)[count - 1 - before]))
+
+
+def _until(times: Any, moment: _Moment) -> Any:
+    """Return which ranks have come by a moment, as a mask."""
+    by = times <= moment.time
+    late = np.flatnonzero(times[moment.rank + 1 :] == moment.time)
+    by[moment.rank + 1 + late] = False
+    return by
+
+
+def _by_steps(table: Any, count: int, max_staleness: int) -> float:
+    """Each rank's step t is its t-th arrival, for round t, in time or late.
+
+    The arrival of step t + 1 is one duration after round t has fired for those that were in it, else one after the
+    arrival of step t. So of each round one array says it all. All that come in time are fresh.
+    """
+    steps, fresh = len(table), 0
+    fires: list[_Moment] = []
+    last: list[_Moment] = []
+    """When the last rank arrives, by step."""
+    arrivals, late = np.empty_like(table), np.empty(table.shape, dtype=bool)
+    for step in range(steps):
+        before = np.where(late[step - 1], arrivals[step - 1], fires[-1].time) if step else 0.0
+        arrivals[step] = own = before + table[step]
+        if step + max_staleness < steps:
+            last.append(_nth(own, len(own)))
+        reached = _nth(own, count)
+        fires.append(max(reached, last[step - max_staleness]) if step >= max_staleness else reached)
+        by = _until(own, fires[-1])
+        fresh += int(np.count_nonzero(by))
+        late[step] = ~by
+    now = fires[-1].time
+    return (fresh + _fresh_though_late(arrivals, late, fires)) / now if now > 0 else 0.0
+
+
+def _fresh_though_late(arrivals: Any, late: Any, fires: Sequence[_Moment]) -> int:
+    """Return how many gradients were too late for their step's round, and fresh in another: those of ranks that were
+    late before, and began after the round before that other."""
+    steps, ranks = np.nonzero(late[1:] & late[:-1])
+    ends, begins = arrivals[steps + 1, ranks], arrivals[steps, ranks]
+    in_a_round = ends <= fires[-1].time
+    ends, begins, ranks = ends[in_a_round], begins[in_a_round], ranks[in_a_round]
+    times = np.array([fire.time for fire in fires])
+    begun = np.searchsorted(times, begins, "right")  # rounds that have fired, the one that its own arrival fires too
+    ended = np.searchsorted(times, ends, "left")
+    ties = np.flatnonzero((times[begun - 1] == begins) | (times[np.minimum(ended, len(times) - 1)] == ends))
+    moments = [(fire.time, fire.rank) for fire in fires]
+    for tie in ties.tolist():  # at the same moment ranks come in order
+        begun[tie] = bisect.bisect_right(moments, (begins[tie], ranks[tie]))
+        ended[tie] = bisect.bisect_left(moments, (ends[tie], ranks[tie]))
+    return int(np.count_nonzero((begun == ended) & (ended < len(times))))
+
+
+def _by_rounds(table: Any, count: int, max_staleness: int) -> float:
+    """A rank that comes late goes on from the version that there is, and so skips rounds.
+
+    It waits for the next round at its next arrival, then. Ranks are told apart by the version they compute at: those at
+    the newest are in the next round when they come, others when they come once more.
+    """
+    steps, size = table.shape
+    ranks = np.arange(size)
+    arrivals, taken, version = table[0].copy(), np.zeros(size, dtype=np.intp), np.zeros(size, dtype=np.intp)
+    fresh = fired = 0
+    while True:
+        behind = version < fired
+        again = np.flatnonzero(behind & (taken + 1 < steps))
+        ready = np.where(behind, np.inf, arrivals)
+        ready[again] = arrivals[again] + table[taken[again] + 1, again]
+        fires = _nth(ready, count)
+        oldest = np.flatnonzero(version <= fired - max_staleness)
+        if len(oldest):
+            held = _nth(arrivals[oldest], len(oldest))
+            fires = max(fires, _Moment(held.time, int(oldest[held.rank])))
+        over = np.flatnonzero(behind & (taken + 1 == steps))
+        if len(over):  # no more is known of it: what the others would do without it is not what they do
+            ends = _nth(arrivals[over], 1)
+            if _Moment(ends.time, int(over[ends.rank])) < fires:
+                return fresh / ends.time if ends.time > 0 else 0.0
+        by = _until(ready, fires)
+        late = behind & ~by & _until(arrivals, fires)
+        fresh += int(np.count_nonzero(by))
+        taken += by.astype(np.intp) + (by & behind) + late
+        fired += 1
+        arrivals = np.where(late, ready, arrivals)
+        version[late] = fired - 1
+        free = by
+        if late[fires.rank]:  # whoever is late and lets the round fire goes on from it
+            free[fires.rank] = True
+        version[free] = fired
+        if bool((taken[free] == steps).any()):
+            return fresh / fires.time if fires.time > 0 else 0.0
+        going = ranks[free]
+        arrivals[going] = fires.time + table[taken[going], going]
+
+
+# -- grace -------------------------------------------------------------------------------------------------------------
+# Grace is how long a round whose quorum is there still waits for more ranks.
+#
+# ``grace="auto"``: as long as the ranks take that usually come right after the quorum, and at most 5% of the time
+# between two rounds. Without it, a rank that is a millisecond behind the first is a round late, in every round.
+
+
+AUTO = "auto"
+SHARE = 0.05
+"""The longest wait, as a share of the time between two rounds."""
+GRACE_WINDOW = 16
+"""Rounds from which it is learned."""
+SETTLED = 4
+"""Rounds after which a round's arrivals are counted: whoever has not come by then did not come right after."""
+
+
+@dataclass
+class _Arrivals:
+    """Arrivals for one round: until when they count, and how many have."""
+
+    until: float
+    count: int = 0
+
+
+class Grace:
+    """One optimizer's.
+
+    Args:
+        given: seconds, or "auto".
+    """
+
+    def __init__(self, given: float | str) -> None:
+        self._fixed = None if isinstance(given, str) else float(given)
+        self._fired_at: float | None = None
+        self._intervals: deque[float] = deque(maxlen=GRACE_WINDOW)
+        self._open: dict[int, _Arrivals] = {}
+        self._counts: deque[int] = deque(maxlen=GRACE_WINDOW)
+        self._longest = self._usual = 0.0
+
+    def seconds(self, arrived: int) -> float:
+        """Return how long a round waits after its quorum came together, with so many ranks (or hosts) in by now."""
+        if self._fixed is not None:
+            return self._fixed
+        return self._longest if arrived < self._usual else 0.0
+
+    def quorum_reached(self, round_: int, arrived: int, now: float) -> None:
+        """The quorum of a round came together at ``now`` (s), with so many ranks (or hosts) in."""
+        if self._fixed is None:
+            self._open[round_] = _Arrivals(now + self._longest, arrived)
+
+    def arrived(self, round_: int, now: float) -> None:
+        """One more has arrived for a round."""
+        known = self._open.get(round_)
+        if known is not None and now <= known.until:
+            known.count += 1
+
+    def fired(self, round_: int, now: float) -> None:
+        """A round has fired at ``now`` (s)."""
+        if self._fixed is not None:
+            return
+        if self._fired_at is not None:
+            self._intervals.append(now - self._fired_at)
+            self._longest = SHARE * _median(self._intervals)
+        self._fired_at = now
+        for old in [number for number in self._open if number <= round_ - SETTLED]:
+            self._counts.append(self._open.pop(old).count)
+            self._usual = _median(self._counts)
+
+    def interrupted(self) -> None:
+        """Ranks have done something else (a drain): the time until the next round says nothing."""
+        self._fired_at = None
+        self._open.clear()
+
+
+def _median(values: deque[float] | deque[int]) -> float:
+    """Return the lower median; 0 of nothing."""
+    return float(sorted(values)[(len(values) - 1) // 2]) if values else 0.0

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvd_async.algorithms.eager.messages import RoundTrigger
+from hvd_async.algorithms.eager.config import RoundTrigger
 from hvd_async.runtime.log import warn
 
 PROCESS = 1_000_000

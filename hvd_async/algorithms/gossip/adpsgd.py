@@ -10,20 +10,102 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from hvd_async.algorithms.gossip.base import GossipWorker
+from hvd_async.algorithms.gossip.config import PairRequested, RankFinished, StartExchange
 from hvd_async.algorithms.gossip.error_feedback import SavedState
-from hvd_async.algorithms.gossip.message_exchange import MessageFormat, OutgoingMessage
-from hvd_async.algorithms.gossip.messages import PairRequested, RankFinished, StartExchange
-from hvd_async.algorithms.gossip.pairing import Pairing
+from hvd_async.algorithms.gossip.message_format import MessageFormat, OutgoingMessage
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Add, Times
+from hvd_async.algorithms.gossip.rank import GossipWorker, check_weight
 from hvd_async.algorithms.kept import Kept
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.messages import Drained, OptimizerCommand
+
+# -- when a rank, or a host, requests an averaging, and when it waits for one ------------------------------------------
+
+
+class Pairing:
+    """One optimizer's requests on this rank.
+
+    Args:
+        most: steps that may be taken between two averagings.
+        neighbours: places of those with which there may be averagings.
+        may_ask: whether this rank is to request them now.
+        request: sends a request.
+
+    Attributes:
+        left: neighbours that have not finished.
+    """
+
+    def __init__(
+        self, most: int, neighbours: Iterable[int], may_ask: Callable[[], bool], request: Callable[[], None]
+    ) -> None:
+        self._most, self._neighbours = most, frozenset(neighbours)
+        self._may_ask, self._request = may_ask, request
+        self.left = self._neighbours
+        self._lock = threading.Lock()
+        self._local = 0
+        """Steps since the last averaging."""
+        self._owed = 0
+        """Averagings that this rank is behind its steps; -1: one before (engine thread)."""
+        self._asked = False
+        """Whether it has requested one that no exchange has (engine thread)."""
+
+    # -- training thread --------------------------------------------------------------------------------------
+
+    def may_step(self) -> bool:
+        """Return whether a step needs no averaging before it."""
+        return self._local < self._most or not self.left
+
+    def stepped(self) -> None:
+        """Count a step; the engine's ``ask`` must follow."""
+        with self._lock:
+            self._local += 1
+
+    def ended(self) -> None:
+        """Count steps anew after a drain or cut."""
+        with self._lock:
+            self._local = 0
+
+    # -- engine thread ----------------------------------------------------------------------------------------
+
+    def ask(self) -> None:
+        """Request an averaging for a step, if none was done in advance."""
+        self._owed = min(self._owed + 1, self._most)
+        self.want()
+
+    def want(self) -> None:
+        """Request an averaging that is owed, if none is requested."""
+        if self._owed > 0 and not self._asked and self.left and self._may_ask():
+            self._asked = True
+            self._request()
+
+    def granted(self) -> None:
+        """Note that an exchange has the averaging."""
+        self._asked = False
+
+    def averaged(self) -> None:
+        """Count an averaging that has completed here."""
+        with self._lock:
+            self._local = 0
+        # a rank limited to one step must request a pair in it: two that wait for each other would never be paired
+        self._owed = max(self._owed - 1, -1 if self._most > 1 else 0)
+        self.want()
+
+    def finished(self, neighbour: int) -> None:
+        """Ask no more for a neighbour that has finished."""
+        self.left = self.left - {neighbour}
+
+    def begin_anew(self, gone: Iterable[int]) -> None:
+        """Start after an end, with all neighbours but these."""
+        self.left = self._neighbours - frozenset(gone)
+        self._owed, self._asked = 0, False
+
+
+# -- the rank ----------------------------------------------------------------------------------------------------------
 
 
 class State(NamedTuple):
@@ -48,19 +130,6 @@ def on_step(state: State, weights: Vector, add: Add, times: Times = operator.mul
 def on_average(state: State, own: Vector, other: Vector, add: Add) -> State:
     """Return the state averaged with a neighbour: x <- x + (x_j - x_i) / 2, by both ranks' snapshots x_i and x_j."""
     return state._replace(shadow=add(add(state.shadow, other, 0.5), own, -0.5))
-
-
-def check_weight(kept: SavedState, algorithm: str) -> None:
-    """Refuse to begin with the state that an earlier run's cut saved.
-
-    Raises:
-        ValueError: it has a push-sum weight other than 1, which only push-sum can go on with.
-    """
-    if kept.weight != 1.0:
-        raise ValueError(
-            f"this state was saved after cut(), with push-sum weight {kept.weight:.6g}, and {algorithm} knows none: "
-            f"go on with the algorithm that it was saved with, or save after drain()"
-        )
 
 
 class ADPSGDWorker(GossipWorker):

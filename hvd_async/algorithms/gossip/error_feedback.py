@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hvd_async.algorithms.gossip.message_exchange import MessageFormat
+from hvd_async.algorithms.gossip.message_format import MessageFormat
 from hvd_async.runtime.interfaces import Vector
 
 SHARED = "everywhere"

@@ -35,10 +35,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from hvd_async.algorithms.gossip.error_feedback import SavedState
-from hvd_async.algorithms.gossip.message_exchange import MessageFormat
-from hvd_async.algorithms.gossip.neighbour_average import NeighbourAverageWorker
+from hvd_async.algorithms.gossip.message_format import MessageFormat
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Add, State
+from hvd_async.algorithms.gossip.rank import NeighbourAverageWorker
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
 

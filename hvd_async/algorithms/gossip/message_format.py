@@ -2,14 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import operator
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvd_async.algorithms.gossip.message_exchange import HEADER, MessageFormat
+from hvd_async.runtime.interfaces import Rows, Vector
 from hvd_async.runtime.memory import ReusedBlocks
 from hvd_async.runtime.process_sets import RankGroup
+
+# -- what a binding provides -------------------------------------------------------------------------------------------
+
+
+HEADER = struct.Struct("<qd")
+"""The header of a message: its key, the sender's push-sum weight."""
+
+
+class OutgoingMessage(NamedTuple):
+    """A message to a rank (by its place): its bytes; and its push-sum weight, if it is not the sender's."""
+
+    to: int
+    data: Vector
+    weight: float | None = None
+
+
+@dataclass(frozen=True)
+class MessageFormat:
+    """A binding's format of messages, and the vector operations it needs.
+
+    Attributes:
+        encode: makes bytes (uint8, flat) of a vector; they may share its memory.
+        decode: makes the vector of these bytes.
+        as_bytes: as ``encode``, without compression.
+        from_bytes: makes the vector of these bytes, behind which others may follow.
+        pack: lays data of at most ``nbytes`` bytes and their headers out as ``rows`` rows of ``nbytes`` and a header.
+        unpack: takes a row apart: data, header.
+        nbytes: of an encoded vector.
+        rows: number of rows that a rank submits to each exchange.
+        lossless: whether ``decode(encode(x))`` is x.
+        differences: whether messages are differences to the receiver's estimate (CHOCO-SGD).
+        add: ``add(x, y, a)`` is x + a y; it may change x.
+        times: ``times(x, a)`` is a x, a new vector.
+        split: a vector in as many parts of one length as a host has ranks, the last filled up with zeros.
+        concatenate: one flat array of several.
+        join: takes ``split`` back.
+        room: memory for the rows that an exchange brings at the most; None where the collective finds some.
+        zeros: a vector of zeros; it is never changed, and may be the same one each time.
+        scalar: a vector of one float64.
+        process_set: the ranks that share the optimizer, as the binding's collectives know them; None for all.
+        members: those ranks; empty for all.
+        process_set_id: 0 for all ranks.
+    """
+
+    encode: Callable[[Vector], Vector]
+    decode: Callable[[Vector], Vector]
+    as_bytes: Callable[[Vector], Vector]
+    from_bytes: Callable[[Vector], Vector]
+    pack: Callable[[Sequence[tuple[Vector, bytes]]], Rows]
+    unpack: Callable[[Any], tuple[Vector, bytes]]
+    nbytes: int
+    rows: int
+    lossless: bool
+    differences: bool
+    add: Callable[[Vector, Vector, float], Vector]
+    split: Callable[[Vector], list[Vector]]
+    concatenate: Callable[[Sequence[Vector]], Vector]
+    join: Callable[[Sequence[Vector]], Vector]
+    zeros: Callable[[], Vector]
+    scalar: Callable[[float], Vector]
+    times: Callable[[Vector, float], Vector] = operator.mul
+    room: Callable[[], Rows | None] = lambda: None
+    process_set: Any = None
+    members: tuple[int, ...] = ()
+    process_set_id: int = 0
+
+
+# -- NumPy's format ----------------------------------------------------------------------------------------------------
+
 
 Array = np.ndarray[Any, Any]
 CHUNK = 2048

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from hvd_async.algorithms.gossip.error_feedback import SavedState
-from hvd_async.algorithms.gossip.message_exchange import MessageFormat
-from hvd_async.algorithms.gossip.neighbour_average import NeighbourAverageWorker
+from hvd_async.algorithms.gossip.message_format import MessageFormat
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Add
+from hvd_async.algorithms.gossip.rank import NeighbourAverageWorker
 from hvd_async.algorithms.kept import Kept
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector

@@ -18,11 +18,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
 from hvd_async.algorithms.gossip import outer
-from hvd_async.algorithms.gossip.base import GossipWorker
-from hvd_async.algorithms.gossip.difference_average import Average, DifferenceAverages
+from hvd_async.algorithms.gossip.averages import Average, DifferenceAverages
 from hvd_async.algorithms.gossip.error_feedback import SavedState
-from hvd_async.algorithms.gossip.message_exchange import MessageFormat
+from hvd_async.algorithms.gossip.message_format import MessageFormat
 from hvd_async.algorithms.gossip.plan import GossipPlan
+from hvd_async.algorithms.gossip.rank import GossipWorker
 from hvd_async.algorithms.kept import Kept
 from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.engine import Engine

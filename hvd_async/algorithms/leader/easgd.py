@@ -12,8 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hvd_async.algorithms.leader.messages import ALL_RANKS
-from hvd_async.algorithms.leader.selection import Strengths
+from hvd_async.algorithms.leader.selection import ALL_RANKS, Strengths
 
 Vector = Any
 

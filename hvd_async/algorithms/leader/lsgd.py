@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hvd_async.algorithms.leader.messages import ALL_RANKS, LeaderConfig
-from hvd_async.algorithms.leader.selection import Strengths
+from hvd_async.algorithms.leader.selection import ALL_RANKS, Strengths
+
+if TYPE_CHECKING:
+    from hvd_async.algorithms.leader.config import LeaderConfig
 
 Vector = Any
 

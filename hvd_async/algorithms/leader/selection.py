@@ -10,6 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+ALL_RANKS = -1
+"""In place of a group: all ranks."""
+CENTER = -1
+"""In place of a leader: EASGD's center."""
+NO_LEADER = -2
+"""In place of a leader: no rank of the group has recorded a loss."""
 Strength: TypeAlias = "float | Callable[[int], float]"
 """The strength of a pull: a number in [0, 1), or a function of the rank's own step, from 1."""
 SPREADS = ("none", "linear", "power")

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvd_async.advisor.advice import advise
-from hvd_async.advisor.modes import named_modes
-from hvd_async.advisor.prediction import Prediction
+from hvd_async.advisor.prediction import Prediction, named_modes
 from hvd_async.simulation.names import waits_for_nobody
 from hvd_async.simulation.schedule import Schedule, one_random, stalls
-from hvd_async.traces.reader import read_trace
+from hvd_async.traces.format import read_trace
 
 from ..support import launch, plot, timed
 from ..support.arms import parse_arms

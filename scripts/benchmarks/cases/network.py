@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.simulation.names import IN_STEP, LEADERS, LOCAL_PERIOD, OUTER, RIVALS, gossip_of, read_name
-from hvd_async.simulation.network_model import BYTES, PAYLOAD, power_sgd_megabytes
+from hvd_async.simulation.network import BYTES, PAYLOAD, power_sgd_megabytes
 
 from ..support import launch, plot
 from ..support.arms import IN_BACKWARD, WARM_UP, installed, parse_arms

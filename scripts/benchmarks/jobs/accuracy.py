@@ -14,8 +14,8 @@ from unittest import mock
 
 import numpy as np
 
-from hvd_async.algorithms.eager.messages import StartRound
-from hvd_async.algorithms.eager.worker import EagerWorker
+from hvd_async.algorithms.eager.config import StartRound
+from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.messages import Command
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_async.algorithms.eager.messages import EagerConfig, ExplainRound, GradientReady, StartRound, StepEntered
+from hvd_async.algorithms.eager.config import EagerConfig, ExplainRound, GradientReady, StartRound, StepEntered
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, Registered
 from hvd_async.torch.collectives import LIFECYCLE

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hvd_async.simulation.names import read_name
-from hvd_async.simulation.network_model import widths
+from hvd_async.simulation.network import widths
 
 from ..support.arms import WARM_UP
 from ..support.digits import TEST_FOLD, fold

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
-from hvd_async.simulation.network_model import CLASSES, INPUTS, widths
+from hvd_async.simulation.network import CLASSES, INPUTS, widths
 from hvd_async.testing import stop_engine
 
 from ..support.arms import WARM_UP

@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvd_async.simulation.arms import simulate
+from hvd_async.simulation.job import Outcome, Setup
 from hvd_async.simulation.names import gossip_of, waits_for_nobody
-from hvd_async.simulation.network import Network, ring_bytes
-from hvd_async.simulation.network_model import PAYLOAD
-from hvd_async.simulation.outcome import Outcome, Setup
-from hvd_async.simulation.schedule import Schedule, even_seed, linear, one_random
-from hvd_async.simulation.workloads import constant, one_slow
+from hvd_async.simulation.network import PAYLOAD, Network, ring_bytes
+from hvd_async.simulation.schedule import Schedule, constant, even_seed, linear, one_random, one_slow
 
 from ..support.arms import WARM_UP
 from ..support.report import Row, row

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from hvd_async.simulation.arms import simulate
 from hvd_async.simulation.baselines import Level, averaged, synchronous
+from hvd_async.simulation.job import Outcome, Setup
 from hvd_async.simulation.network import Network
-from hvd_async.simulation.outcome import Outcome, Setup
 from hvd_async.simulation.schedule import stalls
 
 from ..support.report import Row, row

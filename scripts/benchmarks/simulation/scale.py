@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hvd_async.simulation.arms import simulate
+from hvd_async.simulation.job import Outcome, Setup
 from hvd_async.simulation.names import RIVALS, read_name, waits_for_nobody
 from hvd_async.simulation.network import Network
-from hvd_async.simulation.outcome import Outcome, Setup
 from hvd_async.simulation.schedule import Schedule, one_random, slowest_work, synchronous_seconds
 
 from ..support.report import Row, row

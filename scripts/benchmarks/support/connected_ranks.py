@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from hvd_async.algorithms.eager.messages import EagerConfig, StartRound, StepEntered
+from hvd_async.algorithms.eager.config import EagerConfig, StartRound, StepEntered
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.runtime.codec import Codec, encode, packed
 from hvd_async.runtime.descriptors import shortage

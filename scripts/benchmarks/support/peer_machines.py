@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from hvd_async.algorithms.gossip.host_steps import GOSSIP
-from hvd_async.algorithms.gossip.messages import (
+from hvd_async.algorithms.gossip.config import (
     STAGES,
     AverageEntered,
     ExchangeDone,
@@ -25,9 +24,11 @@ from hvd_async.algorithms.gossip.messages import (
     StartExchange,
     WaitingForMessage,
 )
-from hvd_async.algorithms.gossip.state_machine import GossipStateMachine
-from hvd_async.algorithms.leader.messages import ALL_RANKS, LeaderConfig, PullDone, StartPull, StepTaken
-from hvd_async.algorithms.leader.state_machine import LeaderStateMachine
+from hvd_async.algorithms.gossip.hosts import GOSSIP
+from hvd_async.algorithms.gossip.machine import GossipStateMachine
+from hvd_async.algorithms.leader.config import LeaderConfig, PullDone, StartPull, StepTaken
+from hvd_async.algorithms.leader.machine import LeaderStateMachine
+from hvd_async.algorithms.leader.selection import ALL_RANKS
 from hvd_async.runtime.codec import encode
 from hvd_async.runtime.messages import Command, Config, Registered
 from hvd_async.runtime.state_machine import StateMachine

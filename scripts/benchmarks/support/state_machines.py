@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_async.algorithms.eager.messages import EagerConfig, GradientReady, StepEntered, VersionTaken
-from hvd_async.algorithms.eager.state_machine import EagerStateMachine
+from hvd_async.algorithms.eager.config import EagerConfig, GradientReady, StepEntered, VersionTaken
+from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.runtime.codec import encode
 from hvd_async.runtime.messages import Command, Config, Finished, Hyper, OptimizerEvent, Registered
 from hvd_async.runtime.state_machine import StateMachine

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from table import Share
 
-from hvd_async.algorithms.eager.state_machine import EagerStateMachine
+from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.runner.stragglers import parse_inject
 from hvd_async.runtime.messages import Command, Finished, OptimizerEvent
 

@@ -1,0 +1,875 @@
+"""State machine of partial allreduce: events and ``now`` in, commands out. No clock, no I/O.
+
+The laws it keeps:
+
+1. *One order.* When round t - 1 of a bucket has started, round t may; each starts once, and is commanded to every rank.
+2. *Staleness.* When t - position(r) <= max_staleness for every active rank r, round t may start. A rank's position is
+   the number of steps whose gradient it has handed over (pace "steps"), or the version it computes at (pace "rounds").
+   A gradient of version v is handed over as step s <= v + 1, and carried by the first round started after that: its
+   staleness (round - 1 - v) keeps the bound.
+   Where ranks step host by host, all of a host's gradients of a step count as handed over when the last one is, and go
+   in one round. When that is too late for the step's own round, its ranks are told with which version the step ends, so
+   that they begin the next with equal weights.
+3. *Quorum.* When ``RoundQuorum`` says so of the ranks (or hosts) that have arrived, round t starts: at once if all
+   have, or when its ``grace`` is over.
+4. *Hyperparameters belong to the round.* When the rank whose arrival started its last bucket is in ``step()``,
+   they are that rank's, else those of the first rank that is. Whoever waits for a round is in ``step()``, so nobody
+   waits for them.
+5. *Nothing is left.* When all ranks have finished a drain, one last round carries all pending gradients, with the
+   hyperparameters of the round before, or those that the first rank registered with; then all are told. After a cut, in
+   which no rank asked for a drain, gradients stay pending.
+6. *Illegal moves change nothing.* They raise ProtocolError.
+7. *Whoever delays a round is named*, also after its start: when a round is in flight for long, a roll is called, and a
+   rank whose engine does not answer has not submitted it.
+8. *An event costs the same with more ranks.* What takes time in proportion to them is done once a round or an end.
+
+States: opening (until every rank has registered and all match) -> running <-> drained (all have finished: counters are
+re-based to the rounds started and all ranks are active again); rejected, if the ranks do not match.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from hvd_async.algorithms.eager.config import (
+    EagerConfig,
+    EndStep,
+    ExplainRound,
+    GradientReady,
+    HostSteps,
+    ReportReceived,
+    RoundsReceived,
+    RoundTrigger,
+    SetHyperparameters,
+    StartRound,
+    StepEntered,
+    VersionTaken,
+)
+from hvd_async.algorithms.eager.quorum import AutoQuorum, Grace, RoundQuorum, check_quorum
+from hvd_async.algorithms.option import check_hosts
+from hvd_async.errors import ProtocolError
+from hvd_async.runtime.messages import Command, Hyper, OptimizerEvent
+from hvd_async.runtime.state_machine import StateMachine
+
+# -- hosts whose ranks take each step together -------------------------------------------------------------------------
+# A gradient of such a rank counts as arrived when those of all ranks of its host have been handed over.
+
+
+@dataclass
+class Hosts:
+    """Which ranks step together: those of a host, or each by itself. A host is known by its first rank.
+
+    Attributes:
+        first: the hosts, in order.
+        of: each rank's host.
+        number: of each host, from 0.
+        size: ranks of a host.
+        active: the hosts with ranks that are not done, and how many of these there are.
+    """
+
+    first: tuple[int, ...]
+    of: dict[int, int]
+    number: dict[int, int]
+    size: int
+    active: dict[int, int]
+    _ranks: dict[int, tuple[int, ...]]
+
+    def __init__(self, ranks: Sequence[int], size: int, done: Collection[int] = ()) -> None:
+        """Part ranks, host by host, into hosts of ``size``; some are ``done``.
+
+        Raises:
+            ValueError: it leaves some over.
+        """
+        check_hosts(len(ranks), size)
+        self.size = size
+        self._ranks = {ranks[start]: tuple(ranks[start : start + size]) for start in range(0, len(ranks), size)}
+        self.first = tuple(self._ranks)
+        self.of = {rank: first for first, own in self._ranks.items() for rank in own}
+        self.number = {host: number for number, host in enumerate(self.first)}
+        self.begin_anew()
+        for rank in done:
+            self.finish(rank)
+
+    def ranks(self, host: int) -> tuple[int, ...]:
+        """Return a host's ranks."""
+        return self._ranks[host]
+
+    def among(self, ranks: Collection[int]) -> list[int]:
+        """Return the hosts of some ranks, in the ranks' order."""
+        return list(ranks) if self.size == 1 else list(dict.fromkeys(self.of[rank] for rank in ranks))
+
+    def finish(self, rank: int) -> None:
+        """A rank is done."""
+        host = self.of[rank]
+        self.active[host] -= 1
+        if not self.active[host]:
+            del self.active[host]
+
+    def begin_anew(self) -> None:
+        """No rank is done."""
+        self.active = dict.fromkeys(self.first, self.size)
+
+
+class Gathering:
+    """Gradients that wait for those of their host's other ranks.
+
+    Attributes:
+        whole: by bucket, of each host: how many gradients all its ranks have handed over, since the last drain or cut.
+        held: of ranks that have handed over one more, its buckets, as bits.
+    """
+
+    __slots__ = ("_buckets", "_lacking", "_steps", "held", "whole")
+
+    def __init__(self, hosts: Hosts, buckets: int) -> None:
+        self._buckets = buckets
+        self.begin_anew(hosts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Gathering) and all(getattr(self, one) == getattr(other, one) for one in self.__slots__)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def begin_anew(self, hosts: Hosts) -> None:
+        """Count from 0, at the beginning and when all ranks have ended; nothing is held."""
+        self.whole = [dict.fromkeys(hosts.first, 0) for _ in range(self._buckets)]
+        self.held: dict[int, int] = {}
+        self._steps: dict[int, int] = {}
+        """Steps that the ranks among ``held`` are in, by host."""
+        self._lacking = {host: [hosts.active.get(host, 0)] * self._buckets for host in hosts.first}
+        """Ranks that are not done and have not handed that one more over: how many, by host and bucket."""
+
+    def step(self, host: int) -> int | None:
+        """Return the step that a host's ranks have handed over that wait for others; None if none waits."""
+        return self._steps.get(host)
+
+    def holds(self, bucket: int) -> bool:
+        """Whether a gradient of a bucket waits."""
+        return any(bits >> bucket & 1 for bits in self.held.values())
+
+    def hold(self, rank: int, host: int, step: int, buckets: Sequence[int], bits: int) -> list[int]:
+        """A rank has handed over buckets of a step: return those in which its host lacks none now."""
+        self.held[rank] = self.held.get(rank, 0) | bits
+        self._steps[host] = step
+        lacking = self._lacking[host]
+        for bucket in buckets:
+            lacking[bucket] -= 1
+        return [bucket for bucket in buckets if not lacking[bucket]]
+
+    def finish(self, rank: int, host: int, ranks: Sequence[int]) -> list[int]:
+        """A rank is done, and waited for no more: return buckets that its host holds and lacks none of now."""
+        lacking, bits, held = self._lacking[host], self.held.get(rank, 0), 0
+        for each in ranks:
+            held |= self.held.get(each, 0)
+        for bucket in range(self._buckets):
+            lacking[bucket] -= not bits >> bucket & 1
+        return [bucket for bucket in range(self._buckets) if held >> bucket & 1 and not lacking[bucket]]
+
+    def let_go(self, host: int, ranks: Sequence[int], active: Sequence[int], buckets: Sequence[int]) -> None:
+        """A host's gradients of some buckets go; of its ranks some are ``active``."""
+        bits = sum(1 << bucket for bucket in buckets)
+        for rank in ranks:
+            left = self.held.pop(rank, 0) & ~bits
+            if left:
+                self.held[rank] = left
+        for bucket in buckets:
+            self._lacking[host][bucket] += len(active)
+            self.whole[bucket][host] += 1
+        if not any(rank in self.held for rank in ranks):
+            del self._steps[host]
+
+    def let_all_go(self, hosts: Hosts) -> None:
+        """All ranks are done: all gradients go."""
+        for host in list(self._steps):
+            bits = 0
+            for rank in hosts.ranks(host):
+                bits |= self.held.get(rank, 0)
+            self.let_go(host, hosts.ranks(host), (), [bucket for bucket in range(self._buckets) if bits >> bucket & 1])
+
+    def missing(self, late: Collection[int], hosts: Hosts, active: Collection[int], bucket: int) -> frozenset[int]:
+        """Return the ``late`` ranks; in place of one that waits for others of its host in a bucket, these."""
+        held = {rank for rank, bits in self.held.items() if bits >> bucket & 1}
+        waited_for = hosts.among([rank for rank in late if rank in held])
+        others = {rank for host in waited_for for rank in hosts.ranks(host) if rank in active}
+        return frozenset({*late, *others} - held)
+
+    def host_steps(self, bucket: int) -> HostSteps:
+        """Return a bucket's ``whole`` as ranks are told it."""
+        counts = self.whole[bucket].values()
+        (most, _), *_ = Counter(counts).most_common(1)
+        return HostSteps(most, {number: count for number, count in enumerate(counts) if count != most})
+
+
+# -- progress of ranks, buckets and rounds -----------------------------------------------------------------------------
+
+
+class Positions:
+    """Where each rank stands in each bucket, and the least of those that are not done, at once.
+
+    All buckets of a step come before the next step, so a rank stands at one position, but for those buckets of its next
+    step that have come already. Ranks are counted by position.
+
+    Args:
+        ranks: all, at position 0.
+        buckets: how many.
+        done: those ranks that are done.
+
+    Attributes:
+        of: of each rank the position of all its buckets; it never falls.
+        ahead: of ranks some of whose next step's buckets have come: which, as bits.
+        lowest: the least position of an active rank, if there is one.
+    """
+
+    __slots__ = ("_ahead_at", "_all", "_counts", "ahead", "lowest", "of")
+
+    def __init__(self, ranks: Sequence[int], buckets: int, done: Collection[int]) -> None:
+        self._all = (1 << buckets) - 1
+        self.begin_anew(ranks, 0)
+        for rank in done:
+            self.leave(rank)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Positions) and all(getattr(self, one) == getattr(other, one) for one in self.__slots__)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def begin_anew(self, ranks: Sequence[int], at: int) -> None:
+        """All ranks are active, at one position."""
+        self.of = dict.fromkeys(ranks, at)
+        self.ahead: dict[int, int] = {}
+        self.lowest = at
+        self._counts = [len(self.of)]
+        """``_counts[i]``: active ranks at ``lowest + i``."""
+        self._ahead_at: dict[tuple[int, int], int] = {}
+        """Active ranks at a position that are ahead in a bucket, by both."""
+
+    def at(self, rank: int, bucket: int) -> int:
+        """Return a rank's position in a bucket."""
+        return self.of[rank] + (self.ahead.get(rank, 0) >> bucket & 1)
+
+    def lowest_in(self, bucket: int) -> int:
+        """Return the least position of an active rank in a bucket."""
+        return self.lowest + (self._ahead_at.get((self.lowest, bucket), 0) == self._counts[0])
+
+    def step(self, ranks: Sequence[int], to: int, buckets: Sequence[int], bits: int) -> bool:
+        """Move active ranks that stand alike to the next position in some buckets, and return whether it is all."""
+        if bits != self._all and not self._gain(ranks, to - 1, buckets, bits):
+            return False
+        of, counts, place, count = self.of, self._counts, to - self.lowest, len(ranks)
+        for rank in ranks:
+            of[rank] = to
+        if place == len(counts):
+            counts.append(count)
+        else:
+            counts[place] += count
+        counts[place - 1] -= count
+        if not counts[0]:
+            self._rise()
+        return True
+
+    def _gain(self, ranks: Sequence[int], at: int, buckets: Sequence[int], bits: int) -> bool:
+        """Put ranks ahead in some buckets; once in all, they are to move on."""
+        ahead_at = self._ahead_at
+        for bucket in buckets:
+            ahead_at[at, bucket] = ahead_at.get((at, bucket), 0) + len(ranks)
+        for rank in ranks:
+            self.ahead[rank] = self.ahead.get(rank, 0) | bits
+        if self.ahead[ranks[0]] != self._all:
+            return False
+        for rank in ranks:
+            self._fall_in(rank)
+        return True
+
+    def _fall_in(self, rank: int) -> None:
+        """Count a rank no more as ahead."""
+        bits, at = self.ahead.pop(rank, 0), self.of[rank]
+        for bucket in range(bits.bit_length()):
+            if bits >> bucket & 1:
+                self._ahead_at[at, bucket] -= 1
+                if not self._ahead_at[at, bucket]:
+                    del self._ahead_at[at, bucket]
+
+    def move(self, rank: int, to: int) -> None:
+        """Move an active rank that is ahead in no bucket to this position, or keep it there."""
+        self._counts += [0] * (to - self.lowest + 1 - len(self._counts))
+        self._counts[to - self.lowest] += 1
+        self.leave(rank)
+        self.of[rank] = to
+
+    def leave(self, rank: int) -> None:
+        """Count a rank no more: it is done."""
+        self._fall_in(rank)
+        self._counts[self.of[rank] - self.lowest] -= 1
+        if not self._counts[0]:
+            self._rise()
+
+    def _rise(self) -> None:
+        empty, last = 0, len(self._counts) - 1
+        while empty < last and not self._counts[empty]:
+            empty += 1
+        del self._counts[:empty]
+        self.lowest += empty
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Where one bucket stands: rounds fired, and who is in for the next round."""
+
+    fired: int = 0
+    waiting: dict[int, float] = field(default_factory=dict)
+    """Hosts (ranks, where each is by itself) that have arrived for round fired + 1, in order, and when."""
+    arrived: int = 0
+    """How many ranks these are."""
+    least: int = 1
+    """How many of them there have to be before it is worth a look whether the round may fire."""
+    quorum_at: float | None = None
+    """When the next round's quorum came together (grace counts from there)."""
+    loaded: bool = False
+    """Whether a gradient was handed over since the last round took what was pending."""
+    landed: int = 0
+    """Rounds that are known to have come back to some rank; they come back to all at much the same time."""
+    fired_at: float = 0.0
+    """When the last round fired."""
+    called: int = 0
+    """The number of the first roll call since then; 0 before there was one."""
+    answered: set[int] = field(default_factory=set)
+    """The ranks whose engines have submitted that round, as the roll call has shown."""
+
+
+def is_last(buckets: Sequence[Bucket], index: int) -> bool:
+    """Return whether all other buckets have fired the round that is next of this one."""
+    number = buckets[index].fired + 1
+    return all(bucket.fired >= number for other, bucket in enumerate(buckets) if other != index)
+
+
+@dataclass(slots=True)
+class Round:
+    """State of a round, over all its buckets, from its first arrival until its hyperparameters are set."""
+
+    quorum: RoundQuorum
+    hyper: Hyper | None = None
+
+
+class Steppers:
+    """The ranks that are in ``step()``, and since when, by the number of a step whose round has not fired yet."""
+
+    __slots__ = ("_by_step", "_step_of")
+
+    def __init__(self) -> None:
+        self._step_of: dict[int, int] = {}
+        self._by_step: dict[int, dict[int, float]] = {}
+        """In the order in which they were heard; some may be in a later step meanwhile."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Steppers) and (self._step_of, self._by_step) == (other._step_of, other._by_step)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def last(self, rank: int) -> int | None:
+        """Return the step in which a rank is; None if it is in none since the last end."""
+        return self._step_of.get(rank)
+
+    def enter(self, rank: int, step: int, now: float, fired: int) -> None:
+        """A rank is in a step, and in the one before no more; so many rounds have fired."""
+        self._step_of[rank] = step
+        if step > fired:
+            ranks = self._by_step.get(step)
+            if ranks is None:
+                ranks = self._by_step[step] = {}
+            ranks[rank] = now
+
+    def lead(self, step: int, ranks: Sequence[int]) -> int | None:
+        """Return the first of ``ranks`` that is in a step, else the first that is; None if none is."""
+        there = self._by_step.get(step, {})
+        there_first = itertools.chain((rank for rank in ranks if rank in there), there)
+        return next((rank for rank in there_first if self._step_of[rank] == step), None)
+
+    def waited(self, step: int, now: float) -> float:
+        """Return how many seconds the ranks in a step have been in it, added up."""
+        there = self._by_step.get(step, {})
+        return sum(now - since for rank, since in there.items() if self._step_of[rank] == step)
+
+    def forget(self, step: int) -> None:
+        """The rounds until this step's have fired: nobody asks for their ranks any more."""
+        for old in [number for number in self._by_step if number <= step]:
+            del self._by_step[old]
+
+    def clear(self) -> None:
+        """Ranks have ended."""
+        self._step_of.clear()
+        self._by_step.clear()
+
+
+# -- rounds that have come back ----------------------------------------------------------------------------------------
+# A roll call finds the rank that holds up a round which does not come back.
+
+
+class ReceivedRounds:
+    """One optimizer's. A round comes back to all ranks at much the same time, so one of them speaks for all."""
+
+    def __init__(self) -> None:
+        self._whole = 0
+        """Rounds that have come back in all buckets; of a single bucket more may be known."""
+        self._calls = 0
+        """Rolls that were called."""
+
+    def note(self, rounds: int) -> None:
+        """So many rounds have come back in all buckets."""
+        if rounds > self._whole:
+            self._whole = rounds
+
+    def of(self, bucket: Bucket) -> int:
+        """Return how many rounds of a bucket have."""
+        return max(bucket.landed, self._whole)
+
+    def call(self, buckets: Sequence[Bucket], fired_before: float) -> int | None:
+        """Return the number of the roll call for rounds that fired so early and have not come back; None if none is."""
+        late = [bucket for bucket in buckets if self.of(bucket) < bucket.fired and bucket.fired_at <= fired_before]
+        if not late:
+            return None
+        self._calls += 1
+        for bucket in late:
+            bucket.called = bucket.called or self._calls
+        return self._calls
+
+    def report(self, rank: int, event: RoundsReceived, buckets: Sequence[Bucket]) -> None:
+        """A rank answers.
+
+        Raises:
+            ProtocolError: what it says cannot be.
+        """
+        if len(event.landed) != len(buckets):
+            raise ProtocolError(f"rank {rank} has {len(event.landed)} buckets of {len(buckets)}")
+        if any(landed > bucket.fired for bucket, landed in zip(buckets, event.landed, strict=True)):
+            raise ProtocolError(f"rank {rank} has seen rounds {event.landed}, which it cannot have")
+        for bucket, landed in zip(buckets, event.landed, strict=True):
+            if 0 < bucket.called <= event.call:
+                bucket.answered.add(rank)
+            bucket.landed = max(bucket.landed, landed)
+
+    def blocked_on(self, buckets: Sequence[Bucket], ranks: Sequence[int]) -> tuple[str, frozenset[int]] | None:
+        """Return the round that does not come back, and who holds it up, once a roll was called; else None."""
+        for bucket in buckets:
+            if bucket.called and self.of(bucket) < bucket.fired:
+                silent = frozenset(ranks) - bucket.answered
+                if silent:
+                    return f"round {bucket.fired}, which has begun,", silent
+                return f"round {bucket.fired}, which all have begun and Horovod has not ended,", frozenset(ranks)
+        return None
+
+
+# -- commands that start rounds ----------------------------------------------------------------------------------------
+# As few as possible, each as short as possible.
+
+
+class Started(NamedTuple):
+    """A bucket's round that has started; as of ``StartRound``."""
+
+    bucket: int
+    round: int
+    by: int
+    arrived: int
+    held: float
+    hyper: Hyper | None
+    """The round's hyperparameters, with its last bucket; None if they are not known."""
+    whole: HostSteps | None
+
+
+class RoundCommands:
+    """One optimizer's; knows which hyperparameters its ranks were sent last, so that they are not sent again."""
+
+    def __init__(self, optimizer: int) -> None:
+        self._optimizer = optimizer
+        self._sent: Hyper | None = None
+
+    def starts(self, started: Sequence[Started]) -> list[StartRound]:
+        """Return the commands of rounds that have started by one event: one for all buckets that can be told alike."""
+        commands: list[StartRound] = []
+        for (number, by, whole), alike in itertools.groupby(started, lambda one: (one.round, one.by, one.whole)):
+            same = list(alike)
+            buckets, arrived = [one.bucket for one in same], [one.arrived for one in same]
+            hyper = next((one.hyper for one in same if one.hyper is not None), None)
+            settled, held = hyper is not None, sum(one.held for one in same)
+            sent = None if hyper is None else self._news(hyper)
+            commands.append(StartRound(self._optimizer, buckets, number, by, arrived, held, settled, sent, whole))
+        return commands
+
+    def hyper(self, number: int, hyper: Hyper) -> SetHyperparameters:
+        """Return the command for hyperparameters that were not known when a round started."""
+        return SetHyperparameters(self._optimizer, number, self._news(hyper))
+
+    def _news(self, hyper: Hyper) -> Hyper | None:
+        """Return hyperparameters as ranks are told them: None if they are those that were sent last."""
+        if hyper == self._sent:
+            return None
+        self._sent = hyper
+        return hyper
+
+
+# -- the state machine -------------------------------------------------------------------------------------------------
+
+
+class EagerStateMachine(StateMachine[EagerConfig]):
+    """Rounds of one optimizer."""
+
+    def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
+        super().__init__(optimizer, ranks)
+        self._auto: AutoQuorum | None = None
+        self._hosts, self._grace, self._by_hosts = Hosts(ranks, 1), Grace(0.0), False
+        """Whether ranks step host by host."""
+        self._late: set[int] = set()
+        """Hosts some bucket of whose step was gathered after its round had fired."""
+        self._gathering = Gathering(self._hosts, 0)
+        self._positions = Positions((), 0, ())
+        self._buckets: list[Bucket] = []
+        self._fired = 0
+        """Rounds that all buckets have fired."""
+        self._received = ReceivedRounds()
+        self._wakes: dict[int, float] = {}
+        """By bucket, when a grace ends that is all that holds its round back."""
+        self._steppers = Steppers()
+        self._told: dict[int, Hyper] = {}
+        """Each rank's hyperparameters, as it told them last."""
+        self._rounds: dict[int, Round] = {}
+        self._last_hyper: Hyper = []
+        self._commands = RoundCommands(optimizer)
+        self._timelines: list[int] = []
+        """Ranks that record a timeline."""
+        self._handed_over = dict.fromkeys(ranks, 0)
+        """Gradients of the first bucket that each rank has handed over, or brought along."""
+
+    def tick(self, now: float) -> list[Command]:
+        """Start rounds that only waited for their grace to end."""
+        return self._advance(None, now)
+
+    def deadline(self) -> float | None:
+        """Return the earliest end of a grace."""
+        return min(self._wakes.values()) if self._wakes else None
+
+    def recipients(self, command: Command) -> Sequence[int]:
+        if isinstance(command, ExplainRound):
+            return self._timelines
+        if isinstance(command, EndStep):
+            return self._hosts.ranks(self._hosts.first[command.host])
+        return super().recipients(command)
+
+    def handed_over(self) -> list[int]:
+        return list(self._handed_over.values())
+
+    def roll_call(self, fired_before: float) -> list[Command]:
+        """Ask who is there, if a round that fired so early has not come back to any rank, as far as is known."""
+        call = self._received.call(self._buckets, fired_before)
+        return [] if call is None else [ReportReceived(self._optimizer, call)]
+
+    def take_notice(self) -> str | None:
+        """Return a notice that another quorum was chosen, and why."""
+        return None if self._auto is None else self._auto.take_notice()
+
+    def _blocked_on(self) -> tuple[str, frozenset[int]] | None:
+        config, active = self._config, self._active()
+        assert config is not None
+        for index, bucket in enumerate(self._buckets):
+            if bucket.waiting:
+                round_ = bucket.fired + 1
+                blocking = self._behind(index, round_ - config.max_staleness) or self._behind(index, round_)
+                return f"round {round_}", self._gathering.missing(blocking, self._hosts, active, index)
+        for index in range(len(self._buckets)):
+            if self._gathering.holds(index):
+                held = [rank for rank, bits in self._gathering.held.items() if bits >> index & 1]
+                return "the step of a host", self._gathering.missing(held, self._hosts, active, index)
+        return self._received.blocked_on(self._buckets, self.ranks)
+
+    def _behind(self, index: int, position: int) -> set[int]:
+        """Return the ranks that are not done and have not come to this position in a bucket."""
+        return {rank for rank in self._active() if self._positions.at(rank, index) < position}
+
+    def _on_all_registered(self, config: Any) -> EagerConfig:
+        assert isinstance(config, EagerConfig)
+        self._hosts = Hosts(self.ranks, config.local_size, self._done)
+        self._by_hosts = config.local_size > 1
+        hosts = len(self._hosts.first)
+        # a rank outside of a process set is alone, with the quorum of the others
+        check_quorum(config.quorum, max(hosts, config.quorum) if isinstance(config.quorum, int) else hosts)
+        self._told = {rank: opened.hyper for rank, opened in self._opened.items()}
+        self._timelines = [rank for rank in self.ranks if self._opened[rank].timeline]
+        self._handed_over = {rank: self._opened[rank].loaded for rank in self.ranks}
+        self._last_hyper = self._told[self.ranks[0]]
+        self._grace = Grace(config.grace)
+        if config.quorum == "auto":
+            self._auto = AutoQuorum(self._hosts.first, config.max_staleness, config.pace)
+        self._gathering = Gathering(self._hosts, config.buckets if self._by_hosts else 0)
+        self._positions = Positions(self.ranks, config.buckets, self._done)
+        loaded = any(self._handed_over.values())
+        self._buckets = [Bucket(loaded=loaded) for _ in range(config.buckets)]
+        return config
+
+    def _on_event(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+        match event:
+            case StepEntered() if not event.buckets:
+                return self._stepped(rank, event, now)
+            case StepEntered():
+                arrived = self._check_arrived(rank, event)  # (before anything has changed)
+                return self._stepped(rank, event, now) + self._arrived(rank, event, arrived, now)
+            case GradientReady():
+                return self._arrived(rank, event, self._check_arrived(rank, event), now)
+            case VersionTaken():
+                return self._took(rank, event, now)
+            case RoundsReceived():
+                self._received.report(rank, event, self._buckets)
+                return []
+            case _:
+                raise ProtocolError(f"rank {rank} sent {type(event).__name__} of a partial allreduce")
+
+    # -- steps ------------------------------------------------------------------------------------------------
+
+    def _stepped(self, rank: int, event: StepEntered, now: float) -> list[Command]:
+        self._running(rank, event)
+        last = self._steppers.last(rank)
+        if last is not None and event.step <= last:
+            raise ProtocolError(f"rank {rank} reported step {event.step} after step {last}")
+        if event.hyper is not None:
+            self._told[rank] = event.hyper
+        self._steppers.enter(rank, event.step, now, self._fired)
+        round_, hyper = self._rounds.get(event.step), self._told[rank]
+        if round_ is None or round_.hyper is not None or self._fired < event.step:
+            return []
+        self._settle(event.step, hyper)
+        return [self._commands.hyper(event.step, hyper)]
+
+    def _check_arrived(self, rank: int, event: GradientReady | StepEntered) -> int:
+        """Return, as bits, which buckets of a rank's step have arrived with an event; changes nothing.
+
+        Raises:
+            ProtocolError: a bucket has arrived before, or the one of the step before has not, or its round has not
+                started.
+        """
+        self._running(rank, event)
+        ahead, held = self._positions.ahead.get(rank, 0), self._gathering.held.get(rank, 0)
+        came, position = ahead | held, self._positions.of[rank]
+        buckets, step = self._buckets, event.step
+        for index in event.buckets:
+            if not 0 <= index < len(buckets):
+                raise ProtocolError(f"rank {rank} named bucket {index} of {len(buckets)}")
+            if step != position + 1 or came >> index & 1 or step > buckets[index].fired + 1:
+                raise ProtocolError(
+                    f"rank {rank} handed over step {step} of bucket {index} after step "
+                    f"{position + (came >> index & 1)}, with {buckets[index].fired} rounds fired"
+                )
+            came |= 1 << index
+        if self._gathering.step(self._hosts.of[rank]) not in (None, step):
+            raise ProtocolError(f"rank {rank} handed over step {step}, and other ranks of its host another")
+        if event.landed > self._fired:
+            raise ProtocolError(f"rank {rank} has seen round {event.landed}, which it cannot have")
+        return came & ~ahead & ~held
+
+    def _arrived(self, rank: int, event: GradientReady | StepEntered, bits: int, now: float) -> list[Command]:
+        step, indices, all_buckets, host = event.step, event.buckets, self._buckets, self._hosts.of[rank]
+        if 0 in indices and 0 not in event.empty:
+            self._handed_over[rank] += 1
+        # a rank in its next step has seen the round of the one before
+        self._received.note(max(step - 1, event.landed))
+        for index in indices:
+            all_buckets[index].loaded = True
+        if not self._by_hosts:
+            self._come(rank, (rank,), step, indices, bits, now)
+            commands: list[Command] = []
+        else:
+            commands = self._gather(host, self._gathering.hold(rank, host, step, indices, bits), now)
+        due = [index for index in indices if len(all_buckets[index].waiting) >= all_buckets[index].least]
+        return commands + self._advance(rank, now, due) if due else commands
+
+    def _gather(self, host: int, indices: Sequence[int], now: float) -> list[Command]:
+        """Let a host's gradients of buckets arrive of which none is missing; with the last bucket its step is whole."""
+        if not indices:
+            return []
+        ranks, step = self._hosts.ranks(host), self._gathering.step(host)
+        assert step is not None
+        active = [rank for rank in ranks if rank in self._computing]
+        self._gathering.let_go(host, ranks, active, indices)
+        bits = sum(1 << index for index in indices)
+        if not active or not self._come(host, active, step, indices, bits, now) or host not in self._late:
+            return []
+        self._late.remove(host)
+        version = max(step, min(self._received.of(each) for each in self._buckets))
+        whole = self._gathering.whole[indices[0]][host]
+        return [EndStep(self._optimizer, self._hosts.number[host], whole, version)]
+
+    def _come(self, host: int, ranks: Sequence[int], step: int, indices: Sequence[int], bits: int, now: float) -> bool:
+        """Gradients of a host's ranks that are not done arrive; return whether its step is whole."""
+        whole = self._positions.step(ranks, step, indices, bits)
+        for index in indices:
+            bucket = self._buckets[index]
+            if step == bucket.fired + 1:
+                bucket.waiting[host] = now
+                bucket.arrived += len(ranks)
+            elif self._by_hosts:
+                self._late.add(host)
+            if not index:
+                self._grace.arrived(step, now)
+        if whole and self._auto is not None:
+            self._auto.arrived(host, now, late=self._fired >= step)
+        return whole
+
+    def _took(self, rank: int, event: VersionTaken, now: float) -> list[Command]:
+        config = self._running(rank, event)
+        if config.pace != "rounds":
+            raise ProtocolError(f"rank {rank} sent VersionTaken in pace {config.pace!r}")
+        position = self._positions.of[rank]
+        ahead = rank in self._positions.ahead or rank in self._gathering.held
+        if ahead or not position <= event.version <= self._fired:
+            raise ProtocolError(f"rank {rank} took version {event.version}, which it cannot have")
+        self._positions.move(rank, event.version)
+        return self._advance(rank, now)
+
+    def _check_finished(self, rank: int) -> None:
+        if self._waits_in(rank):
+            raise ProtocolError(f"rank {rank} is done although it waits for a round")
+
+    def _waits_in(self, rank: int) -> list[Bucket]:
+        """Return the buckets for whose next round a rank waits that is not done."""
+        at = self._positions.at
+        return [bucket for index, bucket in enumerate(self._buckets) if at(rank, index) > bucket.fired]
+
+    def _on_event_of_absent(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+        """Handle an event of a rank whose optimizer is deleted: its engine still reports what it has received."""
+        return self._on_event(rank, event, now) if isinstance(event, RoundsReceived) else []
+
+    def _forget(self, rank: int) -> None:
+        if rank in self._computing and self._buckets:
+            host = self._hosts.of[rank]
+            for bucket in self._waits_in(rank):  # its gradients stay pending there, and go with a later round
+                bucket.arrived -= 1
+                if self._hosts.active[host] == 1:  # (where one of a host's ranks waits, all do)
+                    del bucket.waiting[host]
+
+    def _on_rank_finished(self, rank: int, now: float) -> list[Command]:
+        if not self._buckets:
+            return []
+        host = self._hosts.of[rank]
+        self._hosts.finish(rank)
+        self._positions.leave(rank)
+        ready = self._gathering.finish(rank, host, self._hosts.ranks(host)) if self._by_hosts else ()
+        return [*self._gather(host, ready, now), *self._advance(rank, now)]
+
+    # -- firing -----------------------------------------------------------------------------------------------
+
+    def _round(self, number: int) -> Round:
+        round_ = self._rounds.get(number)
+        if round_ is None:
+            config, hosts = self._config, self._hosts
+            assert config is not None
+            quorum, why = (config.quorum, "") if self._auto is None else self._auto.choose(number, hosts.active)
+            whose = "the host of " if self._by_hosts else ""
+            round_ = self._rounds[number] = Round(RoundQuorum(quorum, number, hosts.first, config.seed, why, whose))
+        return round_
+
+    def _advance(self, by: int | None, now: float, only: Iterable[int] | None = None) -> list[Command]:
+        """Fire every bucket's next round if it may. (Firing one round never makes the one after it ready.)
+
+        Args:
+            only: look at these buckets alone.
+            by: the rank whose event it was; None if only time has passed.
+        """
+        if self._config is None or self._refused:
+            return []
+        active, started, commands = self._hosts.active, list[Started](), list[Command]()
+        for index in range(len(self._buckets)) if only is None else only:
+            bucket = self._buckets[index]
+            if self._wakes:
+                self._wakes.pop(index, None)
+            arrived, number = bucket.waiting, bucket.fired + 1
+            quorum = self._round(number).quorum if arrived else None
+            initiator = None if quorum is None else quorum.initiator(arrived, active)
+            if quorum is None or initiator is None:
+                bucket.quorum_at = None
+                bucket.least = 1 if quorum is None else quorum.least(len(active))
+                continue
+            if bucket.quorum_at is None:
+                bucket.quorum_at = now
+                if not index:
+                    self._grace.quorum_reached(number, len(arrived), now)
+            until = bucket.quorum_at + self._grace.seconds(len(arrived))
+            if now < until and len(arrived) < len(active):
+                self._wakes[index] = until
+                continue
+            if number - self._positions.lowest_in(index) > self._config.max_staleness:
+                continue
+            if by is None:  # the last that has come
+                ranks = self._hosts.ranks(next(reversed(arrived)))
+                last = [r for r in ranks if r in self._computing and self._positions.at(r, index) == number][-1]
+            else:
+                last = by
+            if self._timelines:
+                commands.append(self._explain(index, quorum.reason(arrived, active), last, now))
+            started.append(self._fire(index, initiator, last, now))
+        return [*commands, *self._commands.starts(started)] if started else []
+
+    def _explain(self, index: int, reason: str, by: int, now: float) -> ExplainRound:
+        bucket = self._buckets[index]
+        number, first = bucket.fired + 1, min(bucket.waiting.values(), default=now)
+        held = self._steppers.waited(number, now) if is_last(self._buckets, index) else 0.0
+        trigger = RoundTrigger(reason, by, bucket.arrived, first, now, held)
+        return ExplainRound(self._optimizer, index, number, trigger)
+
+    def _fire(self, index: int, initiator: int, by: int, now: float) -> Started:
+        """Fire a bucket's next round; its last bucket settles the hyperparameters if a rank is in that step: one of the
+        host that this rank is the first of, if it can be."""
+        bucket, last = self._buckets[index], is_last(self._buckets, index)
+        arrived = bucket.arrived
+        bucket.waiting, bucket.arrived, bucket.least = {}, 0, 1
+        bucket.fired += 1
+        bucket.quorum_at = None
+        bucket.loaded = self._by_hosts and self._gathering.holds(index)
+        bucket.fired_at, bucket.called = now, 0
+        bucket.answered.clear()
+        number, held = bucket.fired, 0.0
+        if not index:
+            self._grace.fired(number, now)
+        round_ = self._round(number)
+        if last:
+            self._fired = number
+            held = self._steppers.waited(number, now)
+            lead = self._steppers.lead(number, self._hosts.ranks(initiator))
+            self._steppers.forget(number)
+            if lead is not None and round_.hyper is None:
+                self._settle(number, self._told[lead])
+            if self._auto is not None:
+                self._auto.fired(now)
+        hyper, whole = round_.hyper if last else None, self._gathering.host_steps(index) if self._by_hosts else None
+        return Started(index, number, by, arrived, held, hyper, whole)
+
+    def _settle(self, number: int, hyper: Hyper) -> None:
+        self._rounds[number].hyper = self._last_hyper = hyper
+        for old in [n for n, round_ in self._rounds.items() if n < number and round_.hyper is not None]:
+            del self._rounds[old]
+
+    def _on_all_finished(self, rank: int, now: float) -> tuple[list[Command], int]:
+        """Reduce all pending gradients in a last round, with the last hyperparameters."""
+        self._gathering.let_all_go(self._hosts)
+        extra = self._flush and any(bucket.loaded for bucket in self._buckets)
+        last = max(bucket.fired for bucket in self._buckets) + extra
+        commands, started = list[Command](), list[Started]()
+        for index, bucket in enumerate(self._buckets):
+            while bucket.fired < last:
+                round_ = self._round(bucket.fired + 1)
+                round_.hyper = self._last_hyper if round_.hyper is None else round_.hyper
+                if self._timelines:
+                    commands.append(self._explain(index, "drain: all ranks are done", rank, now))
+                started.append(self._fire(index, self._hosts.of[rank], rank, now))
+        commands += self._commands.starts(sorted(started, key=lambda one: one.round))
+        for number, round_ in sorted(self._rounds.items()):
+            if round_.hyper is None and number <= last:  # no rank has come to step() since its first bucket went
+                commands.append(self._commands.hyper(number, self._last_hyper))
+        self._hosts.begin_anew()
+        self._positions.begin_anew(self.ranks, last)
+        self._gathering.begin_anew(self._hosts)
+        self._late.clear()
+        self._steppers.clear()
+        self._rounds.clear()
+        self._grace.interrupted()
+        if self._auto is not None:
+            self._auto.interrupted()
+        return commands, last

@@ -1,0 +1,1103 @@
+"""Eager-SGD as one rank sees it, in any framework: hand gradients over, get rounds back, apply each exactly once.
+
+The training thread calls ``connect``, ``hand_over``, ``step`` and ``drain``; the engine thread carries out the
+coordinator's commands. Li et al., PPoPP 2020, with the promises of partial allreduce that it left open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from hvd_async.algorithms.eager.config import (
+    EagerConfig,
+    EndStep,
+    ExplainRound,
+    GradientReady,
+    ReportReceived,
+    RoundsReceived,
+    RoundTrigger,
+    SetHyperparameters,
+    StartRound,
+    StepEntered,
+    VersionTaken,
+)
+from hvd_async.algorithms.eager.gradient_format import GradientFormat, PendingGradient, ReducedRound, Tail
+from hvd_async.algorithms.eager.timeline import recorder
+from hvd_async.errors import GradientLossError, ReplicaStateError
+from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.inbox import Inbox
+from hvd_async.runtime.interfaces import Vector
+from hvd_async.runtime.log import warn
+from hvd_async.runtime.messages import Drained, Hyper, OptimizerCommand
+from hvd_async.runtime.uninterrupted import Uninterrupted
+from hvd_async.runtime.worker import Worker
+from hvd_async.stats import Stats
+
+# -- counts ------------------------------------------------------------------------------------------------------------
+
+
+class Counters:
+    """Counts that both the engine thread and the training thread add to.
+
+    Args:
+        ranks: that share the optimizer.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._lock = threading.Lock()
+        self._staleness: Counter[int] = Counter()
+        self._contributors: Counter[int] = Counter()
+        self._held_s = dict.fromkeys(ranks, 0.0)
+        self._sent = self._bytes = self._peak = self._rounds = 0
+        self._latency = self._longest = 0.0
+
+    def add_held_bytes(self, nbytes: int) -> None:
+        """So many bytes of gradients more (or, negative, fewer) are held."""
+        with self._lock:
+            self._bytes += nbytes
+            self._peak = max(self._peak, self._bytes)
+
+    def took(self, staleness: Sequence[int]) -> None:
+        """A round has taken gradients that were so many rounds stale."""
+        with self._lock:
+            self._staleness.update(staleness)
+
+    def started(self, by: int, held: float) -> None:
+        """Buckets of a round have started by an event of rank ``by``; ranks have waited ``held`` s in all for that."""
+        with self._lock:
+            self._held_s[by] += held
+
+    def went(self, bucket: int, arrived: int, nbytes: int) -> None:
+        """A bucket's part has been given to a collective, for which so many ranks had arrived."""
+        with self._lock:
+            self._sent += nbytes
+            if bucket == 0:
+                self._contributors[arrived] += 1
+
+    def came(self, seconds: float) -> None:
+        """A whole round was back so many seconds after its first command."""
+        with self._lock:
+            self._rounds += 1
+            self._latency += seconds
+            self._longest = max(self._longest, seconds)
+
+    def stats(self, **own: int | float | None) -> Stats:
+        """A snapshot, with what the caller counts itself."""
+        with self._lock:
+            return Stats(
+                **own,  # type: ignore[arg-type]
+                staleness=dict(sorted(self._staleness.items())),
+                contributors=dict(sorted(self._contributors.items())),
+                held_s=tuple(self._held_s.values()),
+                bytes_sent=self._sent,
+                latency_s=self._latency / self._rounds if self._rounds else 0.0,
+                latency_max_s=self._longest,
+                held_bytes=self._bytes,
+                peak_bytes=self._peak,
+            )
+
+
+class GradientLedger:
+    """Gradients that the training thread has handed over, and those it has applied; each is to be applied once.
+
+    Args:
+        buckets: how many gradients come in.
+
+    Attributes:
+        produced: gradients handed over, by bucket, since the start.
+        applied: gradients of all ranks in the rounds that were applied, by bucket.
+    """
+
+    def __init__(self, buckets: int) -> None:
+        self.produced, self.applied = [0] * buckets, [0] * buckets
+        self._rounds = self._skipped = 0
+        self._total: int | None = None
+        self._lacks = False
+        """Whether a bucket of the step that is under way holds no gradient."""
+
+    def hand_over(self, bucket: int, empty: bool) -> None:
+        """Count a bucket of the step that is under way; an empty one holds no gradient."""
+        self._lacks = self._lacks or empty
+        self.produced[bucket] += not empty
+
+    def end_step(self) -> None:
+        """Count the step whose buckets have all been handed over."""
+        self._skipped, self._lacks = self._skipped + self._lacks, False
+
+    def take_back(self, buckets: Sequence[int]) -> None:
+        """Uncount buckets of a step that have turned out to hold no gradient."""
+        for bucket in buckets:
+            self.produced[bucket] -= 1
+        self._skipped += bool(buckets)
+
+    def restore(self, bucket: int, gradients: int) -> None:
+        """Count gradients of an earlier run that are pending here."""
+        self.produced[bucket] += gradients
+
+    def apply(self, round_: ReducedRound) -> None:
+        """Count a round that was applied."""
+        self.applied = [a + b for a, b in zip(self.applied, round_.counts, strict=True)]
+        self._rounds += round_.gradients > 0
+
+    def note_drained(self, drained: Drained[Any]) -> None:
+        """Keep how many gradients all ranks have produced, who have finished."""
+        self._total = max(drained.produced)
+
+    def check_drained(self, drained: Drained[Any], rank: int) -> None:
+        """Compare the gradients produced with those applied, after a drain.
+
+        Raises:
+            GradientLossError: they differ.
+        """
+        if drained.flushed and self.applied != drained.produced:
+            raise GradientLossError(
+                f"drain: {drained.produced} gradients (of each bucket) were produced but {self.applied} were applied "
+                f"on rank {rank}. This is a bug in hvd_async; please report it with stats()."
+            )
+
+    def stats(self) -> dict[str, int | None]:
+        """Return what ``Stats`` shows of it."""
+        return {
+            "rounds_applied": self._rounds,
+            "gradients_produced": max(self.produced),
+            "gradients_applied": max(self.applied),
+            "gradients_skipped": self._skipped,
+            "total_produced": self._total,
+        }
+
+
+# -- gradients on their way from the training thread to the engine -----------------------------------------------------
+
+
+class HandedOver(NamedTuple):
+    """One bucket of a step's gradient (None: an empty one), the version it was computed at, the step's number, and
+    whether it comes with ``step()``, which says so first; else before it."""
+
+    bucket: int
+    vector: Vector | None
+    version: int
+    step: int
+    in_step: bool
+
+
+def ready(number: int, taken: Sequence[HandedOver], landed: int) -> GradientReady:
+    """Return the event that buckets of one step are with the engine of optimizer ``number``."""
+    empty = [one.bucket for one in taken if one.vector is None]
+    return GradientReady(number, [one.bucket for one in taken], taken[0].step, landed, empty)
+
+
+def entered(number: int, step: int, hyper: Hyper | None, taken: Sequence[HandedOver], landed: int) -> StepEntered:
+    """Return the event that this rank is in ``step()``, and what came with it is with the engine."""
+    empty = [one.bucket for one in taken if one.vector is None]
+    return StepEntered(number, step, hyper, [one.bucket for one in taken], landed if taken else 0, empty)
+
+
+class HandOver:
+    """One optimizer's.
+
+    Args:
+        nbytes: of each bucket's vector.
+        counters: of the optimizer.
+
+    Attributes:
+        ledger: of what was handed over, and applied.
+        handed: buckets of the step that is under way that were handed over.
+        brought: buckets of this step whose gradient is pending since before a reset: what is given now is left out.
+    """
+
+    def __init__(self, nbytes: Collection[int], counters: Counters) -> None:
+        self._nbytes, self._counters = tuple(nbytes), counters
+        self.ledger = GradientLedger(len(self._nbytes))
+        self.handed: set[int] = set()
+        self.brought = frozenset[int]()
+        self._leaving: deque[HandedOver] = deque()
+
+    @property
+    def all_brought(self) -> bool:
+        """Whether all of the step's gradient is pending since before a reset."""
+        return len(self.brought) == len(self._nbytes)
+
+    # -- training thread --------------------------------------------------------------------------------------
+
+    def check_new(self, bucket: int) -> None:
+        """Raise ReplicaStateError, if a bucket of this step was handed over before."""
+        if bucket in self.handed:
+            raise ReplicaStateError(f"bucket {bucket} was handed over twice in one step: a bug in the binding")
+
+    def check_whole(self, others: Collection[int]) -> None:
+        """Raise ReplicaStateError, unless these buckets are all that is left of the step."""
+        if sorted([*self.handed, *others]) != list(range(len(self._nbytes))):
+            raise ReplicaStateError(f"step() lacks buckets: {sorted(self.handed)} and {sorted(others)} are there")
+
+    def give(self, bucket: int, vector: Vector | None, version: int, step: int, in_step: bool = False) -> None:
+        """Hand a bucket over; the engine comes for it by ``take``, in order."""
+        if bucket in self.brought:
+            vector = None
+        else:
+            self.ledger.hand_over(bucket, vector is None)
+        if vector is not None:
+            self._counters.add_held_bytes(self._nbytes[bucket])
+        self.handed.add(bucket)
+        self._leaving.append(HandedOver(bucket, vector, version, step, in_step))
+
+    def end_step(self) -> None:
+        """All buckets of the step were handed over."""
+        self.ledger.end_step()
+        self.handed.clear()
+        self.brought = frozenset()
+
+    # -- engine thread ----------------------------------------------------------------------------------------
+
+    def take(self, step: int, in_step: bool) -> list[HandedOver]:
+        """Return those of a step that are on their way, so that one event tells of all.
+
+        Args:
+            in_step: whether the coordinator was told that this rank is in ``step()``. Until then those are left here
+                that come with it; and if there are any, all: the training thread is about to say so.
+        """
+        count = 0
+        while count < len(self._leaving) and self._leaving[count].step == step:  # (others may come meanwhile, behind)
+            if self._leaving[count].in_step and not in_step:
+                return []
+            count += 1
+        return [self._leaving.popleft() for _ in range(count)]
+
+    def take_rest(self) -> list[tuple[int, Vector | None, int]]:
+        """Return all that are on their way (bucket, vector, version), after the engine's end."""
+        rest = [(bucket, vector, version) for bucket, vector, version, *_ in self._leaving]
+        self._leaving.clear()
+        return rest
+
+
+# -- gradients in flight (engine thread) -------------------------------------------------------------------------------
+# Pending until a round takes them, in flight until the round is complete.
+#
+# What the engine takes for a round is what is pending at that moment; a gradient that comes later stays for the next
+# round, so nothing is lost and nothing counts twice. Where ranks step host by host, a gradient is pending only when
+# those of the host's other ranks are there, as the round's command says; so they go in the same round.
+
+
+NAMES_IN_RING = 4
+"""Collectives of one bucket that may be in flight at once; their names are used again, which Horovod's cache needs."""
+
+
+@dataclass
+class _Pending:
+    """One bucket's gradients that no round has carried yet, summed, and the versions they were computed at."""
+
+    vector: Vector | None = None
+    versions: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Held:
+    """One bucket's gradients (None: an empty one) and their versions, while others of the host may be missing."""
+
+    gradients: deque[tuple[Vector | None, int]] = field(default_factory=deque)
+    released: int = 0
+    """How many are pending or gone, since the last drain or cut."""
+
+
+@dataclass
+class _Flight:
+    """A round some of whose buckets have gone but which is not whole yet."""
+
+    sums: list[Vector | None]
+    counts: list[int]
+    weights: list[float]
+    started: float
+    taken: list[_Pending]
+    """This rank's gradients in it, by bucket; empty unless the engine is elastic."""
+    hyper: Hyper | None = None
+    whole: int | None = None
+    """``ReducedRound.whole``: the least of the buckets that have gone."""
+
+
+@dataclass(frozen=True)
+class _Start:
+    """One bucket of a ``StartRound``."""
+
+    optimizer: int
+    bucket: int
+    round: int
+    arrived: int
+    whole: int | None
+    """The number of gradients of this rank's host that belong to it; None if the rank steps by itself."""
+
+
+class RoundsInFlight:
+    """One optimizer's gradients.
+
+    Args:
+        engine: this rank's.
+        wire: how vectors travel.
+        deliver: called with rounds that are ready to be applied, in order.
+        counters: of the optimizer.
+        host: the number of this rank's host, with which it steps; None if it steps by itself.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        wire: GradientFormat,
+        deliver: Callable[[list[ReducedRound]], None],
+        counters: Counters,
+        host: int | None = None,
+    ) -> None:
+        self._engine, self._wire, self._deliver, self._counters = engine, wire, deliver, counters
+        self._host = host
+        self.timeline = recorder(engine.rank)
+        self._buckets = len(wire.nbytes)
+        self._pending = [_Pending() for _ in range(self._buckets)]
+        self._held_back = [_Held() for _ in range(self._buckets)]
+        self._busy: set[str] = set()
+        self._units: dict[str, float] = {}
+        """By what gradients are divided in the next round of a name: the one before by this name says it on all ranks,
+        and has landed on each before the next goes."""
+        self._held: deque[_Start] = deque()
+        self._flights: dict[int, _Flight] = {}
+        self._last_hyper: Hyper | None = None
+        """The hyperparameters that were sent last."""
+        self._triggers: dict[tuple[int, int], RoundTrigger] = {}
+        """By bucket and round, for the timeline, until the round is back."""
+        self._next_ready = 1
+        self.landed = [0] * self._buckets
+        """Completed rounds, by bucket."""
+        self.at_cut: list[PendingGradient] | None = None
+        """Pending gradients of the last cut, until the next step: ranks that go on earlier may start rounds."""
+
+    @property
+    def complete(self) -> int:
+        """Rounds that have landed in all buckets, and have their hyperparameters."""
+        return self._next_ready - 1
+
+    def arrive(self, bucket: int, vector: Vector | None, version: int) -> None:
+        """Take in a gradient, computed at ``version``; None if it is empty."""
+        if self._host is not None:
+            self._held_back[bucket].gradients.append((vector, version))
+        elif vector is not None:
+            self.add(bucket, vector, version)
+
+    def release(self, bucket: int, whole: int | None) -> None:
+        """Make the first ``whole`` gradients since the last drain or cut pending, or all that are here."""
+        held = self._held_back[bucket]
+        while held.gradients and (whole is None or held.released < whole):
+            held.released += 1
+            vector, version = held.gradients.popleft()
+            if vector is not None:
+                self.add(bucket, vector, version)
+
+    def take_in(self, rest: Iterable[tuple[int, Vector | None, int]]) -> None:
+        """Make all gradients pending that are here, and ``rest`` (as of ``arrive``): the engine has ended."""
+        for one in rest:
+            self.arrive(*one)
+        for bucket in range(self._buckets):
+            self.release(bucket, None)
+
+    def end_step(self, whole: int) -> None:
+        """Add a late step of the host to what is pending, unless a round that started before has yet to take that."""
+        for bucket in {*range(self._buckets)} - {held.bucket for held in self._held}:
+            self.release(bucket, whole)
+
+    def end(self) -> None:
+        """All ranks have ended: whatever is here is pending, and the host's steps count from 0."""
+        for bucket, held in enumerate(self._held_back):
+            self.release(bucket, None)
+            held.released = 0
+        for flight in self._flights.values():
+            flight.whole = 0
+        self._held = deque(replace(start, whole=None if start.whole is None else 0) for start in self._held)
+
+    def add(self, bucket: int, vector: Vector, version: int) -> None:
+        """Add a gradient, computed at ``version``, to the pending ones."""
+        pending = self._pending[bucket]
+        if pending.vector is None:
+            pending.vector = vector
+        else:
+            pending.vector += vector
+            self._counters.add_held_bytes(-self._wire.nbytes[bucket])
+        pending.versions.append(version)
+
+    def restore(self, held: list[PendingGradient]) -> None:
+        """Begin with the pending gradients of an earlier run's cut, before the engine knows this optimizer."""
+        for bucket, (vector, versions) in enumerate(held):
+            self._pending[bucket] = _Pending(vector, list(versions))
+            if vector is not None:
+                self._counters.add_held_bytes(self._wire.nbytes[bucket])
+
+    def pending(self) -> list[PendingGradient]:
+        """Return gradients that no round has carried yet and that may go, by bucket; all after an end."""
+        return [PendingGradient(pending.vector, list(pending.versions)) for pending in self._pending]
+
+    def unfinished(self) -> dict[int, list[PendingGradient]]:
+        """Return this rank's gradients in rounds that are not whole here, by round, then by bucket; of an elastic
+        engine that has ended."""
+        return {
+            number: [PendingGradient(taken.vector, list(taken.versions)) for taken in flight.taken]
+            for number, flight in self._flights.items()
+        }
+
+    def keep_for_cut(self) -> None:
+        """Keep a copy of the pending gradients, as the state to save after a cut; not of those that a round will carry
+        which has started, and waits for its name."""
+        going = {start.bucket for start in self._held}
+        held = [
+            PendingGradient(None, []) if vector is None or bucket in going else PendingGradient(vector + 0, at)
+            for bucket, (vector, at) in enumerate(self.pending())
+        ]
+        self._counters.add_held_bytes(self._nbytes(held))
+        self.at_cut = held
+
+    def forget_cut(self) -> None:
+        """Drop that copy: a step or another end follows (training thread, or engine thread)."""
+        held, self.at_cut = self.at_cut, None
+        if held is not None:
+            self._counters.add_held_bytes(-self._nbytes(held))
+
+    def _nbytes(self, held: list[PendingGradient]) -> int:
+        pairs = zip(held, self._wire.nbytes, strict=True)
+        return sum(nbytes for (vector, _), nbytes in pairs if vector is not None)
+
+    def go(self, go: StartRound | ExplainRound) -> None:
+        """Take the pending gradients of some buckets and submit them for a round, or note why one is about to."""
+        if isinstance(go, ExplainRound):
+            self._triggers[go.bucket, go.round] = go.trigger
+            return
+        self._counters.started(go.by, go.held)
+        if go.settled:
+            self._set_hyper(go.round, go.hyper)
+        whole = None if self._host is None or go.whole is None else go.whole.of(self._host)
+        for bucket, arrived in zip(go.buckets, go.arrived, strict=True):
+            self._start(_Start(go.optimizer, bucket, go.round, arrived, whole))
+
+    def _start(self, go: _Start) -> None:
+        name = f"hvd_async.eager.{go.optimizer}.{go.bucket}.{go.round % NAMES_IN_RING}"
+        if name in self._busy or any(held.bucket == go.bucket for held in self._held):
+            self._held.append(go)  # its name, or that of a round before it, is still in flight here
+            return
+        self._busy.add(name)
+        flight = self._flight(go.round)
+        if go.whole is not None:
+            self.release(go.bucket, go.whole)
+            flight.whole = go.whole if flight.whole is None else min(flight.whole, go.whole)
+        late_by = [go.round - 1 - version for version in self._pending[go.bucket].versions]
+        keep = self._engine.elastic
+        if keep:
+            flight.taken[go.bucket] = self._pending[go.bucket]
+        taken = self._take(go.bucket, go.arrived, late_by)
+        vector = self._wire.zeros(go.bucket) if taken is None else taken
+        unit = self._units.get(name, self._wire.first_unit)
+        submitted = time.monotonic()
+
+        def landed(sums: Vector) -> None:
+            self._busy.discard(name)
+            self.landed[go.bucket] = max(self.landed[go.bucket], go.round)
+            trigger = self._triggers.pop((go.bucket, go.round), None)
+            if self.timeline is not None and trigger is not None:
+                self.timeline.round(go.optimizer, go.bucket, go.round, trigger, submitted, time.monotonic(), late_by)
+            flight.sums[go.bucket] = decoded = self._wire.decode(sums, go.bucket)
+            tally = self._wire.tally(decoded)  # now, and not when the last has come and all wait
+            flight.counts[go.bucket] = tally.gradients
+            flight.weights[go.bucket] = self._wire.weight(tally, unit)
+            self._units[name] = self._wire.next_unit(tally, unit)
+            self._pass_on()
+            held, self._held = self._held, deque()
+            for late in held:
+                self._start(late)
+
+        wire, keep = self._wire, keep or taken is None
+        self._engine.submit(
+            lambda: self._engine.collectives.allreduce_sum(
+                wire.encode(vector, unit), name, wire.process_set, keep, wire.scale
+            ),
+            landed,
+            group=(go.optimizer, go.round),
+        )
+
+    def settle(self, round_: int, hyper: Hyper | None) -> None:
+        """A round's hyperparameters; None if they are those that were sent last."""
+        self._set_hyper(round_, hyper)
+        self._pass_on()
+
+    def _set_hyper(self, round_: int, hyper: Hyper | None) -> None:
+        self._last_hyper = self._last_hyper if hyper is None else hyper
+        assert self._last_hyper is not None, "a round has the hyperparameters of one before, and there was none"
+        self._flight(round_).hyper = self._last_hyper
+
+    def _take(self, bucket: int, arrived: int, staleness: list[int]) -> Vector | None:
+        taken, self._pending[bucket] = self._pending[bucket], _Pending()
+        if bucket == 0:
+            self._counters.took(staleness)
+        self._counters.went(bucket, arrived, self._wire.bytes_sent(bucket))
+        if taken.vector is None:
+            self._counters.add_held_bytes(self._wire.nbytes[bucket])  # of what comes back
+        return taken.vector
+
+    def _flight(self, round_: int) -> _Flight:
+        flight = self._flights.get(round_)
+        if flight is None:
+            none, taken = [0] * self._buckets, [_Pending() for _ in range(self._buckets)]
+            flight = self._flights[round_] = _Flight([None] * self._buckets, none, [*none], time.monotonic(), taken)
+        return flight
+
+    def _pass_on(self) -> None:
+        """Deliver, in order, the rounds that have all their buckets and their hyperparameters."""
+        ready: list[ReducedRound] = []
+        while (flight := self._flights.get(self._next_ready)) is not None:
+            sums = tuple(s for s in flight.sums if s is not None)
+            if len(sums) < self._buckets or flight.hyper is None:
+                break
+            del self._flights[self._next_ready]
+            self._counters.came(time.monotonic() - flight.started)
+            counts, weights, whole = tuple(flight.counts), tuple(flight.weights), flight.whole or 0
+            ready.append(ReducedRound(self._next_ready, sums, flight.hyper, counts, whole, weights))
+            self._next_ready += 1
+        if ready:
+            self._deliver(ready)
+
+
+# -- rounds that wait to be applied ------------------------------------------------------------------------------------
+
+
+class RoundInbox(Inbox):
+    """One optimizer's.
+
+    Attributes:
+        ready: rounds that wait to be applied, in order.
+        whole: how many steps of this rank's host, since the last drain or cut, all its ranks have handed over, as far
+            as it was told; 0 where ranks do not step host by host.
+        ends_at: the version with which the last of them ends.
+    """
+
+    def __init__(self, changed: threading.Condition) -> None:
+        super().__init__(changed)
+        self.ready: deque[ReducedRound] = deque()
+        self._discards = False
+        self.whole = self.ends_at = 0
+
+    # -- engine thread ----------------------------------------------------------------------------------------
+
+    def deliver(self, rounds: list[ReducedRound]) -> None:
+        """Rounds, in order."""
+        with self._changed:
+            if not self._discards:
+                self.ready.extend(rounds)
+            for round_ in rounds:
+                self._end_step(round_.whole, round_.index)
+            self._changed.notify_all()
+
+    def end_step(self, whole: int, version: int) -> None:
+        """A late step of the host ends when this rank's weights are at ``version``."""
+        with self._changed:
+            self._end_step(whole, version)
+            self._changed.notify_all()
+
+    def _end_step(self, whole: int, version: int) -> None:
+        if whole > self.whole:
+            self.whole, self.ends_at = whole, version
+
+    def end(self, rounds: int) -> None:
+        """All ranks have ended, after so many rounds."""
+        with self._changed:
+            self.whole, self.ends_at = 0, rounds
+
+    def discard(self) -> None:
+        """Keep nothing from now on: nobody takes it (engine thread, as ``deliver``, so without the lock)."""
+        self._discards = True
+        self.ready.clear()
+
+    # -- training thread --------------------------------------------------------------------------------------
+
+    def _last(self) -> float:
+        """The last round to take. In a drain: a rank that is out of it already may have fired rounds since, and they
+        belong to the next step."""
+        return float("inf") if self.drained is None else self.drained.rounds
+
+    def has_round(self) -> bool:
+        """Whether ``waiting`` would return one."""
+        return bool(self.ready) and self.ready[0].index <= self._last()
+
+    def waiting(self, most: int | None = None) -> list[ReducedRound]:
+        """Rounds that are to be applied, ``most`` at the most. They stay here until they are: who is interrupted before
+        finds them again."""
+        with self._changed:
+            rounds = [round_ for round_ in self.ready if round_.index <= self._last()]
+        return rounds if most is None else rounds[:most]
+
+    def take(self) -> ReducedRound:
+        """The first round, which has been applied."""
+        with self._changed:
+            return self.ready.popleft()
+
+    def complete(self, version: int) -> bool:
+        """Whether all ranks are done, and ``version`` has seen all rounds."""
+        return self.drained is not None and version >= self.drained.rounds
+
+
+# -- gradients that outlive a membership change ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Remains:
+    """The gradients of a rank that are in no round that its weights have seen, and how far it is.
+
+    Attributes:
+        version: rounds that its weights have seen.
+        in_rounds: gradients that later rounds had taken, by round, then by bucket.
+        pending: gradients that no round had taken, by bucket.
+        begun: steps whose gradients were handed over.
+        ended: steps that have come to their end.
+        handed: buckets of the step after ``begun`` that were handed over.
+        fit: whether others may go on from its weights; else a round was half applied.
+        tail: the elements at the end of each vector that count.
+    """
+
+    version: int = 0
+    in_rounds: Mapping[int, list[PendingGradient]] = field(default_factory=dict)
+    pending: list[PendingGradient] = field(default_factory=list)
+    begun: int = 0
+    ended: int = 0
+    handed: frozenset[int] = frozenset()
+    fit: bool = True
+    tail: Tail = field(default_factory=Tail)
+
+    @property
+    def brought(self) -> frozenset[int]:
+        """Buckets whose gradient of the next step is there already."""
+        return frozenset(range(len(self.pending))) if self.begun > self.ended else self.handed
+
+    def after(self, version: int, ended: int) -> Remains:
+        """Return what remains when all ranks go on from the same weights.
+
+        A gradient in a round that these weights have seen is in them, whether this rank knows of that round or not. All
+        others are pending. Of a step that this rank has begun, and none has ended, the gradient is there already.
+
+        Args:
+            version: rounds that these weights have seen.
+            ended: steps that the rank which is furthest has ended; the next of all ranks is the one after.
+        """
+        back = [gradients for round_, gradients in sorted(self.in_rounds.items()) if round_ > version]
+        return dataclasses.replace(
+            self,
+            version=version,
+            in_rounds={},
+            pending=[_sum(each) for each in zip(*back, self.pending, strict=True)],
+            begun=max(self.begun, ended),
+            ended=ended,
+            handed=self.handed if self.begun == ended else frozenset(),
+            fit=True,
+        )
+
+    def pending_in(self, wire: GradientFormat) -> list[PendingGradient]:
+        """Return the pending gradients as vectors of another format, whose counting elements may be others."""
+        if wire.tail == self.tail:
+            return self.pending
+        old = len(self.tail)
+
+        def recounted(vector: Vector) -> Vector:
+            return wire.recount(vector, old, wire.tail.moved(wire.peek(vector, old), self.tail))
+
+        return [one if one.vector is None else one._replace(vector=recounted(one.vector)) for one in self.pending]
+
+    def counted_from(self, rounds: int, steps: int) -> Remains:
+        """Return it with rounds and steps counted from earlier ones; these have the numbers ``rounds`` and ``steps``
+        then."""
+        return dataclasses.replace(
+            self,
+            version=self.version + rounds,
+            in_rounds={number + rounds: _moved(held, rounds) for number, held in self.in_rounds.items()},
+            pending=_moved(self.pending, rounds),
+            begun=self.begun + steps,
+            ended=self.ended + steps,
+        )
+
+
+def _moved(gradients: list[PendingGradient], rounds: int) -> list[PendingGradient]:
+    return [one._replace(versions=[version + rounds for version in one.versions]) for one in gradients]
+
+
+def _sum(gradients: Iterable[PendingGradient]) -> PendingGradient:
+    """Return the sum of pending gradients of one bucket."""
+    vector, versions = None, list[int]()
+    for one in gradients:
+        if one.vector is not None:
+            vector = one.vector if vector is None else vector + one.vector
+            versions += one.versions
+    return PendingGradient(vector, versions)
+
+
+# -- the rank ----------------------------------------------------------------------------------------------------------
+
+
+Apply = Callable[[ReducedRound], None]
+
+
+class EagerWorker(Worker):
+    """One optimizer of one rank.
+
+    Args:
+        engine: this rank's.
+        config: the same on all ranks.
+        wire: how the binding's vectors look and travel.
+        finish: called at the end of each drain (True) or cut (False), when all rounds are applied.
+        apply: applies a round that comes while this rank drains.
+        emptied: the buckets of the vectors handed over since the last call that have turned out to hold no gradient.
+
+    Attributes:
+        version: rounds this rank's weights have seen.
+    """
+
+    _inbox: RoundInbox
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: EagerConfig,
+        wire: GradientFormat,
+        finish: Callable[[bool], object],
+        apply: Apply = lambda round_: None,
+        emptied: Callable[[], Sequence[int]] = tuple,
+    ) -> None:
+        inbox = RoundInbox(engine.changed)
+        super().__init__(engine, config, wire.members, wire.process_set, wire.process_set_id, finish, inbox)
+        self.config, self.wire, self.apply, self._emptied = config, wire, apply, emptied
+        ranks = wire.members or range(engine.size)
+        self._counters = Counters(ranks)
+        self._host = ranks.index(engine.rank) // config.local_size if config.local_size > 1 else None
+        self._in_flight = RoundsInFlight(engine, wire, inbox.deliver, self._counters, self._host)
+        self._records_timeline = self._in_flight.timeline is not None
+        # Training thread's:
+        self._steps = self._base = 0  # steps in all, and round number minus step number, which ends re-base
+        self._hand_over = HandOver(wire.nbytes, self._counters)
+        self._half_applied = False
+        self.whole = Uninterrupted()
+        self.version = 0
+        self.ledger = self._hand_over.ledger
+        self._settled_at = 0  # steps at the last drain or cut
+        self._ended = 0  # steps that all ranks of this one's host have handed over, as far as this one has waited for
+        self.mend: int | None = None
+        """The rank whose weights all took over at the last drain or cut, as it was shown most rounds; or None."""
+
+    # -- where it stands -----------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step may be begun: no step and no drain has been broken off (Ctrl-C, HVD_ASYNC_TIMEOUT)."""
+        return self._inbox.agreed and not self._announced and not self._broken_off and self.whole.fine
+
+    @property
+    def _behind(self) -> int:
+        """Rounds that its steps have brought and its weights have not seen."""
+        return self._steps + self._base - self.version
+
+    @property
+    def _broken_off(self) -> bool:
+        """Whether its last step was not waited for to its end."""
+        return self._behind > 0 or (self._host is not None and self._ended < self._steps)
+
+    @property
+    def gone(self) -> frozenset[int]:
+        """Buckets of the step that is under way that have been handed over."""
+        return frozenset(self._hand_over.handed)
+
+    @property
+    def settled(self) -> bool:
+        """Whether no step was taken, and no gradient handed over, since the last drain or cut."""
+        return self._steps == self._settled_at and not self._hand_over.handed
+
+    def _check_able(self) -> None:
+        """Raise, if this rank can neither hand over nor apply. (An elastic one keeps what comes after a loss, too.)"""
+        self.whole.check()
+        if not self.engine.elastic:
+            self.engine.check()
+        self._check_drained()
+
+    def _post(self, action: Callable[[], None], hurry: bool = True) -> None:
+        """Run ``action`` on the engine thread. If the engine has ended since ``_check_able``, threads that wait for the
+        action get the error, and ``remains`` takes the gradients."""
+        self.engine.notify(action, hurry)
+
+    # -- stepping (training thread) ---------------------------------------------------------------------------
+
+    def hand_over(self, bucket: int, vector: Vector | None) -> None:
+        """Hand over a bucket of the step that is under way, before ``step``; any thread may, one at a time.
+
+        Args:
+            bucket: one that this step has not handed over yet.
+            vector: it belongs to the worker from now on; None if it must count as no gradient (NaN, an overflow).
+        """
+        number = self._registered_number()
+        self._check_able()
+        self._hand_over.check_new(bucket)
+        with self.whole(f"bucket {bucket} could not be handed over"):
+            self._hand_over.give(bucket, vector, self.version, step := self._steps + 1 + self._base)
+            self._post(lambda: self._arrive(number, step), hurry=False)
+
+    def step(self, vectors: Mapping[int, Vector | None], hyper: Hyper, apply: Apply | None = None) -> int:
+        """Finish the step, apply its rounds as the start or ``apply`` says, and return their number."""
+        rounds = self.finish_step(vectors, hyper)
+        count = len(rounds)
+        self._apply_all(rounds, apply or self.apply)
+        return count
+
+    def finish_step(
+        self, vectors: Mapping[int, Vector | None], hyper: Hyper, most: int | None = None
+    ) -> list[ReducedRound]:
+        """Hand over what is left of this step, wait for its round, and return the rounds that are waiting.
+
+        After a step that was broken off (Ctrl-C, HVD_ASYNC_TIMEOUT) this ends that one. What it is given is the same
+        gradient again, or one of weights that lack a round: it is left out, for no gradient counts twice, and none may
+        be later than was agreed.
+
+        Args:
+            vectors: by bucket, those that ``hand_over`` has not had; they belong to the worker from now on.
+            hyper: what the round is applied with if this rank leads it.
+            most: return no more rounds than this, though more may wait (user code sees one round at a time).
+
+        Returns:
+            Rounds in order, to be applied one after the other, each in ``applying``; none if this step's round was
+            applied before.
+        """
+        number = self._registered_number()
+        self._check_able()
+        if most is not None and self._host is not None and self.config.pace == "rounds":
+            raise ReplicaStateError(
+                "synchronize() takes one round a step, and with hierarchical= and pace='rounds' a host's ranks skip "
+                "rounds together: do what you do after it in round_transform="
+            )
+        if self._broken_off:
+            warn(f"rank {self.engine.rank}: the last step was broken off. This one ends it and brings no gradient")
+        else:
+            self._hand_over.check_whole(vectors)
+            with self.whole("a step could not be handed over"):
+                self._hand_in(number, vectors, hyper)
+        self._await(lambda: len(self._inbox.ready) >= self._behind and self._host_has_ended(most))
+        with self.whole("a step could not be ended"):
+            self._ended = self._steps
+            self.ledger.take_back(self._emptied())
+            rounds = self._inbox.waiting(most if self._host is None else self._most(most))
+            if self.config.pace == "rounds":
+                taken = VersionTaken(number, self.version + len(rounds))
+                self._base = taken.version - self._steps
+                self.engine.call_soon(lambda: self.engine.send(taken))
+        return rounds
+
+    def _host_has_ended(self, most: int | None) -> bool:
+        """Whether the other ranks of the host have handed this step over, and all rounds are here that belong to it."""
+        if self._host is None:
+            return True
+        whole = self._inbox.whole >= self._steps - self._settled_at
+        return whole and len(self._inbox.ready) >= self._most(most)
+
+    def _most(self, most: int | None) -> int:
+        """Return how many rounds this step takes: as many as its host's other ranks, which go on with equal weights."""
+        own = max(0, self._inbox.ends_at - self.version)
+        return own if most is None else min(own, most)
+
+    def _hand_in(self, number: int, vectors: Mapping[int, Vector | None], hyper: Hyper) -> None:
+        """Hand over what is left of this step."""
+        step = self._steps + 1 + self._base
+        for bucket, vector in vectors.items():
+            self._hand_over.give(bucket, vector, self.version, step, in_step=True)
+        self._in_flight.forget_cut()
+        self._steps += 1
+        self._hand_over.end_step()
+        told, self._told = None if hyper == self._told else hyper, hyper
+        self._post(lambda: self._enter(number, step, told))
+
+    # -- applying rounds (training thread) --------------------------------------------------------------------
+
+    def _apply_all(self, rounds: list[ReducedRound], apply: Apply) -> None:
+        rounds.reverse()
+        while rounds:  # a round that is applied need not be kept while the others are
+            with self.applying(rounds[-1]):
+                apply(rounds.pop())
+
+    @contextlib.contextmanager
+    def applying(self, round_: ReducedRound) -> Iterator[None]:
+        """Around the application of the round that is next: afterwards it counts as applied."""
+        self.begin(round_)
+        try:
+            yield
+        except BaseException as error:
+            self.whole.fail(error)
+            raise
+        self.end()
+
+    def begin(self, round_: ReducedRound) -> None:
+        """Begin to apply a round, as ``applying`` does where it can be a block of code. ``end`` follows."""
+        self.whole.begin(f"round {round_.index} could not be applied")
+        self._half_applied = True
+
+    def end(self) -> None:
+        """The round that is next has been applied."""
+        round_ = self._inbox.take()
+        if self._in_flight.timeline is not None:
+            self._in_flight.timeline.applied(self._registered_number(), round_.index, time.monotonic())
+        self.version = round_.index
+        self.ledger.apply(round_)
+        self._counters.add_held_bytes(-sum(self.wire.nbytes))
+        self._half_applied = False
+        self.whole.end()
+
+    # -- draining (training thread) ---------------------------------------------------------------------------
+
+    def check_finished(self, flush: bool) -> None:
+        """Raise, if this rank cannot finish now.
+
+        Inside ``consensus()`` it can: that begins with a drain, so one of another optimizer has nothing to do here.
+
+        Raises:
+            ReplicaStateError: gradients of a step have been handed over, and ``step`` did not follow; or something was
+                broken off half-way.
+        """
+        self.whole.check()
+        if self._hand_over.handed:
+            raise ReplicaStateError(
+                f"{self.label}: backward() has handed gradients over and no step() has followed: call "
+                f"optimizer.step() before this, or optimizer.discard() if it is to train no more"
+            )
+
+    def _counts(self) -> list[int]:
+        self.ledger.take_back(self._emptied())
+        return list(self.ledger.produced)
+
+    def _is_complete(self) -> bool:
+        return self._inbox.complete(self.version)
+
+    @property
+    def has_available(self) -> bool:
+        return super().has_available or self._inbox.has_round()
+
+    def apply_available(self) -> bool:
+        self._check_refused()
+        self.whole.check()
+        self._apply_all(self._inbox.waiting(), self.apply)
+        return super().apply_available()
+
+    def announce_finished(self, flush: bool) -> None:
+        """Announce that this rank has finished: at the process's end also between backward() and step()."""
+        if self._hand_over.handed:
+            warn(
+                f"rank {self.engine.rank} ends after backward() without step(): {self.label} gives the gradients that "
+                f"were handed over to the last round"
+            )
+        if not self._announced:
+            self.engine.check()
+            with self.whole("a drain could not be begun"):
+                super().announce_finished(flush)
+            if flush:
+                self.wire.release()
+
+    def complete_drain(self) -> None:
+        """All ranks are done: re-base the counters, check that no gradient was lost (GradientLossError), and let the
+        binding end it."""
+        with self.whole("a drain could not be ended"):
+            drained = self._take_drained()
+            self._settled_at, self._ended, self.shown, self.mend = self._steps, self._steps, 0, drained.mend
+            self._base = drained.rounds - self._steps
+            self.ledger.note_drained(drained)
+        self.ledger.check_drained(drained, self.engine.rank)
+        self._end(drained.flushed)
+
+    def discard_results(self) -> None:
+        self._inbox.discard()
+
+    # -- checkpoints (training thread) ------------------------------------------------------------------------
+
+    def pending(self) -> list[PendingGradient]:
+        """Return gradients that no round has carried yet, by bucket; complete after a cut."""
+        if self._in_flight.at_cut is not None and self.settled:
+            return self._in_flight.at_cut
+        if self.engine.replaced and self.settled:  # it was shut down, and drained before
+            return [PendingGradient(None, [])] * self.config.buckets
+        found: Future[list[PendingGradient]] = Future()
+
+        def look() -> None:
+            found.set_result(self._in_flight.pending())
+            with self.engine.changed:
+                self.engine.changed.notify_all()
+
+        self.engine.call_soon(look)
+        self.engine.wait(found.done)
+        return found.result()
+
+    def restore(self, held: list[PendingGradient]) -> None:
+        """Begin with an earlier run's pending gradients, before ``connect``; versions as they were at its cut."""
+        self._in_flight.restore(held)
+        self._restored = max((len(versions) for _, versions in held), default=0)
+        for bucket, (_, versions) in enumerate(held):
+            self.ledger.restore(bucket, len(versions))
+
+    # -- elastic training (training thread) ---------------------------------------------------------------------
+
+    def remains(self) -> Remains:
+        """Apply the rounds that have come, and return what is in none of them; after the engine's end."""
+        fit, ended = not self._half_applied, self._steps - self._broken_off  # (as user code has seen it)
+        if fit:
+            self.whole = Uninterrupted()  # (all that was handed over is here)
+            self._apply_all(list(self._inbox.ready), self.apply)
+        self._in_flight.take_in(self._hand_over.take_rest())
+        self.ledger.take_back(self._emptied())
+        step = self._hand_over
+        return Remains(
+            version=self.version,
+            in_rounds=self._in_flight.unfinished(),
+            pending=self._in_flight.pending(),
+            begun=self._steps + step.all_brought,
+            ended=ended,
+            handed=frozenset() if step.all_brought else step.brought | step.handed,
+            fit=fit,
+            tail=self.wire.tail,
+        )
+
+    def take_over(self, remains: Remains) -> None:
+        """Begin with gradients of before a reset, before ``connect``; versions from that of now as 0."""
+        self.restore(remains.pending_in(self.wire))
+        self._hand_over.brought = remains.brought
+
+    def stats(self) -> Stats:
+        return self._counters.stats(steps=self._steps, rounds=self.version, wait_s=self._wait_s, **self.ledger.stats())
+
+    # -- engine thread ----------------------------------------------------------------------------------------
+
+    def _arrive(self, number: int, step: int) -> None:
+        if taken := self._taken(step, in_step=False):
+            self.engine.send(ready(number, taken, self._in_flight.complete))
+
+    def _enter(self, number: int, step: int, told: Hyper | None) -> None:
+        self.engine.send(entered(number, step, told, self._taken(step, in_step=True), self._in_flight.complete))
+
+    def _taken(self, step: int, in_step: bool) -> list[HandedOver]:
+        for one in (taken := self._hand_over.take(step, in_step)):
+            self._in_flight.arrive(one.bucket, one.vector, one.version)
+        return taken
+
+    def on_command(self, command: OptimizerCommand) -> None:
+        """Carry out a command."""
+        match command:
+            case StartRound() | ExplainRound():
+                self._in_flight.go(command)
+            case EndStep(_, host, steps, version):
+                if host == self._host:
+                    self._in_flight.end_step(steps)
+                    self._inbox.end_step(steps, version)
+            case SetHyperparameters(_, round_, hyper):
+                self._in_flight.settle(round_, hyper)
+            case ReportReceived():
+                self.engine.send(RoundsReceived(command.optimizer, command.call, list(self._in_flight.landed)))
+            case Drained():
+                self._in_flight.end()
+                self._inbox.end(command.rounds)
+                self._in_flight.forget_cut()
+                if not command.flushed:
+                    self._in_flight.keep_for_cut()
+        super().on_command(command)

@@ -1,0 +1,311 @@
+"""Averages over all ranks that have not finished: plain ones of weights, and ones of differences, in two stages.
+
+``GlobalAverages`` are taken at steps of the same number, each by an allreduce.
+
+``DifferenceAverages`` go by an allreduce too, or in two stages where messages are compressed. Each stage is an
+``alltoall``. A vector is cut into as many parts as there are ranks. Each rank sends its part j to rank j, which adds up
+what it gets, in the order of the ranks, and sends the mean of part j to all. That moves as many numbers as an
+allreduce, and all ranks decode the same bytes, so results are the same to the bit. What compression leaves out of
+either stage is added to the next vector that this rank contributes (error feedback); where a rank has finished, what it
+leaves out of means is added to the next mean of its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from hvd_async.algorithms.gossip.config import NAMES_IN_RING, AverageEntered, StartAverage
+from hvd_async.algorithms.gossip.message_format import HEADER, MessageFormat
+from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.interfaces import Handle, Vector
+
+# -- averages of weights -----------------------------------------------------------------------------------------------
+
+
+class _Summed(NamedTuple):
+    """A completed average: the sum of x over so many ranks, and those of their push-sum weights."""
+
+    x: Vector
+    weights: list[float]
+    ranks: int
+
+
+class GlobalAverages:
+    """One optimizer's averages over all ranks.
+
+    Args:
+        engine: this rank's.
+        post: the format of vectors.
+    """
+
+    def __init__(self, engine: Engine, post: MessageFormat) -> None:
+        self._engine, self._post = engine, post
+        self._contributed: dict[int, Vector] = {}
+        """This rank's x for averages that have not started yet (engine thread)."""
+        self._sums: dict[int, _Summed] = {}
+        self._index = 0
+        """Averages since the last drain or cut."""
+
+    def contribute(self, optimizer: int, x: Vector, weights: list[float]) -> int:
+        """Join the next average with x, which is given away; return its number (training thread, as the rest)."""
+        self._index += 1
+        index = self._index
+
+        def send() -> None:
+            self._contributed[index] = x
+            self._engine.send(AverageEntered(optimizer, index, weights))
+
+        self._engine.call_soon(send)
+        return index
+
+    def is_complete(self, index: int) -> bool:
+        """Return whether ``result`` is available."""
+        return index in self._sums
+
+    def result(self, index: int) -> tuple[Vector, list[float]]:
+        """Return the mean of x, and of the push-sum weights."""
+        total = self._sums.pop(index)
+        return self._post.times(total.x, 1.0 / total.ranks), [weight / total.ranks for weight in total.weights]
+
+    def restart(self) -> None:
+        """Count from 1 again."""
+        self._index = 0
+
+    def submit(self, command: StartAverage) -> None:
+        """Submit this rank's part, or zeros if it has finished (engine thread)."""
+        name = f"hvd_async.average.{command.optimizer}.{command.index % NAMES_IN_RING}"
+        own = self._contributed.pop(command.index, None)
+        own = own if self._engine.rank in command.ranks else None  # its optimizer may have been deleted while it waited
+        vector = self._post.zeros() if own is None else own
+
+        def on_complete(total: Vector) -> None:
+            with self._engine.changed:
+                if own is not None:
+                    self._sums[command.index] = _Summed(total, command.weights, len(command.ranks))
+
+        self._engine.submit(
+            lambda: self._engine.collectives.allreduce_sum(vector, name, self._post.process_set, keep=own is None),
+            on_complete,
+        )
+
+
+# -- averages of differences -------------------------------------------------------------------------------------------
+
+
+class Average(NamedTuple):
+    """A completed average: the mean of the vectors, and that of a number that came with each."""
+
+    mean: Vector
+    number: float
+
+
+class DifferenceAverages:
+    """One optimizer's averages of fragments of a vector; several may be under way.
+
+    Args:
+        engine: this rank's.
+        post: the format of messages, one of which holds one of ``fragments`` x ranks parts of the vector.
+        fragments: of the vector, of one length but for the last; each is averaged by itself.
+
+    Attributes:
+        error: what compression has left out and no message has carried since, shape (n,) (engine thread); empty where
+            messages are exact, and were in the run that this one goes on with. Exact ones leave it to the drain.
+        newest: the number of the last average that has completed here since a drain or cut; none is later on any rank.
+        bytes_sent: to other ranks.
+    """
+
+    def __init__(self, engine: Engine, post: MessageFormat, fragments: int) -> None:
+        self._engine, self._post, self._fragments = engine, post, fragments
+        ranks = post.members or tuple(range(engine.size))
+        self._place, self._size = ranks.index(engine.rank), len(ranks)
+        self._places = {rank: place for place, rank in enumerate(ranks)}
+        self._elements = len(post.zeros())
+        self.error: Vector = post.zeros()[: 0 if post.lossless else self._elements] + 0
+        self._part = -(-self._elements // (fragments * self._size))
+        self._contributed: dict[int, Vector] = {}
+        """This rank's vectors for averages that have not started yet (engine thread)."""
+        self._under_way: set[int] = set()
+        self._results: dict[int, Average] = {}
+        self._first, self.newest = 0, -1
+        """The number of the first average after the last drain or cut."""
+        self._discards = False
+        self.bytes_sent = 0
+
+    def slice_of(self, fragment: int) -> slice:
+        """Return the elements of a fragment."""
+        length = self._part * self._size
+        return slice(min(fragment * length, self._elements), min((fragment + 1) * length, self._elements))
+
+    def _own_part(self, fragment: int) -> slice:
+        """Return the elements of a fragment that this rank adds up."""
+        whole = self.slice_of(fragment)
+        start = min(whole.start + self._place * self._part, whole.stop)
+        return slice(start, min(start + self._part, whole.stop))
+
+    # -- training thread --------------------------------------------------------------------------------------
+
+    def contribute(self, optimizer: int, average: int, fragment: int, vector: Vector, number: float) -> None:
+        """Enter an average, whose number follows the last one's, with a fragment's vector, which is given away."""
+        index = average - self._first + 1
+
+        def send() -> None:
+            self._contributed[index] = vector
+            self._engine.send(AverageEntered(optimizer, index, [number], fragment))
+
+        self._engine.call_soon(send)
+
+    def is_complete(self, average: int) -> bool:
+        """Return whether ``take`` has a result."""
+        return average in self._results
+
+    @property
+    def idle(self) -> bool:
+        """Whether none is under way here."""
+        return not self._under_way
+
+    def take(self, average: int) -> Average:
+        """Return a result, and forget it."""
+        return self._results.pop(average)
+
+    def results(self) -> dict[int, Average]:
+        """Return the results that nobody has taken."""
+        return dict(self._results)
+
+    def corrected(self, weights: Vector) -> Vector:
+        """Return a rank's weights with what its messages have left out."""
+        return weights - self.error if len(self.error) else weights
+
+    def restart(self, first: int) -> None:
+        """Count from ``first`` on, at a drain or cut."""
+        self._first, self.newest = first, first - 1
+
+    def restore(self, error: Vector, results: dict[int, Average], first: int) -> None:
+        """Go on with what an earlier run has left, which may have compressed its messages otherwise."""
+        if len(error):
+            self.error = error
+        self._results, self._first, self.newest = dict(results), first, first - 1
+
+    def discard(self) -> None:
+        """Keep no results from now on; this rank's engine goes on to add up its part for the others."""
+        self._discards = True
+
+    # -- engine thread ----------------------------------------------------------------------------------------
+
+    def submit(self, command: StartAverage) -> None:
+        """Send this rank's parts, or nothing if it has finished, and add up its part for all."""
+        own = self._contributed.pop(command.index, None)
+        own = own if self._engine.rank in command.ranks else None  # its optimizer may have been deleted meanwhile
+        with self._engine.changed:
+            self._under_way.add(command.index)
+        if self._post.lossless:
+            self._reduce(command, own)
+            return
+        if self._size == 1:
+            assert own is not None
+            self._complete(command, own)
+            return
+        parts: list[Vector] = []
+        messages: list[tuple[int, Vector]] = []
+        if own is not None:
+            parts, messages = self._encoded(command.part, own)
+
+        def on_parts(received: tuple[Any, list[int]]) -> None:
+            by_place = self._unpacked(received)
+            if own is not None:
+                by_place[self._place] = parts[self._place]
+            self._send_mean(command, self._mean(command, by_place))
+
+        self._exchange(command, "parts", messages, on_parts)
+
+    def _reduce(self, command: StartAverage, own: Vector | None) -> None:
+        vector = self._post.zeros()[self.slice_of(command.part)] if own is None else own
+        self.bytes_sent += 2 * (self._size - 1) * self._post.nbytes
+        name, process_set = self._name(command, "sum"), self._post.process_set
+        self._engine.submit(
+            lambda: self._engine.collectives.allreduce_sum(vector, name, process_set, keep=own is None),
+            lambda total: self._complete(command, total * (1.0 / len(command.ranks))),
+        )
+
+    def _name(self, command: StartAverage, stage: str) -> str:
+        """Return a collective's name. No rank is more than all fragments ahead of another, so names that come back are
+        free by then."""
+        return f"hvd_async.average.{command.optimizer}.{stage}.{command.index % (2 * self._fragments)}"
+
+    def _encoded(self, fragment: int, vector: Vector) -> tuple[list[Vector], list[tuple[int, Vector]]]:
+        """Return a fragment's parts, what was left out before added to it, and the messages to other places."""
+        post, where = self._post, self.slice_of(fragment)
+        parts = self._parts(vector + self.error[where])
+        messages = [(place, post.encode(part)) for place, part in enumerate(parts) if place != self._place]
+        left = [part * 0.0 for part in parts]  # (this rank's own part travels nowhere)
+        for place, data in messages:
+            left[place] = parts[place] - post.decode(data)
+        self.error[where] = post.concatenate(left)[: where.stop - where.start]
+        return parts, messages
+
+    def _parts(self, vector: Vector) -> list[Vector]:
+        """Return a fragment in parts of one length, the last filled up with zeros."""
+        length = self._part * self._size
+        if len(vector) < length:
+            zeros = [self._post.zeros()] * -(-(length - len(vector)) // self._elements)
+            vector = self._post.concatenate([vector, *zeros])
+        return [vector[at : at + self._part] for at in range(0, length, self._part)]
+
+    def _mean(self, command: StartAverage, by_place: dict[int, Vector]) -> Vector:
+        """Return the mean of this rank's part, added up in the order of the ranks."""
+        first, *others = (by_place[self._places[rank]] for rank in command.ranks)
+        total = first + 0
+        for part in others:
+            total = total + part
+        if self._engine.rank not in command.ranks:  # (else what it has left out is in its own part)
+            where = self._own_part(command.part)
+            total[: where.stop - where.start] += self.error[where]
+            self.error[where] = 0.0
+        return total * (1.0 / len(command.ranks))
+
+    def _send_mean(self, command: StartAverage, mean: Vector) -> None:
+        post, place = self._post, self._place
+        data = post.encode(mean)
+        decoded = post.decode(data)
+        own = self._own_part(command.part)
+        left = (mean - decoded) * float(len(command.ranks))  # a mean's error counts as often as there are ranks in it
+        self.error[own] += left[: own.stop - own.start]
+
+        def on_means(received: tuple[Any, list[int]]) -> None:
+            by_place = self._unpacked(received) | {place: decoded}
+            where = self.slice_of(command.part)
+            whole = post.concatenate([by_place[one] for one in range(self._size)])
+            self._complete(command, whole[: where.stop - where.start])
+
+        others = [(other, data) for other in range(self._size) if other != place]
+        self._exchange(command, "means", others, on_means)
+
+    def _exchange(self, command: StartAverage, stage: str, messages: Sequence[tuple[int, Vector]], then: Any) -> None:
+        """Submit a stage: a message to each of these places, in ascending order."""
+        post, splits = self._post, [0] * self._size
+        for place, _ in messages:
+            splits[place] = 1
+        header = HEADER.pack(command.index, 0.0)
+        rows = post.pack([(data, header) for _, data in messages])
+        self.bytes_sent += len(messages) * (post.nbytes + HEADER.size)
+        name = self._name(command, stage)
+
+        def start() -> Handle:
+            return self._engine.collectives.alltoall(rows, splits, name, post.process_set)
+
+        self._engine.submit(start, then)
+
+    def _unpacked(self, received: tuple[Any, list[int]]) -> dict[int, Vector]:
+        """Return the vectors received, by the sender's place."""
+        rows, counts = received
+        senders = [place for place, count in enumerate(counts) if count]
+        return {place: self._post.decode(self._post.unpack(row)[0]) for place, row in zip(senders, rows, strict=True)}
+
+    def _complete(self, command: StartAverage, mean: Vector) -> None:
+        with self._engine.changed:
+            if not self._discards:
+                number, average = command.weights[0] / len(command.ranks), self._first + command.index - 1
+                self._results[average] = Average(mean, number)
+                self.newest = max(self.newest, average)
+            self._under_way.remove(command.index)
+            self._engine.changed.notify_all()

@@ -1,0 +1,841 @@
+"""State machine of gossip: which messages travel together, which ranks are averaged as pairs.
+
+The laws it keeps:
+
+1. *One exchange at a time*, each one collective of all ranks. When the last has completed and every active rank has a
+   message for the next, or waits itself for a message that was in none so far, the next starts. Else it starts once it
+   could have started for as long as an exchange takes: waiting longer would cost more than a second exchange, waiting
+   less would make many small ones of one. In AD-PSGD no step waits for an exchange, so the next starts when its first
+   rank has waited so long. When all active ranks have announced messages of one step, and all of earlier steps have
+   gone, their exchange starts at once, beside the last one: engines submit it when their messages are queued, so no
+   rank waits for the coordinator then.
+2. *In order.* A rank's messages go in the order in which it queued them, one step's in an exchange. When several ranks
+   have messages, only those of the earliest step go: in one step of a graph no rank receives more than others, and
+   ranks fall into step so. Hierarchical gossip is excepted, since its messages of one step are of three stages. When
+   messages are more than ``AHEAD`` sending steps ahead of the slowest active rank, they wait: they would pile up where
+   that rank sleeps. (Messages of hosts that are averaged in pairs stay in their host.) When a rank has no message in a
+   step it announces so: it takes no part in the exchange, and is not waited for.
+3. *Pairs* (AD-PSGD). When a rank requests a pair, it gets a neighbour that requests one too, the longest-waiting ranks
+   first; when there is none, an active neighbour that does not. A rank is in one pair of an exchange at most. So nobody
+   waits for a neighbour that computes. Of hosts one rank requests pairs for all, and an exchange has either messages,
+   for which only the sending hosts' ranks are waited, or pairs, whichever has waited longer.
+4. *Averages.* When every active rank has entered its average of that number, the average over all that have entered
+   starts. A rank under an outer optimizer goes on before that: it may enter the next ones, and finish.
+5. *Ends.* When a rank finishes, all are told: nobody may wait for messages that it will not send. When all have
+   finished, queued messages are sent, and averages that some have entered start, before the ranks are told; and hosts
+   that are averaged in pairs gather last, if any rank has taken a step.
+6. *Illegal moves change nothing.* They raise ProtocolError.
+
+The graph, and who waits for whom in it, is the ranks' own business: they need no permission for a step.
+
+What an event costs does not grow with the number of ranks: changes are noted as they happen. Work on all ranks is done
+where as many events have led to it: when an exchange of their messages starts, or an average of theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from hvd_async.algorithms.gossip.config import (
+    ALGORITHMS,
+    STAGES,
+    AverageEntered,
+    ExchangeDone,
+    GossipConfig,
+    MessageComing,
+    MessageQueued,
+    NoMessage,
+    PairRequested,
+    RankFinished,
+    StartAverage,
+    StartExchange,
+    WaitingForMessage,
+    senders_of,
+    spans_of,
+)
+from hvd_async.errors import ProtocolError
+from hvd_async.runtime.messages import Command, OptimizerEvent, Registered
+from hvd_async.runtime.state_machine import StateMachine
+
+# -- queued messages ---------------------------------------------------------------------------------------------------
+# Messages that ranks have queued and no exchange has taken: each rank's in order, and the first ones by their step.
+#
+# Which messages go together next is known without a look at every rank.
+
+
+@dataclass
+class _Group:
+    """Ranks whose first messages are of one step.
+
+    Attributes:
+        step: it.
+        since: when the first of these messages was queued.
+        ranks: that have queued them.
+    """
+
+    step: int
+    since: float
+    ranks: set[int] = field(default_factory=set)
+
+
+@dataclass(init=False)
+class MessageQueues:
+    """All ranks' queues.
+
+    Args:
+        ranks: in order.
+        stages: messages of a step are of so many, and have keys of their own; then first messages go together whatever
+            step they are of (hierarchical gossip). 1: a message's key is its step, and only those of one step go.
+    """
+
+    _place: dict[int, int]
+    _stages: int
+    _queues: dict[int, dict[int, float]]
+    """When each message was queued, by rank and key, in the order in which they were."""
+    _groups: list[_Group]
+    """The order of first messages: that of the earliest step is first."""
+
+    def __init__(self, ranks: Sequence[int], stages: int = 1) -> None:
+        self._place, self._stages = {rank: place for place, rank in enumerate(ranks)}, stages
+        self._queues = {rank: {} for rank in ranks}
+        self._groups = []
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def has(self, rank: int) -> bool:
+        """Return whether a rank has any message here."""
+        return bool(self._queues[rank])
+
+    def holds(self, rank: int, key: int) -> bool:
+        """Return whether a rank's message of this key is here."""
+        return key in self._queues[rank]
+
+    def add(self, rank: int, key: int, now: float) -> None:
+        """Queue a message."""
+        queue = self._queues[rank]
+        queue[key] = now
+        if len(queue) == 1:
+            self._lead(rank, key, now)
+
+    def _lead(self, rank: int, key: int, at: float) -> None:
+        """Enter a rank's message among the first ones."""
+        step = key // self._stages
+        place = bisect_left(self._groups, step, key=lambda group: group.step)
+        if place == len(self._groups) or self._groups[place].step != step:
+            self._groups.insert(place, _Group(step, at))
+        group = self._groups[place]
+        group.since = min(group.since, at)
+        group.ranks.add(rank)
+
+    @property
+    def earliest(self) -> int:
+        """The earliest step of which there are messages; there must be some."""
+        return self._groups[0].step
+
+    def since(self, until: float) -> float | None:
+        """Return when the first of the messages that go next was queued; None if there are none.
+
+        Args:
+            until: the last step of which messages may go.
+        """
+        if self._stages == 1:  # (it is asked after each event)
+            return self._groups[0].since if self._groups and self._groups[0].step <= until else None
+        return min((group.since for group in self._next(until)), default=None)
+
+    def _next(self, until: float) -> list[_Group]:
+        """Return the groups that go next."""
+        groups = self._groups if self._stages > 1 else self._groups[:1]
+        return [group for group in groups if group.step <= until]
+
+    def take(self, until: float) -> list[tuple[int, int]]:
+        """Take the messages that go next: (rank, key), in the order of the ranks; ``until`` as of ``since``."""
+        groups = self._next(until)
+        del self._groups[: len(groups)]
+        taken = []
+        for rank in sorted({rank for group in groups for rank in group.ranks}, key=self._place.__getitem__):
+            queue = self._queues[rank]
+            key = next(iter(queue))
+            del queue[key]
+            taken.append((rank, key))
+        for rank, _ in taken:
+            for key, at in self._queues[rank].items():
+                self._lead(rank, key, at)
+                break
+        return taken
+
+
+# -- ranks that the next exchange waits for ----------------------------------------------------------------------------
+
+
+@dataclass
+class Levels:
+    """Numbers, each as often as it was added and not removed.
+
+    Few differ at a time: ranks that are waited for stand at steps close to each other.
+    """
+
+    _values: list[int] = field(default_factory=list)
+    """Those that differ, in order; and how often each is there."""
+    _counts: list[int] = field(default_factory=list)
+    _size: int = 0
+
+    def add(self, value: int, times: int = 1) -> None:
+        """Add a number, so many times."""
+        at = bisect_left(self._values, value)
+        if at == len(self._values) or self._values[at] != value:
+            self._values.insert(at, value)
+            self._counts.insert(at, 0)
+        self._counts[at] += times
+        self._size += times
+
+    def remove(self, value: int) -> None:
+        """Remove a number that is there, once."""
+        at = bisect_left(self._values, value)
+        self._size -= 1
+        self._counts[at] -= 1
+        if not self._counts[at]:
+            del self._values[at], self._counts[at]
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def least(self) -> int:
+        """The least; of none, 0."""
+        return self._values[0] if self._values else 0
+
+
+class Reason(Enum):
+    """Why a rank is not waited for: it is in the next exchange, or has nothing for it before that has completed."""
+
+    MESSAGE = "it has queued one"
+    PAIR = "it has requested one"
+    STARVING = "it waits for a message"
+    AVERAGE = "it is in an average"
+
+
+@dataclass
+class _Host:
+    """Counts of a host's ranks: waited for, with queued messages, with a pair requested."""
+
+    open: int
+    sending: int = 0
+    asking: int = 0
+
+
+@dataclass
+class HostCounts:
+    """Ranks that are waited for, where an exchange waits for some hosts only.
+
+    Attributes:
+        of_senders: those on hosts of which a rank has queued a message.
+        of_others: those on hosts of which none has requested a pair.
+    """
+
+    hosts: list[_Host]
+    of_senders: int
+    of_others: int
+
+    def change(self, host: int, opened: int = 0, sending: int = 0, asking: int = 0) -> None:
+        """Add to a host's counts."""
+        own = self.hosts[host]
+        self.of_senders -= own.open if own.sending else 0
+        self.of_others -= 0 if own.asking else own.open
+        own.open, own.sending, own.asking = own.open + opened, own.sending + sending, own.asking + asking
+        self.of_senders += own.open if own.sending else 0
+        self.of_others += 0 if own.asking else own.open
+
+
+@dataclass(init=False)
+class Readiness:
+    """All ranks between two ends.
+
+    Args:
+        ranks: in order.
+        active: those that have not finished.
+        local_size: ranks of a host; 1: hosts are nothing by themselves.
+        by_host: whether an exchange waits for some hosts only (pairs of hosts).
+
+    Attributes:
+        active: as given, without those that have finished since.
+    """
+
+    active: set[int]
+    _place: dict[int, int]
+    _local_size: int
+    _reasons: dict[int, int]
+    """How many each rank has."""
+    _told: dict[int, int]
+    """The last step of which each rank has queued messages, or announced none."""
+    _sent: dict[int, int]
+    """The last step of which each rank's messages were sent, or there are none."""
+    _told_by_active: Levels
+    _sent_by_open: Levels
+    _hosts: HostCounts | None
+
+    def __init__(
+        self, ranks: Sequence[int], active: Collection[int], local_size: int = 1, by_host: bool = False
+    ) -> None:
+        self.active = set(active)
+        self._place, self._local_size = {rank: place for place, rank in enumerate(ranks)}, local_size
+        self._reasons, self._told, self._sent = (dict.fromkeys(ranks, 0) for _ in range(3))
+        self._told_by_active, self._sent_by_open = Levels(), Levels()
+        if self.active:
+            self._told_by_active.add(0, len(self.active))
+            self._sent_by_open.add(0, len(self.active))
+        self._hosts = None
+        if by_host:
+            self._hosts = HostCounts([_Host(0) for _ in range(len(ranks) // local_size)], 0, 0)
+            for rank in self.active:
+                self._hosts.change(self._place[rank] // local_size, opened=1)
+
+    # -- what a rank has ----------------------------------------------------------------------------------------
+
+    def add(self, rank: int, reason: Reason) -> None:
+        """Note a reason not to wait for a rank; it may have one several times (averages)."""
+        self._reasons[rank] += 1
+        if self._reasons[rank] == 1 and rank in self.active:
+            self._close(rank)
+        self._count(rank, reason, 1)
+
+    def drop(self, rank: int, reason: Reason) -> None:
+        """Note that a reason is gone."""
+        self._reasons[rank] -= 1
+        if not self._reasons[rank] and rank in self.active:
+            self._sent_by_open.add(self._sent[rank])
+            if self._hosts is not None:
+                self._hosts.change(self._place[rank] // self._local_size, opened=1)
+        self._count(rank, reason, -1)
+
+    def _close(self, rank: int) -> None:
+        self._sent_by_open.remove(self._sent[rank])
+        if self._hosts is not None:
+            self._hosts.change(self._place[rank] // self._local_size, opened=-1)
+
+    def _count(self, rank: int, reason: Reason, by: int) -> None:
+        if self._hosts is not None:
+            host = self._place[rank] // self._local_size
+            if reason is Reason.MESSAGE:
+                self._hosts.change(host, sending=by)
+            elif reason is Reason.PAIR:
+                self._hosts.change(host, asking=by)
+
+    def finish(self, rank: int) -> None:
+        """A rank has finished: it is waited for no more."""
+        self.active.discard(rank)
+        self._told_by_active.remove(self._told[rank])
+        if not self._reasons[rank]:
+            self._close(rank)
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def told(self, rank: int) -> int:
+        """Return the last step of which a rank has queued messages, or announced none; 0 before it has."""
+        return self._told[rank]
+
+    def tell(self, rank: int, step: int) -> None:
+        """Note that step."""
+        if rank in self.active:
+            self._told_by_active.remove(self._told[rank])
+            self._told_by_active.add(step)
+        self._told[rank] = step
+
+    def send(self, rank: int, step: int) -> None:
+        """Note the last step of which a rank's messages were sent, or there are none."""
+        if rank in self.active and not self._reasons[rank]:
+            self._sent_by_open.remove(self._sent[rank])
+            self._sent_by_open.add(step)
+        self._sent[rank] = step
+
+    def sent(self, rank: int) -> int:
+        """Return the last step of which a rank's messages were sent, or there are none."""
+        return self._sent[rank]
+
+    @property
+    def slowest(self) -> int:
+        """The least ``told`` of the active ranks."""
+        return self._told_by_active.least
+
+    # -- whom an exchange waits for -----------------------------------------------------------------------------
+
+    def lacks(self, step: int | None) -> bool:
+        """Return whether an active rank is waited for.
+
+        Args:
+            step: that the exchange's messages are of; None: it has none.
+        """
+        if self._hosts is not None:
+            return bool(self._hosts.of_others if step is None else self._hosts.of_senders)
+        if not len(self._sent_by_open):
+            return False
+        return step is None or self._local_size > 1 or self._sent_by_open.least < step
+
+
+# -- pairs (law 3) -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(init=False)
+class PairRequests:
+    """Those of one optimizer. A place is a rank's or, where hosts are averaged, a host's.
+
+    Args:
+        ranks: in order.
+        neighbours: places of each place's neighbours; empty where there are no pairs.
+        local_size: ranks of a place.
+
+    Attributes:
+        waiting: ranks that have requested a pair, in order, and when.
+    """
+
+    waiting: dict[int, float]
+    _firsts: tuple[int, ...]
+    """The first rank of each place."""
+    _place: dict[int, int]
+    _local_size: int
+    _neighbours: list[frozenset[int]]
+    _neighbour_of: list[list[int]]
+    """Places that each place is a neighbour of."""
+    _met: list[int]
+    """The last exchange in which each place was averaged, x places, + its own: so no two are the same."""
+    _present: list[int]
+    """How many ranks of each place have not finished."""
+    _active: set[int]
+    """Places where some have not."""
+    _left: list[int]
+    """How many neighbours of each place are active."""
+    _asking: list[int]
+    """How many ranks of each place have requested a pair."""
+    _served: int
+    """Ranks that have requested one, and have an active neighbour."""
+
+    def __init__(self, ranks: Sequence[int], neighbours: Sequence[Sequence[int]] = (), local_size: int = 1) -> None:
+        self._place = {rank: place // local_size for place, rank in enumerate(ranks)}
+        self._firsts, self._local_size = tuple(ranks[::local_size]), local_size
+        self._neighbours = [frozenset(own) for own in neighbours]
+        self._neighbour_of = [[] for _ in self._neighbours]
+        for place, own in enumerate(self._neighbours):
+            for other in own:
+                self._neighbour_of[other].append(place)
+        self._met = list(range(len(self._firsts)))
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin after an end: nobody has requested anything, all go on."""
+        self.waiting = {}
+        self._present = [self._local_size] * len(self._firsts)
+        self._active = set(range(len(self._firsts)))
+        self._left = list(map(len, self._neighbours))
+        self._asking = [0] * len(self._firsts)
+        self._served = 0
+
+    def add(self, rank: int, now: float) -> bool:
+        """Note a request; return whether there was none of this rank."""
+        if rank in self.waiting:
+            return False
+        self.waiting[rank] = now
+        self._count(rank, 1)
+        return True
+
+    def _count(self, rank: int, by: int) -> None:
+        place = self._place[rank]
+        self._asking[place] += by
+        self._served += by if self._left[place] else 0
+
+    def finish(self, rank: int) -> bool:
+        """A rank has finished; return whether it had requested a pair, which it gets no more."""
+        had = self.waiting.pop(rank, None) is not None
+        if had:
+            self._count(rank, -1)
+        place = self._place[rank]
+        self._present[place] -= 1
+        if not self._present[place] and self._neighbours:
+            self._active.discard(place)
+            for other in self._neighbour_of[place]:
+                self._left[other] -= 1
+                if not self._left[other]:
+                    self._served -= self._asking[other]
+        return had
+
+    @property
+    def since(self) -> float:
+        """When the rank that has waited longest has requested its pair; some rank must have."""
+        return next(iter(self.waiting.values()))
+
+    @property
+    def can_pair(self) -> bool:
+        """Whether anybody who has requested a pair has an active neighbour."""
+        return self._served > 0
+
+    def pair(self, exchange: int) -> tuple[list[tuple[int, int]], list[int]]:
+        """Return the pairs of an exchange, by their places' first ranks, and the ranks whose requests they meet.
+
+        Those that have waited longest come first; of several neighbours each gets one that requests a pair too, if
+        there is any, and of these the one whose last average is longest ago.
+        """
+        asking = dict.fromkeys([self._place[rank] for rank in self.waiting])
+        unpaired, taken = set(asking), set[int]()
+        pairs: list[tuple[int, int]] = []
+        for wanting in (True, False):
+            for place in asking:
+                if place in taken:
+                    continue
+                own = self._neighbours[place]
+                free = own & unpaired if wanting else (own & self._active).difference(asking, taken)
+                if free:
+                    partner = min(free, key=self._met.__getitem__)
+                    both = (place, partner)
+                    taken.update(both)
+                    unpaired.difference_update(both)
+                    pairs.append((self._firsts[place], self._firsts[partner]))
+        for place in taken:
+            self._met[place] = exchange * len(self._firsts) + place
+        met = [rank for rank in self.waiting if self._place[rank] in taken]
+        for rank in met:
+            self._count(rank, -1)
+        self.waiting = {rank: at for rank, at in self.waiting.items() if self._place[rank] not in taken}
+        return pairs, met
+
+
+# -- the state machine -------------------------------------------------------------------------------------------------
+
+
+SMOOTHING = 0.2
+"""Weight of the last exchange in the running mean of their durations."""
+AHEAD = 8
+"""Sending steps that a rank's messages may be ahead of the slowest rank (law 2)."""
+
+
+class GossipStateMachine(StateMachine[GossipConfig]):
+    """Exchanges, pairs and averages of one optimizer."""
+
+    def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
+        super().__init__(optimizer, ranks)
+        self._queues = MessageQueues(self.ranks)
+        self._requests = PairRequests(self.ranks)
+        self._readiness = Readiness(self.ranks, self.ranks)
+        """Anew after each end. All three are of use once all ranks have registered."""
+        self._coming: dict[int, int] = {}
+        """The step of which each rank will have messages once it has those of earlier steps."""
+        self._coming_steps: dict[int, int] = {}
+        """How many ranks have announced messages of each step."""
+        self._granted: dict[int, int] = {}
+        """The last step of each rank whose exchange started before its messages were queued, since the last drain."""
+        self._starved: dict[int, int] = {}
+        """Ranks that wait for a message that no exchange so far has had, and how many exchanges they had seen then."""
+        self._averages: dict[int, dict[int, AverageEntered]] = {}
+        """Averages that have not started, by number: the ranks that entered."""
+        self._inside: dict[int, int] = {}
+        """How many active ranks have entered each of these."""
+        self._entered: dict[int, int] = {}
+        """The last average that each rank has entered, since the last drain."""
+        self._bases: dict[int, int] = dict.fromkeys(self.ranks, 0)
+        """Each rank's steps at the last drain."""
+        self._round = 0
+        self._flights: dict[int, float] = {}
+        """Exchanges that have not completed, and when they started."""
+        self._duration = 0.0
+        """Mean duration of an exchange, in seconds."""
+        self._free_since = -math.inf
+        """When the last exchange completed."""
+        self._wake_at: float | None = None
+
+    def tick(self, now: float) -> list[Command]:
+        """Start the exchange that only waited for more ranks."""
+        return self._advance(now)
+
+    def deadline(self) -> float | None:
+        """Return when an exchange starts, whoever is in it."""
+        return self._wake_at
+
+    def _blocked_on(self) -> tuple[str, frozenset[int]] | None:
+        if self._averages:
+            number = min(self._averages)
+            return f"average {number} over all ranks", frozenset(self._active() - self._averages[number].keys())
+        return None
+
+    def _on_registered(self, rank: int, event: Registered[Any], now: float) -> list[Command]:
+        commands = super()._on_registered(rank, event, now)
+        if self._config is not None:  # ranks that had finished before are announced now
+            commands[1:1] = [self._retired(done) for done in sorted(self._done)]
+        return commands
+
+    def _on_all_registered(self, config: Any) -> GossipConfig:
+        assert isinstance(config, GossipConfig)
+        if config.algorithm not in ALGORITHMS:
+            raise ProtocolError(f"optimizer {self._optimizer} gossips by {config.algorithm!r}, which is no algorithm")
+        size = len(self.ranks)
+        places, left = divmod(size, max(1, config.local_size))
+        fit = not left and len(config.neighbours) == places
+        fit = fit and all(0 <= peer < places for own in config.neighbours for peer in own)
+        pairs = ALGORITHMS[config.algorithm].pairs
+        if pairs and not fit:
+            raise ProtocolError(f"optimizer {self._optimizer} has neighbours that are none of its {size} ranks")
+        self._queues = MessageQueues(self.ranks, STAGES if config.local_size > 1 else 1)
+        if pairs:
+            self._requests = PairRequests(self.ranks, config.neighbours, config.local_size)
+        self._readiness = self._all_ready(config)
+        for rank in self._done:
+            self._readiness.finish(rank)
+            self._requests.finish(rank)
+        return config
+
+    def _all_ready(self, config: GossipConfig) -> Readiness:
+        """Return the readiness of ranks of which none has done anything yet."""
+        by_host = config.local_size > 1 and ALGORITHMS[config.algorithm].pairs
+        return Readiness(self.ranks, self.ranks, config.local_size, by_host)
+
+    def _on_event(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+        match event:
+            case MessageComing(_, key):
+                self._check_offer(rank, event, key)
+                if rank in self._coming or key <= self._readiness.told(rank):
+                    raise ProtocolError(f"rank {rank} announced message {key} after others")
+                self._coming[rank] = key
+                self._coming_steps[key] = self._coming_steps.get(key, 0) + 1
+            case MessageQueued(_, key) | NoMessage(_, key) if key == self._granted.get(rank):
+                pass  # it was sent before this rank knew
+            case MessageQueued(_, key):
+                self._check_offer(rank, event, key)
+                if not self._queues.has(rank):
+                    self._readiness.add(rank, Reason.MESSAGE)
+                self._queues.add(rank, key, now)
+                self._has_told(rank, key)
+            case NoMessage(_, key):
+                self._check_offer(rank, event, key)
+                self._readiness.send(rank, key)
+                self._has_told(rank, key)
+            case PairRequested():
+                self._wanted(rank, event, now)
+            case WaitingForMessage(_, seen):
+                self._running(rank, event)
+                self._feed(rank)
+                if seen >= self._round:
+                    self._starved[rank] = seen
+                    self._readiness.add(rank, Reason.STARVING)
+            case AverageEntered():
+                self._enter(rank, event)
+            case ExchangeDone(_, number):
+                self._landed(rank, number, now)
+            case _:
+                raise ProtocolError(f"rank {rank} sent {type(event).__name__} of a gossip")
+        return self._advance(now)
+
+    def _check_offer(self, rank: int, event: OptimizerEvent, key: int) -> None:
+        if self._config is None:
+            self._running(rank, event)
+        elif rank in self._done and self._config.local_size == 1:  # else its engine still serves its host
+            raise ProtocolError(f"rank {rank} offered message {key} although it is done")
+        if self._queues.holds(rank, key):
+            raise ProtocolError(f"rank {rank} offered message {key} twice")
+
+    def _has_told(self, rank: int, step: int) -> None:
+        """Note that a rank has queued messages of a step, or announced none."""
+        self._readiness.tell(rank, step)
+        self._comes_no_more(rank)
+        self._feed(rank)
+
+    def _comes_no_more(self, rank: int) -> None:
+        step = self._coming.pop(rank, None)
+        if step is not None:
+            self._coming_steps[step] -= 1
+            if not self._coming_steps[step]:
+                del self._coming_steps[step]
+
+    def _feed(self, rank: int) -> None:
+        """Note that a rank waits no more for a message that was in no exchange before."""
+        if self._starved.pop(rank, None) is not None:
+            self._readiness.drop(rank, Reason.STARVING)
+
+    def _wanted(self, rank: int, event: OptimizerEvent, now: float) -> None:
+        if not ALGORITHMS[self._running(rank, event).algorithm].pairs:
+            raise ProtocolError(f"rank {rank} wants to be averaged with a neighbour, which only AD-PSGD does")
+        if self._requests.add(rank, now):  # sent again, if a pair that it did not request was in flight
+            self._readiness.add(rank, Reason.PAIR)
+
+    def _enter(self, rank: int, event: AverageEntered) -> None:
+        parts, index = self._running(rank, event).local_size, event.index
+        if len(event.weights) != parts:
+            raise ProtocolError(f"rank {rank} is in an average with {len(event.weights)} weights, and has {parts}")
+        last = self._entered.get(rank, 0)
+        if index != last + 1 or (self._is_in_average(rank) and not self._goes_on):
+            raise ProtocolError(f"rank {rank} is in average {index}, and entered {last} before")
+        self._averages.setdefault(index, {})[rank] = event
+        self._inside[index] = self._inside.get(index, 0) + 1
+        self._entered[rank] = index
+        self._readiness.add(rank, Reason.AVERAGE)
+
+    def _landed(self, rank: int, number: int, now: float) -> None:
+        if not 1 <= number <= self._round:
+            raise ProtocolError(f"rank {rank} saw exchange {number} land, of {self._round}")
+        if number in self._flights:
+            took = now - self._flights.pop(number)
+            self._duration += (took - self._duration) * (SMOOTHING if self._duration else 1.0)
+            self._free_since = now
+
+    # -- what goes --------------------------------------------------------------------------------------------
+
+    def _advance(self, now: float) -> list[Command]:
+        self._wake_at = None
+        if self._config is None:
+            return []
+        averages, due = self._due_averages(), [] if self._flights else self._due_exchange(now)
+        return [*averages, *due, *self._announced_exchange(now)]
+
+    def _due_exchange(self, now: float) -> list[Command]:
+        """Start an exchange of waiting messages and pairs, if it is time and none is under way."""
+        until, wants = self._limit(), bool(self._requests.waiting)
+        queued = self._queues.since(until)
+        if self._config is None or (queued is None and not wants):
+            return []
+        waits = min(math.inf if queued is None else queued, self._requests.since if wants else math.inf)
+        since = waits if ALGORITHMS[self._config.algorithm].pairs else max(self._free_since, waits)
+        lacks = self._readiness.lacks(None if queued is None else self._queues.earliest)
+        if lacks and now < since + self._duration:
+            self._wake_at = since + self._duration
+            return []
+        exchange = self._next(until)
+        if exchange is None:
+            return []
+        self._flights[exchange.round] = now
+        return [exchange]
+
+    def _announced_exchange(self, now: float) -> list[Command]:
+        """Start the exchange of a step's messages before they are queued, if all active ranks will have some."""
+        active = self._readiness.active
+        alike = len(self._coming_steps) == 1 and len(self._coming) == len(active)  # (comparing all ranks takes long)
+        if self._queues or not alike or self._coming.keys() != active:
+            return []
+        messages = [(rank, key) for key in self._coming_steps for rank in sorted(active)]
+        self._coming.clear()
+        self._coming_steps.clear()
+        self._begin_round()
+        self._granted.update(messages)
+        for rank, key in messages:
+            self._readiness.tell(rank, key)
+            self._readiness.send(rank, key)
+        self._flights[self._round] = now
+        return [StartExchange(self._optimizer, self._round, senders_of(messages))]
+
+    def _begin_round(self) -> None:
+        """Count an exchange; what ranks wait for may be in it."""
+        self._round += 1
+        for rank in [rank for rank, seen in self._starved.items() if seen < self._round]:
+            self._feed(rank)
+
+    def _limit(self) -> float:
+        """Return the last step of which messages may go; hosts that are averaged in pairs wait for no other."""
+        assert self._config is not None
+        if self._pairs_hosts:
+            return math.inf
+        slowest = self._readiness.slowest // (STAGES if self._of_hosts else 1)
+        return slowest + AHEAD * self._config.period
+
+    def _due_averages(self) -> list[Command]:
+        """Start averages that all active ranks have entered: they enter them in order."""
+        due: list[Command] = []
+        while self._averages:
+            index = next(iter(self._averages))
+            if self._inside[index] < len(self._readiness.active):
+                break
+            due.append(self._start_average(index))
+        return due
+
+    def _start_average(self, index: int) -> Command:
+        there = sorted(self._averages.pop(index).items())  # in one order, so that sums are the same to the bit
+        del self._inside[index]
+        for rank, _ in there:
+            self._readiness.drop(rank, Reason.AVERAGE)
+        weights = [sum(part) for part in zip(*(own.weights for _, own in there), strict=True)]
+        return StartAverage(self._optimizer, index, spans_of(rank for rank, _ in there), weights, there[0][1].part)
+
+    def _next(self, until: float = math.inf) -> StartExchange | None:
+        """Return the next exchange, of waiting messages of steps up to ``until`` and of pairs; None if there are no
+        such messages, and no waiting rank has a partner."""
+        queued, can_pair = self._queues.since(until), self._requests.can_pair
+        if self._pairs_hosts and queued is not None and can_pair:
+            can_pair = self._requests.since < queued
+            queued = None if can_pair else queued
+        if queued is None and not can_pair:
+            return None
+        messages = [] if queued is None else self._queues.take(until)
+        self._begin_round()
+        for rank, key in messages:
+            if not self._queues.has(rank):
+                self._readiness.drop(rank, Reason.MESSAGE)
+            self._readiness.send(rank, max(key, self._readiness.sent(rank)))
+        pairs, met = self._requests.pair(self._round) if can_pair else ([], [])
+        for rank in met:
+            self._readiness.drop(rank, Reason.PAIR)
+        return StartExchange(self._optimizer, self._round, senders_of(messages), pairs)
+
+    # -- ends -------------------------------------------------------------------------------------------------
+
+    def _check_finished(self, rank: int) -> None:
+        if self._is_in_average(rank) and not self._goes_on:
+            raise ProtocolError(f"rank {rank} is done although it waits for an average")
+
+    def _forget(self, rank: int) -> None:
+        for index in [index for index, there in self._averages.items() if there.pop(rank, None) is not None]:
+            self._readiness.drop(rank, Reason.AVERAGE)
+            self._inside[index] -= rank in self._readiness.active
+            if not self._averages[index]:
+                del self._averages[index], self._inside[index]
+
+    def _on_event_of_absent(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+        """Handle an event of a rank whose optimizer is deleted: its engine completes exchanges, and serves its host."""
+        serves = isinstance(event, ExchangeDone) or (isinstance(event, MessageQueued) and self._of_hosts)
+        return self._on_event(rank, event, now) if serves else []
+
+    @property
+    def _of_hosts(self) -> bool:
+        return self._config is not None and self._config.local_size > 1
+
+    def _is_in_average(self, rank: int) -> bool:
+        return any(rank in there for there in self._averages.values())
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether ranks that have entered an average go on before it starts."""
+        return self._config is not None and ALGORITHMS[self._config.algorithm].outer is not None
+
+    @property
+    def _pairs_hosts(self) -> bool:
+        return self._config is not None and self._of_hosts and ALGORITHMS[self._config.algorithm].pairs
+
+    def _on_rank_finished(self, rank: int, now: float) -> list[Command]:
+        if self._config is None:
+            return []  # others may not have registered: they are told when all have
+        self._comes_no_more(rank)
+        self._feed(rank)
+        if self._requests.finish(rank):
+            self._readiness.drop(rank, Reason.PAIR)
+        self._readiness.finish(rank)
+        for index, there in self._averages.items():
+            self._inside[index] -= rank in there
+        return [self._retired(rank), *self._advance(now)]
+
+    def _retired(self, rank: int) -> RankFinished:
+        return RankFinished(self._optimizer, rank, self._produced[rank][0] - self._bases[rank], rank in self._absent)
+
+    def _on_all_finished(self, rank: int, now: float) -> tuple[list[Command], int]:
+        assert self._config is not None
+        self._requests.restart()
+        commands: list[Command] = [self._start_average(index) for index in sorted(self._averages)]
+        while self._queues:
+            commands += [exchange for exchange in [self._next()] if exchange is not None]
+        if self._pairs_hosts and any(own[0] != self._bases[rank] for rank, own in self._produced.items()):
+            self._round += 1
+            commands.append(StartExchange(self._optimizer, self._round, gathers=True))
+        self._readiness = self._all_ready(self._config)
+        for record in (self._coming, self._coming_steps, self._granted, self._starved, self._entered):
+            record.clear()
+        self._flights.clear()  # ranks know themselves which exchanges they have not completed
+        self._bases = {done: produced[0] for done, produced in self._produced.items()}
+        self._wake_at = None
+        return commands, self._round

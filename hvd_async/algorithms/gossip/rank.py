@@ -1,0 +1,968 @@
+"""A gossiping rank, in any framework: messages out and in, push-sum over them, ends and checkpoints.
+
+``GossipWorker`` counts steps, exchanges and ends, and mixes nothing. ``PushSumWorker`` is push-sum: SGP, OSGP, D-PSGD,
+and averages over all ranks ("allreduce"). Other algorithms derive from one of these, each in a file of its own.
+
+The model holds z = x / w. After each local update the rank sends a share of x and w and adds what it receives, each
+message times its edge's weight (``push_sum``): so the sums of x and of w over ranks and messages in flight never
+change, also when messages are late, compressed, or left out because a rank has finished.
+
+D-PSGD sends the weights from before an update, so messages are sent at the end of the step before (``publish``), and
+travel while the gradient is computed; not those of the first step after a drain or cut. When all ranks have finished,
+messages of a step that none of them took are discarded at both ends.
+
+OSGP's messages travel while the next gradients are computed. Where constraints or post-step hooks change the weights,
+the share is sent after them, and messages of the same step that are here already are mixed in the next step: so the
+model holds what the hooks left, all messages carry such weights, and drains average them.
+"""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from hvd_async.algorithms.gossip import push_sum
+from hvd_async.algorithms.gossip.averages import DifferenceAverages, GlobalAverages
+from hvd_async.algorithms.gossip.config import (
+    ALGORITHMS,
+    NAMES_IN_RING,
+    ExchangeDone,
+    GossipConfig,
+    MessageComing,
+    MessageQueued,
+    NoMessage,
+    RankFinished,
+    StartAverage,
+    StartExchange,
+    WaitingForMessage,
+)
+from hvd_async.algorithms.gossip.error_feedback import ErrorFeedback, SavedState
+from hvd_async.algorithms.gossip.message_format import HEADER, MessageFormat, OutgoingMessage
+from hvd_async.algorithms.gossip.plan import GossipPlan
+from hvd_async.algorithms.gossip.push_sum import Message, Sent, State
+from hvd_async.algorithms.kept import Kept
+from hvd_async.errors import GradientLossError, ReplicaStateError, ranks_text
+from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.interfaces import Handle, Vector
+from hvd_async.runtime.messages import Drained, OptimizerCommand
+from hvd_async.runtime.worker import Worker
+from hvd_async.stats import GossipStats
+
+# -- exchanges: one alltoall of all ranks each (engine thread) ---------------------------------------------------------
+
+
+class _QueuedStep(NamedTuple):
+    messages: list[OutgoingMessage]
+    weight: float
+
+
+class MessageExchange:
+    """The exchanges of one optimizer on this rank.
+
+    Args:
+        engine: this rank's.
+        post: the format of messages.
+        deliver: called with the sender's place, the key, its push-sum weight and the encoded vector of each message.
+        snapshots: messages, with their keys, that this rank's weights of now make for an exchange (AD-PSGD).
+        after: called when all messages of an exchange were delivered.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        post: MessageFormat,
+        deliver: Callable[[int, int, float, Vector], None],
+        snapshots: Callable[[StartExchange], list[tuple[int, OutgoingMessage]]],
+        after: Callable[[], None],
+    ) -> None:
+        self._engine, self._post = engine, post
+        self._deliver, self._snapshots, self._after = deliver, snapshots, after
+        self._ranks = post.members or tuple(range(engine.size))
+        self._place = {rank: place for place, rank in enumerate(self._ranks)}
+        self._outbox: dict[int, _QueuedStep] = {}
+        self._coming: set[int] = set()
+        """Steps whose messages were announced and not queued yet."""
+        self._busy: set[str] = set()
+        self._held: deque[StartExchange] = deque()
+        self._last: int | None = None
+        """The last exchange before a drain that this rank has not completed yet; later ones wait."""
+        self.completed = self.own_sent = 0
+        """Exchanges that have completed here; of these, how many carried messages of this rank."""
+        self.sent = self.bytes_sent = 0
+        self.seconds = 0.0
+        """Duration of all exchanges here, summed."""
+
+    def announce(self, optimizer: int, key: int) -> None:
+        """Say that messages of a step will be queued, or that there are none, once those of earlier steps are here."""
+        self._coming.add(key)
+        self._engine.send(MessageComing(optimizer, key))
+
+    def offer(self, optimizer: int, key: int, messages: list[OutgoingMessage], weight: float) -> None:
+        """Queue a step's messages, one to a receiver, for an exchange; without any, announce that there are none."""
+        if messages or key in self._coming:
+            self._outbox[key] = _QueuedStep(messages, weight)
+        self._coming.discard(key)
+        if any(key in command.keys_of(self._engine.rank) for command in self._held):
+            self._try_held()
+        else:
+            self._engine.send(MessageQueued(optimizer, key) if messages else NoMessage(optimizer, key))
+
+    def pause(self, last: int) -> None:
+        """Submit nothing of the exchanges after number ``last``, until ``resume``."""
+        self._last = last
+
+    def resume(self) -> None:
+        """Go on after a ``pause``."""
+        self._last = None
+        self._try_held()
+
+    def exchange(self, command: StartExchange) -> None:
+        """Submit this rank's part of an exchange."""
+        self._held.append(command)
+        self._try_held()
+
+    def _try_held(self) -> None:
+        while self._held and self._name(self._held[0]) not in self._busy:
+            if self._last is not None and self._held[0].round > self._last:
+                return
+            if any(key in self._coming for key in self._held[0].keys_of(self._engine.rank)):
+                return
+            if self._held[0].gathers and self._busy:
+                return
+            self._submit(self._held.popleft())
+
+    def _pieces(self, data: Vector) -> list[Vector]:
+        """Return a message as the data of its rows, which all have its header: it may be longer than one."""
+        step = max(1, self._post.nbytes)
+        return [data[start : start + step] for start in range(0, max(1, len(data)), step)]
+
+    def _name(self, command: StartExchange) -> str:
+        return f"hvd_async.gossip.{command.optimizer}.{command.round % NAMES_IN_RING}"
+
+    def _submit(self, command: StartExchange) -> None:
+        name, own, started = self._name(command), self._engine.rank, time.monotonic()
+        self._busy.add(name)
+        outgoing = [(key, message, 1.0) for key, message in self._snapshots(command)]
+        queued = False
+        for key in command.keys_of(own):
+            messages, weight = self._outbox.pop(key)
+            queued = bool(messages)
+            outgoing += [(key, message, weight) for message in messages]
+        self.sent += len(outgoing)
+        rows: list[tuple[int, Vector, bytes]] = []
+        for key, (to, data, own_weight), weight in outgoing:
+            header = HEADER.pack(key, weight if own_weight is None else own_weight)
+            rows += [(to, piece, header) for piece in self._pieces(data)]
+        rows.sort(key=lambda row: row[0])
+        splits = [0] * len(self._ranks)
+        for to, _, _ in rows:
+            splits[to] += 1
+        packed = self._post.pack([(data, header) for _, data, header in rows])
+        self.bytes_sent += len(rows) * (self._post.nbytes + HEADER.size)
+        first = next((self._place[rank] for rank, *_ in [*command.senders, *command.pairs]), None)
+
+        def on_complete(result: Any) -> None:
+            received, counts = result
+            self._busy.discard(name)
+            self.seconds += time.monotonic() - started
+            senders = [place for place, count in enumerate(counts) for _ in range(count)]
+            messages: dict[tuple[int, bytes], list[Vector]] = {}
+            for row, place in zip(received, senders, strict=True):
+                data, header = self._post.unpack(row)
+                messages.setdefault((place, header), []).append(data)
+            for (place, header), pieces in messages.items():
+                key, weight = HEADER.unpack(header)
+                self._deliver(place, key, weight, pieces[0] if len(pieces) == 1 else self._post.concatenate(pieces))
+            self.completed += 1
+            self.own_sent += queued
+            # The receiver reports completion: a sender's part may complete as soon as the kernel has buffered it, and
+            # exchanges would seem to take no time. (Where the first has none after all, it says so itself.)
+            if first in senders or (first == self._place[own] and command.senders and not queued):
+                self._engine.send(ExchangeDone(command.optimizer, command.round))
+            self._after()
+            self._try_held()
+
+        def start() -> Handle:
+            return self._engine.collectives.alltoall(packed, splits, name, self._post.process_set, self._post.room())
+
+        self._engine.submit(start, on_complete)
+
+
+# -- messages received -------------------------------------------------------------------------------------------------
+# The engine delivers, the training thread takes.
+
+
+class ReceivedMessage(NamedTuple):
+    """A message received.
+
+    Attributes:
+        sender: its place.
+        step: the sender's.
+        weight: push-sum weight; 0 of an empty message.
+        data: encoded.
+    """
+
+    sender: int
+    step: int
+    weight: float
+    data: Vector
+
+
+class ReceiveBuffer:
+    """One optimizer's messages: the engine delivers, the training thread takes.
+
+    Args:
+        engine: this rank's.
+        late: steps that a message may be late.
+        sent_early: whether a step's messages are sent at the end of the step before, also by a rank that finishes then.
+
+    Attributes:
+        received: messages not taken yet: (push-sum weight, encoded vector) by (sender's place, its step).
+        finished: the last step of each rank that has finished, by place.
+    """
+
+    def __init__(self, engine: Engine, late: int, sent_early: bool) -> None:
+        self._engine, self._late, self._sent_early = engine, late, sent_early
+        self.received: dict[tuple[int, int], tuple[float, Vector]] = {}
+        self.finished: dict[int, int] = {}
+        self._expected: set[tuple[int, int]] = set()
+        """Messages that steps so far need and that were not taken yet. The engine may be reading the set, so it is
+        replaced, never changed."""
+        self._step = 0
+        self._discards = False
+
+    # -- engine thread ----------------------------------------------------------------------------------------
+
+    def deliver(self, sender: int, step: int, weight: float, data: Vector) -> None:
+        """Add a message; whoever waits for it is notified when all messages of its exchange are here."""
+        with self._engine.changed:
+            if not self._discards:
+                self.received[sender, step] = (weight, data)
+
+    def discard(self) -> None:
+        """Keep no message from now on: nobody takes it."""
+        with self._engine.changed:
+            self._discards = True
+            self.received.clear()
+
+    def rank_finished(self, place: int, step: int) -> None:
+        """Note that a rank has finished, after so many steps."""
+        with self._engine.changed:
+            self.finished[place] = step
+            self._engine.changed.notify_all()
+
+    def begin_anew(self, gone: Iterable[int]) -> None:
+        """Start after an end: all ranks go on except the ``gone`` (by place), to whom nothing may be sent."""
+        with self._engine.changed:
+            self.finished = dict.fromkeys(gone, 0)
+
+    # -- both -------------------------------------------------------------------------------------------------
+
+    def last(self, place: int, step: int) -> int:
+        """Return the last step of which a rank sends or receives messages; ``step`` if it goes on."""
+        if place not in self.finished:
+            return step
+        last = self.finished[place]
+        return last + 1 if last and self._sent_early else last
+
+    def missing(self) -> set[int]:
+        """Return the ranks (by place) whose messages the current step still waits for."""
+        latest = self._step - self._late
+        return {
+            sender
+            for sender, step in self._expected
+            if step <= latest and (sender, step) not in self.received and step <= self.last(sender, step)
+        }
+
+    # -- training thread --------------------------------------------------------------------------------------
+
+    def expect(self, step: int, senders: Iterable[int]) -> None:
+        """Begin a step, which needs these ranks' messages of that step."""
+        self._step = step
+        self._expected = self._expected | {(sender, step) for sender in senders}
+
+    def take(self, until: int | None) -> list[ReceivedMessage]:
+        """Take messages of senders' steps up to this one, or all, in one order."""
+        with self._engine.changed:  # else the engine might count a message just taken as missing
+            found = self._pop(lambda step: until is None or step <= until)
+            left = self._expected.difference((message.sender, message.step) for message in found)
+            self._expected = {(sender, step) for sender, step in left if step <= self.last(sender, step)}
+        return found
+
+    def take_after(self, last: int) -> list[ReceivedMessage]:
+        """Take messages of later steps than ``last``."""
+        with self._engine.changed:
+            return self._pop(lambda step: step > last)
+
+    def _pop(self, wanted: Callable[[int], bool]) -> list[ReceivedMessage]:
+        keys = sorted(key for key in self.received if wanted(key[1]))
+        return [ReceivedMessage(*key, *self.received.pop(key)) for key in keys]
+
+    def restart(self) -> None:
+        """Count steps anew; none needs any message."""
+        self._step, self._expected = 0, set()
+
+
+# -- the base of all gossiping ranks -----------------------------------------------------------------------------------
+
+
+WEIGHT_TOLERANCE = 1e-6
+"""Relative tolerance of the sum of push-sum weights."""
+MEAN = "the average of all ranks"
+"""The collective in which ranks sum their weights, for people."""
+
+
+class GossipWorker(Worker):
+    """One optimizer of one rank that gossips.
+
+    Args:
+        engine: this rank's.
+        plan: edges of each step.
+        post: the format of messages.
+        finish: as ``Worker``.
+
+    Attributes:
+        keep: the optimizer, which must live until the next drain: other ranks count on this one's weights.
+        learning_rates: returns (elements, rate) of consecutive parts of the weights, with the learning rate of this
+            step; always the same parts. Empty: the rate is not known and does not change.
+        inertia: returns how an update depends on learning rates of earlier steps; see ``WeightReplica.inertia``.
+        sizes: returns the number of elements of each parameter, in the order of the vector of weights.
+        frozen: returns the elements of parameters that are frozen on this rank now.
+        defers_sends: whether constraints or post-step hooks may change the weights that ``mix`` returns.
+        log: events for a test, as the subclass says; None: they are not recorded.
+    """
+
+    _averages: GlobalAverages | DifferenceAverages
+    """Averages of all ranks, of an algorithm that has any between ends."""
+
+    def __init__(self, engine: Engine, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]) -> None:
+        super().__init__(engine, plan.config, post.members, post.process_set, post.process_set_id, finish)
+        self.config: GossipConfig = plan.config
+        self.plan, self._post = plan, post
+        self._algorithm = ALGORITHMS[plan.config.algorithm]
+        self._ranks = post.members or tuple(range(engine.size))
+        self._place = self._ranks.index(engine.rank)
+        self._exchanges = MessageExchange(engine, post, self._deliver, self._snapshots, self._on_exchange_done)
+        self._receive_buffer = ReceiveBuffer(engine, plan.config.max_staleness, self._sends_early)
+        self._weight = 1.0
+        self._step = self._before = 0
+        """Steps since the last drain or cut, and before it."""
+        self._base = self._longest = 0
+        """Steps from the last drain to the last cut, of the rank with most at each; and since (engine thread)."""
+        self._taken = self._discarded = 0
+        """Messages mixed in, and received but discarded."""
+        self._averagings = 0
+        self._averaged_ends = 0
+        """Drains that have averaged all ranks."""
+        self._alone = 0
+        """Mixing steps taken while no other rank was left to exchange with."""
+        self._stepped = 0
+        """Steps of all ranks before the last drain or cut (engine thread)."""
+        self._uneven = False
+        """Whether some ranks took fewer of them than others since the one before."""
+        self._lasts: dict[int, int] = {}
+        """Each rank's steps since the one before, by place (engine thread)."""
+        self._together = True
+        """Whether all ranks had the same weights when this one began, or after its last drain or cut."""
+        self._staleness: Counter[int] = Counter()
+        self._waited_for = [0.0] * len(self._ranks)
+        self._total = 0
+        """Steps of all ranks until the last drain."""
+        self._all_mass = True
+        """Whether all ranks that have stepped since the last drain are in this one."""
+        self.keep: object = None
+        self.learning_rates: Callable[[], Sequence[tuple[int, float]]] = tuple
+        self.inertia: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
+        self.sizes: Callable[[], Sequence[int]] = tuple
+        self.frozen: Callable[[], Sequence[slice]] = tuple
+        self.defers_sends = False
+        self.log: list[Any] | None = None
+
+    @property
+    def weight(self) -> float:
+        """The push-sum weight: the optimizer works on z x weight."""
+        return self._weight
+
+    @property
+    def version(self) -> int:
+        """Exchanges that have completed here, averages over all ranks that this rank's weights have seen (those of
+        drains too), and mixing steps taken while no other rank was left to exchange with. So it grows with the steps,
+        whatever the algorithm and however many ranks are left."""
+        averages = 0 if self._algorithm.pairs else self._averagings  # (a pair's average is an exchange)
+        return self._exchanges.completed + averages + self._averaged_ends + self._alone
+
+    @property
+    def settled(self) -> bool:
+        """Whether no step was taken since the last drain or cut."""
+        return self._step == 0
+
+    @property
+    def wants_before(self) -> bool:
+        """Whether ``mix`` needs the weights from before the update."""
+        return self._algorithm.sends_before_update
+
+    @property
+    def _sends_early(self) -> bool:
+        """Whether a step's messages are sent at the end of the step before."""
+        return self._algorithm.sends_before_update and self.config.local_size == 1
+
+    def begin(self, weights: Vector) -> None:
+        """Start from these weights, shape (n,), the same on all ranks, before they register; they belong to the worker.
+
+        Args:
+            weights: the model's.
+        """
+
+    def check_step(self) -> None:
+        """Raise, if no step can be taken now; before one changes any weight."""
+        self._registered_number()
+        self._check_drained()
+
+    @abc.abstractmethod
+    def mix(self, before: Vector, after: Vector) -> Vector:
+        """Mix other ranks' weights into this rank's, at the end of a step.
+
+        Args:
+            before: the biased weights before the update, shape (n,); not used unless ``wants_before``.
+            after: the biased weights after the update. Both belong to the worker from now on.
+
+        Returns:
+            The model's weights z, shape (n,).
+        """
+
+    def publish(self, weights: Vector) -> None:
+        """Send what later steps of other ranks mix in.
+
+        Args:
+            weights: the model's after this step's mixing, constraints and post-step hooks, shape (n,); they are not
+                changed any more.
+        """
+
+    def _count_step(self) -> None:
+        """Count the step that is ending."""
+        self._step += 1
+        is_alone = len(self._receive_buffer.finished) >= len(self._ranks) - 1
+        if is_alone and self._algorithm.has_graph and (self._base + self._step) % self.config.period == 0:
+            self._alone += 1
+
+    def _into(self, place: int, step: int) -> list[tuple[int, float]]:
+        """Return ``GossipPlan.in_edges`` of a step since the last drain or cut."""
+        return self.plan.in_edges(place, self._base + step)
+
+    # -- ends -------------------------------------------------------------------------------------------------
+
+    def _counts(self) -> list[int]:
+        return [self._before + self._step]
+
+    def _is_complete(self) -> bool:
+        drained = self._inbox.drained
+        return drained is not None and self._exchanges.completed >= drained.rounds
+
+    def complete_drain(self) -> None:
+        """Complete a drain or cut: let the binding put ``gather``'s weights into the model, and count steps anew."""
+        drained = self._take_drained()
+        self._all_mass = drained.whole
+        total = sum(drained.produced)
+        if total != self._total or (drained.flushed and not self._together):
+            self._end(drained.flushed)  # else nothing is to be done, and a rank's optimizer may be deleted by now
+            self._averaged_ends += drained.flushed
+        self._base = 0 if drained.flushed else self._base + self._longest
+        if drained.flushed:
+            self._total, self.keep = total, None
+        self._before += self._step
+        self._step = 0
+        self._restart()
+        self.engine.call_soon(self._exchanges.resume)
+
+    def _restart(self) -> None:
+        """Reset the parts that count steps since the last drain or cut."""
+        self._receive_buffer.restart()
+
+    def discard_results(self) -> None:
+        """Discard messages from now on; exchanges go on for the other ranks."""
+        self.keep = None
+        self._receive_buffer.discard()
+        self._exchanges.resume()
+
+    @abc.abstractmethod
+    def gather(self, weights: Vector, flush: bool) -> Vector:
+        """Mix in all messages received, at a drain or cut; with ``flush``, average all ranks.
+
+        Args:
+            weights: z, shape (n,); it belongs to the worker from now on.
+            flush: whether it is a drain. A collective then.
+
+        Returns:
+            z: the average of all ranks, or this rank's own.
+
+        Raises:
+            GradientLossError: push-sum weights do not sum to the number of ranks.
+        """
+
+    def consensus(self, x: Vector) -> Vector:
+        """Return the mean over all ranks of what has been received; a collective, right after a drain or cut.
+
+        Args:
+            x: biased weights, z x ``weight``, shape (n,); they belong to the worker from now on.
+        """
+        total = self.sum(self._post.scalar(self._weight), "the sum of push-sum weights")
+        size, weight = len(total.ranks), float(total.vector[0])
+        if self._all_mass:  # else a rank whose optimizer was deleted took its share with it
+            if abs(weight - size) > WEIGHT_TOLERANCE * size:
+                raise GradientLossError(
+                    f"{self.label}: push-sum weights of {size} ranks sum to {weight:.9g}: messages were lost or "
+                    f"counted twice. This is a bug in hvd_async; please report it with stats()."
+                )
+            weight = size
+        return self.sum(x, MEAN).vector * (1.0 / weight)
+
+    def leave(self, weights: Vector) -> Kept:
+        """Return what this rank keeps, whose model has these weights, now that the ranks will be others.
+
+        Messages on their way are gone, and their share of the push-sum weight: each rank begins anew with weight 1.
+        """
+        return Kept(weights)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------
+
+    def saved_state(self) -> SavedState | None:
+        """Return the state that a checkpoint needs beside the weights after a cut; None after a drain."""
+        return None if self._together else SavedState(self._weight, self._estimates(), self._base)
+
+    def _estimates(self) -> dict[str, Vector]:
+        """Return the receivers' estimates of this rank's weights, by edge."""
+        return {}
+
+    def common_state(self) -> dict[str, Vector]:
+        """Return the state beside the weights that is the same on all ranks, and goes on after a drain, by name."""
+        return {}
+
+    def take_common_state(self, state: Mapping[str, Vector]) -> None:
+        """Begin with what an earlier worker's ``common_state`` has returned, before ``register``."""
+
+    def restore(self, kept: SavedState) -> None:
+        """Begin with the state that an earlier run's cut saved, before ``register``."""
+        self._weight = kept.weight
+        self._base, self._restored, self._together = kept.base, True, False
+
+    def stats(self) -> GossipStats:
+        """Return a snapshot of the counts."""
+        exchanges = self._exchanges
+        return GossipStats(
+            steps=self._before + self._step,
+            exchanges=exchanges.completed,
+            messages_sent=exchanges.sent,
+            messages_taken=self._taken,
+            messages_left=self._discarded,
+            averagings=self._averagings,
+            staleness=dict(sorted(self._staleness.items())),
+            wait_s=self._wait_s,
+            waited_for=tuple(self._waited_for),
+            bytes_sent=exchanges.bytes_sent,
+            latency_s=exchanges.seconds / exchanges.completed if exchanges.completed else 0.0,
+            push_sum_weight=self._weight,
+            rounds=self.version,
+        )
+
+    # -- engine thread ----------------------------------------------------------------------------------------
+
+    def on_command(self, command: OptimizerCommand) -> None:
+        match command:
+            case StartExchange():
+                self._exchanges.exchange(command)
+            case StartAverage():
+                self._averages.submit(command)
+            case RankFinished(_, rank, step):
+                self._receive_buffer.rank_finished(self._ranks.index(rank), step)
+            case Drained():
+                if not self.deleted:
+                    self._exchanges.pause(command.rounds)
+                known, total = self._receive_buffer.finished, command.produced[0]
+                last = total - self._stepped - sum(known.values())  # all but the last rank have been announced
+                self._lasts = {place: known.get(place, last) for place in range(len(self._ranks))}
+                self._uneven, self._longest = len(set(self._lasts.values())) > 1, max(self._lasts.values())
+                self._stepped = total
+                self._receive_buffer.begin_anew(map(self._ranks.index, command.gone))
+                super().on_command(command)
+            case _:
+                super().on_command(command)
+
+    @abc.abstractmethod
+    def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
+        """Receive a message: its sender's place, its key there, its push-sum weight and encoded vector."""
+
+    def _on_exchange_done(self) -> None:
+        """Handle the end of an exchange, after all its messages were delivered."""
+
+    def _snapshots(self, command: StartExchange) -> list[tuple[int, OutgoingMessage]]:
+        """Return messages, with their keys, that this rank's weights of now make for an exchange (engine thread)."""
+        if command.pairs or command.gathers:
+            raise ReplicaStateError(f"{self.config.algorithm} averages no pairs: a bug in the coordinator")
+        return []
+
+
+def check_weight(kept: SavedState, algorithm: str) -> None:
+    """Refuse to begin with the state that an earlier run's cut saved.
+
+    Raises:
+        ValueError: it has a push-sum weight other than 1, which only push-sum can go on with.
+    """
+    if kept.weight != 1.0:
+        raise ValueError(
+            f"this state was saved after cut(), with push-sum weight {kept.weight:.6g}, and {algorithm} knows none: "
+            f"go on with the algorithm that it was saved with, or save after drain()"
+        )
+
+
+# -- messages sent -----------------------------------------------------------------------------------------------------
+
+
+class Sender:
+    """One optimizer's, on the training thread.
+
+    Args:
+        engine: this rank's.
+        plan: edges of each step.
+        place: this rank's.
+        post: the format of messages.
+        exchanges: carries them.
+        known: the receivers' estimates, where messages are differences.
+        receive_buffer: messages of other ranks, and the last steps of those that have finished.
+
+    Attributes:
+        offered: steps of which messages were queued, ever.
+        last: the last step whose messages were queued, or that has none, since the last drain or cut.
+        neighbour_stopped: whether an empty message was received since the last drain or cut: its sender keeps what it
+            has.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        plan: GossipPlan,
+        place: int,
+        post: MessageFormat,
+        exchanges: MessageExchange,
+        known: ErrorFeedback,
+        receive_buffer: ReceiveBuffer,
+    ) -> None:
+        self._engine, self._plan, self._place, self._post = engine, plan, place, post
+        self._exchanges, self._known, self._receive_buffer = exchanges, known, receive_buffer
+        self.offered = self.last = 0
+        self.neighbour_stopped = False
+
+    def offer(self, optimizer: int, step: int, phase: int, x: Vector, weight: float) -> Sent | None:
+        """Queue a step's messages, if any rank has some then; return the share that they carry, None without one.
+
+        Args:
+            optimizer: its number.
+            step: since the last drain or cut.
+            phase: the number, from 1, of the step whose edges these are.
+            x: the biased weights to send, shape (n,); they must stay as they are until they are sent.
+            weight: this rank's push-sum weight.
+        """
+        self.last = step
+        if not self._plan.moves(phase):
+            return None
+        out = self.receivers(step, phase)
+        sent, data = None, None
+        if out and not push_sum.may_send(weight, self._gets_less(step)):
+            data, weight = self._post.encode(self._post.zeros()), 0.0
+        elif out:
+            data, decoded = self._known.encode(edge("out", self._plan, phase), x)
+            sent = Sent(Message(decoded, weight), sum(p for _, p in out))
+        messages = [OutgoingMessage(to, data) for to, _ in out]
+        self.offered += bool(messages)
+        self._engine.call_soon(lambda: self._exchanges.offer(optimizer, step, messages, weight))
+        return sent
+
+    def offer_nothing(self, optimizer: int, step: int, phase: int) -> None:
+        """Queue empty messages of a step that was broken off before it had any: others wait (engine thread)."""
+        empty = self._post.encode(self._post.zeros())
+        messages = [OutgoingMessage(to, empty) for to, _ in self.receivers(step, phase)]
+        self._exchanges.offer(optimizer, step, messages, 0.0)
+
+    def receivers(self, step: int, phase: int) -> list[tuple[int, float]]:
+        """Return the places to which this rank sends in a step, as far as is known, with the edges' weights."""
+        edges = self._plan.out_edges(self._place, phase)
+        return [(to, p) for to, p in edges if step <= self._receive_buffer.last(to, step)]
+
+    def _gets_less(self, step: int) -> bool:
+        """Return whether this rank cannot count on receiving as much as it sends."""
+        senders = self._plan.senders(self._place)  # of all phases: it may send in this one, and receive in none
+        return self.neighbour_stopped or any(step > self._receive_buffer.last(sender, step) for sender in senders)
+
+
+def edge(end: int | str, plan: GossipPlan, phase: int) -> str:
+    """Return the name of an edge's estimate: by its sender's place, or "out" at the sender itself."""
+    return f"{end} {plan.phase(phase)}"
+
+
+# -- push-sum ----------------------------------------------------------------------------------------------------------
+
+
+class PushSumWorker(GossipWorker):
+    """One optimizer of one rank that gossips by push-sum.
+
+    Attributes:
+        log: (step, [(sender, its step), ...]) of the messages received in each step.
+    """
+
+    def __init__(self, engine: Engine, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]) -> None:
+        super().__init__(engine, plan, post, finish)
+        self._averages: GlobalAverages = GlobalAverages(engine, post)
+        self._known = ErrorFeedback(post, plan.config.graph)
+        self._sender = Sender(engine, plan, self._place, post, self._exchanges, self._known, self._receive_buffer)
+        self._early = 0
+        """The step whose messages were queued before it was taken; 0 if there is none."""
+        self._sent_early: Sent | None = None
+        """The share that they carry, subtracted once that step is taken."""
+        self._deferred = False
+        """Whether ``publish`` sends this step's share."""
+        self._noted: list[tuple[int, int]] = []
+        """Messages received that the log does not have yet."""
+
+    @property
+    def wants_before(self) -> bool:
+        return super().wants_before and not self._early
+
+    # -- a step -----------------------------------------------------------------------------------------------
+
+    def begin(self, weights: Vector) -> None:
+        if not self._known.begun:  # weights of an earlier run's cut are each rank's own
+            self._known.begin(self._post.zeros() if self._restored else weights)
+
+    def mix(self, before: Vector, after: Vector) -> Vector:
+        self.check_step()
+        late, x = self.config.max_staleness > 0, before if self.wants_before else None
+        state = State(after, self._weight)
+        self._count_step()
+        if late:
+            self._announce(self._step)
+        if self.plan.moves(self._base + self._step):
+            # Back-pressure: at most one step's messages of this rank may be unsent, of OSGP none.
+            self._await(lambda: self._sender.offered - self._exchanges.own_sent <= (0 if late else 1))
+        if late:  # messages of earlier steps are added before a share is sent
+            self._await_messages()
+            state = self._receive(state, self._step - 1)
+        averages = self.plan.averages(self._base + self._step)
+        self._deferred = late and self.defers_sends and self._post.lossless and not averages
+        if self._deferred:
+            self._note()
+            self._weight = state.w
+            return push_sum.model(state, self._post.times)
+        if not self._early:
+            state = self._send(self._step, state.x if x is None else x, state)
+        elif self._sent_early is not None:
+            state = push_sum.without(state, self._sent_early, self._post.add, self._post.times)
+        if self._sends_early:
+            self._announce(self._step + 1)
+        if not late:
+            self._await_messages()
+        state = self._receive(state, self._step)
+        self._note()
+        if averages:
+            state = self._average(state)
+        self._weight = state.w
+        return push_sum.model(state, self._post.times)
+
+    def publish(self, weights: Vector) -> None:
+        if self._deferred:
+            self._deferred = False
+            sent = self._offer(self._step, self._post.times(weights, self._weight), self._weight)
+            self._weight -= 0.0 if sent is None else sent.p * sent.message.w
+        elif self._sends_early:
+            self._early, w = self._step + 1, self._weight
+            self._sent_early = self._offer(self._early, weights if w == 1.0 else self._post.times(weights, w), w)
+
+    def _announce(self, step: int) -> None:
+        """Let the exchange of a step's messages start as soon as they are there: only others' are waited for now."""
+        if self._sender.receivers(step, self._base + step):
+            number = self._registered_number()
+            self.engine.call_soon(lambda: self._exchanges.announce(number, step))
+
+    def _offer(self, step: int, x: Vector, weight: float) -> Sent | None:
+        return self._sender.offer(self._registered_number(), step, self._base + step, x, weight)
+
+    def _send(self, step: int, x: Vector, state: State) -> State:
+        sent = self._offer(step, x, state.w)
+        return state if sent is None else push_sum.without(state, sent, self._post.add, self._post.times)
+
+    def _await_messages(self) -> None:
+        """Wait for the messages that this step needs."""
+
+        def awaited() -> str:
+            return f"messages of {ranks_text(self._ranks[place] for place in missing_now())} in step {self._step}"
+
+        waited, missing_now = self._wait_s, self._receive_buffer.missing
+        self._receive_buffer.expect(self._step, [sender for sender, _ in self._into(self._place, self._step)])
+        if missing_now():
+            self.engine.call_soon(self._on_exchange_done)
+        while missing := missing_now():
+            self._await(lambda before=missing: missing_now() != before, awaited)  # type: ignore[misc]
+            for place in missing - missing_now():
+                self._waited_for[place] += self._wait_s - waited
+            waited = self._wait_s
+
+    def _receive(self, state: State, until: int | None = None) -> State:
+        """Return the state with messages of senders' steps up to ``until``, or all, added in one order."""
+        messages = self._receive_buffer.take(until)
+        state = push_sum.receive(state, self._decoded(messages), self._post.add)
+        self._taken += len(messages)
+        if self.log is not None:
+            self._noted += [(sender, step) for sender, step, weight, _ in messages if weight]
+        return state
+
+    def _decoded(self, messages: list[ReceivedMessage]) -> Iterator[tuple[Message, float]]:
+        """Yield each message that carries something, decoded, with its edge's weight."""
+        for sender, step, weight, data in messages:
+            self._staleness[max(0, self._step - step)] += 1
+            if weight == 0.0:
+                self._sender.neighbour_stopped = True
+                continue
+            p = dict(self._into(self._place, step))[sender]
+            yield Message(self._known.decode(edge(sender, self.plan, self._base + step), data), weight), p
+
+    def _note(self) -> None:
+        """Log the messages received since the last time."""
+        if self.log is not None:
+            self.log.append((self._step, self._noted))
+            self._noted = []
+
+    def _average(self, state: State) -> State:
+        """Return the mean of x and w over the ranks that have not finished."""
+        index = self._averages.contribute(self._registered_number(), state.x, [state.w])
+        self._await(lambda: self._averages.is_complete(index))
+        self._averagings += 1
+        x, (weight,) = self._averages.result(index)
+        return State(x, weight)
+
+    # -- ends -------------------------------------------------------------------------------------------------
+
+    def discard_results(self) -> None:
+        """Discard messages from now on; send empty ones for a step that was broken off: others count on it."""
+        owed = self._step + self._sends_early if self._step else 0
+        for step in range(self._sender.last + 1, owed + 1):
+            self._sender.offer_nothing(self._registered_number(), step, self._base + step)
+        super().discard_results()
+
+    def _restart(self) -> None:
+        self._averages.restart()
+        self._sender.neighbour_stopped, self._sender.last = False, 0
+        super()._restart()
+
+    def gather(self, weights: Vector, flush: bool) -> Vector:
+        self._together = flush
+        discarded: list[ReceivedMessage] = []
+        if self._sends_early:
+            weights, discarded = self._end_early(weights)
+        if flush:
+            x = self._receive_rest(weights).x
+            z = self.consensus(x)
+            self._weight = 1.0
+            self._known.begin(z)
+            return z
+        if self._receive_buffer.received:  # else the weights stay as they are, to the bit
+            weights = push_sum.model(self._receive_rest(weights))
+        self._decode_discarded(discarded)
+        if self._uneven:  # which edges were left out is known at one end only: both start anew
+            self._known.forget_edges()
+        return weights
+
+    def _receive_rest(self, weights: Vector) -> State:
+        """Return the state of z with all messages received."""
+        state = self._receive(push_sum.biased(weights, self._weight))
+        self._weight = state.w
+        self._note()
+        return state
+
+    def _end_early(self, weights: Vector) -> tuple[Vector, list[ReceivedMessage]]:
+        """Return z without what was sent early for a step that others took, and messages of a step that none took."""
+        if self._early and self._early <= self._longest:
+            state = push_sum.biased(weights, self._weight)
+            if self._sent_early is not None:
+                state = push_sum.without(state, self._sent_early, self._post.add, self._post.times)
+            self._weight, weights = state.w, push_sum.model(state)
+        self._early, self._sent_early = 0, None
+        discarded = self._receive_buffer.take_after(self._longest)
+        self._discarded += len(discarded)
+        return weights, discarded
+
+    def _decode_discarded(self, discarded: list[ReceivedMessage]) -> None:
+        """Decode messages of no step after all earlier ones on the same edges: the sender's estimate includes them."""
+        for sender, step, weight, data in discarded:
+            if weight:
+                self._known.decode(edge(sender, self.plan, self._base + step), data)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------
+
+    def _estimates(self) -> dict[str, Vector]:
+        return self._known.saved_state()
+
+    def restore(self, kept: SavedState) -> None:
+        self._known.restore(kept.copies)
+        super().restore(kept)
+
+    # -- engine thread ----------------------------------------------------------------------------------------
+
+    def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
+        self._receive_buffer.deliver(sender, key, weight, data)
+
+    def _on_exchange_done(self) -> None:
+        """If the training thread waits for a message, announce that this rank has nothing for the next exchange."""
+        with self.engine.changed:
+            waits = bool(self._receive_buffer.missing())
+        if waits:
+            self.engine.send(WaitingForMessage(self._registered_number(), self._exchanges.completed))
+
+
+# -- averages with neighbours that take the same step ------------------------------------------------------------------
+# Averages with those neighbours that take the same step, on one rank: what exact diffusion and NoLoCo have in common.
+#
+# A message of a step that only one end of an edge has taken counts at neither, so push-sum weights stay 1.
+
+
+class NeighbourAverageWorker(PushSumWorker):
+    """One optimizer of one rank that averages with neighbours on a symmetric graph."""
+
+    def _exchanged(self, vector: Vector) -> tuple[Vector, dict[int, Vector]]:
+        """Send a vector to this step's neighbours, and wait for theirs.
+
+        Args:
+            vector: shape (n,); it must stay as it is until it is sent.
+
+        Returns:
+            The vector as its receivers decode it, and those of the neighbours that take this step, by place.
+        """
+        self._await(lambda: self._sender.offered - self._exchanges.own_sent <= 1)
+        sent = self._offer(self._step, vector, 1.0)
+        self._await_messages()
+        messages = self._receive_buffer.take(self._step)
+        self._taken += len(messages)
+        self._staleness[0] += len(messages)
+        phase, there = self._base + self._step, [message for message in messages if message.weight]
+        if self.log is not None:
+            self._noted += [(message.sender, self._step) for message in there]
+        others = {each.sender: self._known.decode(edge(each.sender, self.plan, phase), each.data) for each in there}
+        return vector if sent is None else sent.message.x, others
+
+    # -- ends -------------------------------------------------------------------------------------------------
+
+    def gather(self, weights: Vector, flush: bool) -> Vector:
+        self._together = flush
+        self._discarded += len(self._receive_buffer.take(None))  # of steps that this rank has not taken
+        if flush:
+            weights = self.consensus(weights)
+            self._known.begin(weights)
+        elif self._uneven:
+            self._known.forget_edges()
+        return weights
+
+    # -- checkpoints ------------------------------------------------------------------------------------------
+
+    def restore(self, kept: SavedState) -> None:
+        check_weight(kept, self.config.algorithm)
+        super().restore(kept)

@@ -1,0 +1,292 @@
+"""State machine of leader-pull: when which group of ranks is pulled towards which leader, or the center.
+
+The laws it keeps:
+
+1. *Steps of all ranks count together.* When a group's active ranks have taken ``local_period`` steps each on the
+   average since its last pull, the next is due; when all active ranks have taken ``global_period``, one of all is.
+   Fast ranks do more. When a rank finishes, its part of the count is taken out: its end makes no pull due.
+2. *The leader* is the active rank with the lowest mean loss of those sent in the last ``loss_window`` steps of a rank,
+   on the average (``global_period``, if that is longer): not one that has finished, or hangs. When a rank's loss is not
+   finite it never leads; when nobody's is there is no pull. When no rank of a group has ever sent a loss, the ranks are
+   told so. With a center (EASGD) no loss is needed. When all have finished, the same holds of all ranks; and if no loss
+   is recent, the last one sent leads. A group of one, and one of all ranks, has no leader of its own.
+3. *One pull of a group at a time.* When another becomes due meanwhile, it starts once the first has completed, once.
+4. *Nobody is waited for*: engines take part for ranks that compute, sleep or have finished.
+5. *Steps may come together*: an event of several steps does what as many of one step each, with its loss, do.
+6. *Illegal moves change nothing.* They raise ProtocolError.
+
+An event is looked at for the groups that it changes, its rank's and that of all; the choice of a leader looks at all
+ranks of a group, which have taken as many steps since the last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_async.algorithms.leader.config import ALGORITHMS, LeaderConfig, PullDone, PullProgress, StartPull, StepTaken
+from hvd_async.algorithms.leader.selection import ALL_RANKS, CENTER, NO_LEADER, pick_leader
+from hvd_async.errors import ProtocolError
+from hvd_async.runtime.messages import Command, OptimizerEvent
+from hvd_async.runtime.state_machine import StateMachine
+
+
+@dataclass
+class _Group:
+    """Ranks that are pulled together.
+
+    Attributes:
+        ranks: its ranks.
+        period: steps each, on the average, between two pulls.
+        active: how many of its ranks count.
+        steps: since the last pull that became due.
+        flight: the number of the pull in flight.
+    """
+
+    ranks: tuple[int, ...]
+    period: int
+    active: int
+    steps: int = 0
+    flight: int | None = None
+
+    @property
+    def needed(self) -> int:
+        """The steps after which a pull is due."""
+        return self.period * self.active
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a pull is due, and none in flight."""
+        return self.flight is None and 0 < self.needed <= self.steps
+
+
+@dataclass
+class StepClock:
+    """Steps of an active rank, on the average; the same, to the bit, however many steps are counted at once."""
+
+    _before: float = 0.0
+    """Until the number of active ranks changed last; and steps of all since, of so many."""
+    _steps: int = 0
+    _ranks: int = 1
+
+    def count(self, steps: int, ranks: int) -> None:
+        """Count steps of one of so many active ranks."""
+        if ranks != self._ranks:
+            self._before, self._steps, self._ranks = self.now, 0, ranks
+        self._steps += steps
+
+    @property
+    def now(self) -> float:
+        """The time by this clock."""
+        return self._before + self._steps / self._ranks
+
+
+class LeaderStateMachine(StateMachine[LeaderConfig]):
+    """Leader-pull of one optimizer."""
+
+    def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
+        super().__init__(optimizer, ranks)
+        self._groups: dict[int, _Group] = {}
+        """Those of ranks, in order; that of all is last."""
+        self._groups_of: dict[int, list[int]] = {}
+        """The numbers of each rank's groups, in that order."""
+        self._touched: set[int] = set()
+        """Groups of which a pull may be due, since they have changed."""
+        self._pulls: dict[int, int] = {}
+        """The group of each pull in flight."""
+        self._means: dict[int, float] = {}
+        self._clock = StepClock()
+        self._heard: dict[int, float] = {}
+        """When each rank has sent its mean loss, by this clock."""
+        self._uncounted: set[int] = set()
+        """Ranks that were taken out of the counts, since the last end."""
+        self._leaving: list[int] = []
+        """Ranks whose optimizer was deleted, and that are still in the counts."""
+        self._drains = False
+        """Whether this was known to be a drain when a rank was taken out last."""
+        self._round = 0
+        self._leaderless = 0
+        self._told = False
+
+    def tick(self, now: float) -> list[Command]:
+        """Return nothing: no pull waits for time to pass."""
+        return []
+
+    def deadline(self) -> float | None:
+        """Return None: as ``tick``."""
+        return None
+
+    def take_notice(self) -> str | None:
+        """Return a warning of pulls that had no leader, once."""
+        if not self._leaderless or self._told:
+            return None
+        self._told = True
+        return (
+            "no rank of a group, or of all, has a finite mean loss, so nobody leads it and nobody is pulled; look at "
+            "what record_loss() is given (a loss of more than loss_window steps ago does not count)"
+        )
+
+    def recipients(self, command: Command) -> Sequence[int]:
+        """Return the ranks that a command is for: a pull is of its group, and no other rank has a use for it."""
+        if isinstance(command, StartPull):
+            return self._groups[command.group].ranks
+        return super().recipients(command)
+
+    def _blocked_on(self) -> tuple[str, frozenset[int]] | None:
+        return None
+
+    def _on_all_registered(self, config: Any) -> LeaderConfig:
+        assert isinstance(config, LeaderConfig)
+        if config.algorithm not in ALGORITHMS:
+            raise ProtocolError(f"optimizer {self._optimizer} follows {config.algorithm!r}, which is no algorithm")
+        self._uncounted, self._drains = set(self._done if self._flush else self._absent), self._flush
+        self._leaving.clear()
+        if not ALGORITHMS[config.algorithm].has_center:
+            for number, places in enumerate(config.groups):
+                self._add_group(number, tuple(self.ranks[place] for place in places), config.local_period)
+        self._add_group(ALL_RANKS, self.ranks, config.global_period)
+        if config.progress is not None:
+            for group, steps in zip(self._groups.values(), config.progress.steps, strict=True):
+                group.steps = steps
+            self._means = {r: m for r, m in zip(self.ranks, config.progress.means, strict=True) if m is not None}
+            self._heard = dict.fromkeys(self._means, 0.0)
+        self._touched = set(self._groups)
+        return config
+
+    def _add_group(self, number: int, ranks: tuple[int, ...], period: int) -> None:
+        self._groups[number] = _Group(ranks, period, sum(rank not in self._uncounted for rank in ranks))
+        for rank in ranks:
+            self._groups_of.setdefault(rank, []).append(number)
+
+    def _on_event(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+        match event:
+            case StepTaken(_, loss, steps):
+                self._running(rank, event)
+                if steps < 1:
+                    raise ProtocolError(f"rank {rank} has taken {steps} steps")
+                return self._step(rank, loss, steps)
+            case PullDone(_, number):
+                if not 1 <= number <= self._round:
+                    raise ProtocolError(f"rank {rank} saw pull {number} land, of {self._round}")
+                group = self._pulls.pop(number, None)
+                if group is None:  # a pull from before an end: it may start nothing after a cut
+                    return []
+                self._groups[group].flight = None
+                self._touched.add(group)
+            case _:
+                raise ProtocolError(f"rank {rank} sent {type(event).__name__} to follow a leader")
+        return self._due()
+
+    def _step(self, rank: int, loss: float | None, steps: int) -> list[Command]:
+        """Count steps of a rank, as many at once as make no pull due before the last of them."""
+        assert self._config is not None
+        commands: list[Command] = []
+        changed = [number for number in self._groups_of[rank] if self._is_pulled(number)]
+        groups = [self._groups[number] for number in changed]
+        while steps:
+            left = [max(1, group.needed - group.steps) for group in groups if group.flight is None and group.active]
+            some = 1 if self._touched else min([steps, *left])
+            steps -= some
+            self._clock.count(some, len(self.ranks) - len(self._done))
+            if loss is not None:
+                self._means[rank], self._heard[rank] = loss, self._clock.now
+            for group in groups:
+                group.steps += some
+            self._touched.update(changed)
+            commands += self._due()
+        return commands
+
+    def _due(self) -> list[Command]:
+        commands: list[Command] = []
+        for number in sorted(self._touched, key=lambda number: (number == ALL_RANKS, number)):  # local ones first
+            group = self._groups[number]
+            if not group.is_due or not self._is_pulled(number):
+                continue
+            group.steps %= group.needed
+            leader = CENTER if self._has_center else pick_leader(self._means, self._recent(group.ranks))
+            if leader is None and self._means.keys() & set(group.ranks):
+                self._leaderless += 1
+                continue
+            self._round += 1
+            if leader is not None:
+                group.flight = self._round
+                self._pulls[self._round] = number
+            commands.append(StartPull(self._optimizer, self._round, number, NO_LEADER if leader is None else leader))
+        self._touched.clear()
+        return commands
+
+    def _is_pulled(self, number: int) -> bool:
+        """Whether a group is ever pulled."""
+        assert self._config is not None
+        if number == ALL_RANKS:
+            return self._config.whole
+        return self._config.local and 1 < len(self._groups[number].ranks) < len(self.ranks)
+
+    def _recent(self, ranks: Sequence[int]) -> list[int]:
+        """Return the ranks of these that may lead now: those whose steps count, or finished ones too, if all have."""
+        assert self._config is not None
+        oldest = self._clock.now - max(self._config.loss_window, self._config.global_period)
+        counting = self._flush and len(self._done) < len(self.ranks)
+        out = self._done.keys() if counting else self._absent
+        return [rank for rank in ranks if rank not in out and self._heard.get(rank, -math.inf) >= oldest]
+
+    @property
+    def _has_center(self) -> bool:
+        return self._config is not None and ALGORITHMS[self._config.algorithm].has_center
+
+    # -- ends -------------------------------------------------------------------------------------------------
+
+    def _on_event_of_absent(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+        """Handle an event of a rank whose optimizer is gone: its engine still takes part in pulls."""
+        return self._on_event(rank, event, now) if isinstance(event, PullDone) else []
+
+    def _forget(self, rank: int) -> None:
+        self._leaving.append(rank)
+
+    def _on_rank_finished(self, rank: int, now: float) -> list[Command]:
+        """Take ranks out of the counts whose steps count no more: in a cut finished ones' do, deleted ones' never."""
+        if self._config is None:
+            return []  # ranks are counted when all have registered
+        out = {*self._leaving}
+        if self._flush:  # once that is known, those that had finished before are out too
+            out |= {rank} if self._drains else self._done.keys()
+        left: dict[int, int] = {}
+        for gone in out - self._uncounted:
+            for number in self._groups_of[gone]:
+                left[number] = left.get(number, self._groups[number].active) - 1
+        self._uncounted |= out
+        self._drains = self._flush
+        self._leaving.clear()
+        for number, active in left.items():
+            group = self._groups[number]
+            group.steps, group.active = group.steps * active // max(1, group.active), active
+            self._touched.add(number)
+        return []
+
+    def _on_all_finished(self, rank: int, now: float) -> tuple[list[Command], int]:
+        """Reset the groups; after a drain, steps that made no pull due are forgotten."""
+        for group in self._groups.values():
+            group.steps, group.active, group.flight = 0 if self._flush else group.steps, len(group.ranks), None
+        self._pulls.clear()
+        self._uncounted.clear()
+        self._leaving, self._drains = sorted(self._absent), False
+        self._touched = set(self._groups)
+        return [], self._round
+
+    def _details(self) -> PullProgress:
+        there = self.present
+        present = [rank for rank in self.ranks if rank in there]
+        leader = pick_leader(self._means, self._recent(present))
+        if leader is None:
+            heard = {rank: at for rank, at in self._heard.items() if rank in there}
+            latest = max((at for rank, at in heard.items() if math.isfinite(self._means[rank])), default=None)
+            leader = pick_leader(self._means, [rank for rank, at in heard.items() if at == latest])
+        known = {leader, *self._recent(self.ranks)}  # a loss too old to lead by stays so in another job
+        means = [self._means.get(rank) if rank in known else None for rank in self.ranks]
+        return PullProgress(
+            leader=present[0] if leader is None else leader,
+            steps=[group.steps for group in self._groups.values()],
+            means=[None if mean is None or not math.isfinite(mean) else mean for mean in means],
+        )
