@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_async.advisor.prediction import EVERY, YARDSTICK, Mode, Prediction, Risk, named_modes, predict
+from hvd_async.advisor.prediction import BASES, EVERY, YARDSTICK, Mode, Prediction, Risk, named_modes, predict
 from hvd_async.algorithms.eager.quorum import waits_for_all
 from hvd_async.simulation.names import GOSSIP, LEADERS
 from hvd_async.simulation.network import Network, ring_bytes
-from hvd_async.traces.format import HOROVOD, Header, Trace
+from hvd_async.traces.format import DDP, FSDP, SYNCHRONOUS, Header, Trace
 
 # -- ranks that others wait for ----------------------------------------------------------------------------------------
 # Who makes whom wait: from each rank's own work, so that a rank that is late because it had to wait is not blamed.
@@ -185,6 +185,7 @@ def fit(trace: Trace, given: Given = Given()) -> Link:  # noqa: B008  immutable
     found = allreduce_seconds(trace)
     sent = ring_bytes(size, ranks)
     bandwidth = float("inf") if given.bandwidth_bytes_s is None else given.bandwidth_bytes_s
+    cycle = 0.0 if trace.headers[0].algorithm in BASES else CYCLE
     told = f"latency {1e3 * latency:.3g} ms ({'assumed' if given.latency_s is None else 'given'})"
     operation = 0.0
     if found is None:
@@ -192,7 +193,7 @@ def fit(trace: Trace, given: Given = Given()) -> Link:  # noqa: B008  immutable
         told += f"; bandwidth {known} (the trace is of a mode whose waits do not tell it)"
     else:
         # What came first of the wait: messages to and from the coordinator, or half of Horovod's cycle.
-        rest = max(found - (CYCLE / 2 + (2 * latency if trace.headers[0].options else 0.0)), 0.0)
+        rest = max(found - (cycle / 2 + (2 * latency if trace.headers[0].options else 0.0)), 0.0)
         if given.bandwidth_bytes_s is not None:
             operation = max(rest - sent / bandwidth, 0.0)
             told += f"; bandwidth {bandwidth / 1e6:.4g} MB/s (given)"
@@ -202,7 +203,7 @@ def fit(trace: Trace, given: Given = Given()) -> Link:  # noqa: B008  immutable
         else:
             operation = rest
             told += f"; {1e3 * found:.3g} ms an allreduce, whatever its size (fitted)"
-    network = Network(latency=latency, bandwidth=bandwidth, cycle=CYCLE, operation=operation)
+    network = Network(latency=latency, bandwidth=bandwidth, cycle=cycle, operation=operation)
     return Link(network, found, told)
 
 
@@ -232,10 +233,10 @@ class Advice(NamedTuple):
         trace: what was read.
         culprits: who makes whom wait.
         link: the network that was simulated.
-        predictions: Horovod's first, then the others', the quickest first.
+        predictions: of the yardstick first (see ``base``), then the others', the quickest first.
         own: of the mode that the trace was recorded under; None where it cannot be simulated.
-        choices: the best mode of each risk that is worth it, the last of which is the quickest; none where Horovod is
-            as quick.
+        choices: the best mode of each risk that is worth it, the last of which is the quickest; none where the
+            yardstick is as quick.
         unknown: what is not known, in sentences.
     """
 
@@ -248,8 +249,13 @@ class Advice(NamedTuple):
     unknown: Sequence[str]
 
     @property
+    def base(self) -> str:
+        """Name of what all modes are compared with, in which ranks wait for all: Horovod, or what the job runs."""
+        return base_of(self.trace)
+
+    @property
     def bound(self) -> float:
-        """Gain over Horovod where nobody waited for anybody, each rank at its own pace."""
+        """Gain over the yardstick where nobody waited for anybody, each rank at its own pace."""
         return float((1 / self.culprits.work).mean() / self.predictions[0].steps_per_s.mean)
 
 
@@ -288,16 +294,21 @@ def advise(
         link=link,
         predictions=[found[0], *others],
         own=own,
-        choices=choose(found[0], others),
+        choices=choose(found[0], others, base_of(trace)),
         unknown=unknown(trace, link),
     )
+
+
+def base_of(trace: Trace) -> str:
+    """Return the name of what modes are compared with for a trace."""
+    return BASES.get(trace.headers[0].algorithm, "Horovod")
 
 
 def mode_of(header: Header) -> Mode | None:
     """Return the mode that a trace was recorded under; None if it cannot be simulated."""
     quorum, every = header.options.get("quorum"), header.options.get("average_every")
     arms = {algorithm: arm for arm, algorithm in GOSSIP.items()}
-    if header.algorithm == HOROVOD:
+    if header.algorithm in SYNCHRONOUS:
         return YARDSTICK
     if header.options.get("local_size", 1) != 1 or header.options.get("hierarchical"):
         return None  # hosts are simulated as no hosts
@@ -315,10 +326,15 @@ def mode_of(header: Header) -> Mode | None:
     return Mode(arm, arm, "", risk, options=pace)
 
 
-def choose(base: Prediction, others: Sequence[Prediction]) -> list[Choice]:
+def choose(base: Prediction, others: Sequence[Prediction], name: str = "Horovod") -> list[Choice]:
     """Return the best mode of each risk, from the least on, as long as it is ``WORTH`` more than those before.
 
     It must be so in every resample: the least of its gains counts.
+
+    Args:
+        base: of the yardstick.
+        others: of the other modes.
+        name: of the yardstick.
     """
     found: list[Choice] = []
     before = 1.0
@@ -326,32 +342,42 @@ def choose(base: Prediction, others: Sequence[Prediction]) -> list[Choice]:
         best = max((each for each in others if each.mode.risk == risk), key=lambda each: each.gain.low, default=None)
         if best is None or best.gain.low < before * WORTH:
             continue
-        waits = f"a rank waits {1e3 * best.wait_s:.3g} ms a step, under Horovod {1e3 * base.wait_s:.3g} ms"
-        found.append(Choice(best, f"{best.gain.mean:.2f} times Horovod's steps a second: {waits}"))
+        waits = f"a rank waits {1e3 * best.wait_s:.3g} ms a step, under {name} {1e3 * base.wait_s:.3g} ms"
+        found.append(Choice(best, f"{best.gain.mean:.2f} times {name}'s steps a second: {waits}"))
         before = best.gain.mean
     return found
 
 
 def unknown(trace: Trace, link: Link) -> list[str]:
     """Return what is not known, in sentences."""
+    algorithm = trace.headers[0].algorithm
     found = [
         "Accuracy: steps a second are not seconds to an accuracy. What modes cost there was measured in other trainings"
         " (docs/choosing.md); try two seeds of yours.",
         f"The spread is over resamples of these {trace.steps} steps. What is rarer, or begins later, is not in it.",
         "Other loads: ranks that share cores, disks or links with each other, or with other jobs, are quicker or slower"
         " under another mode, since they then compute at other times.",
-        "Communication is simulated after the computation, in one piece: what Horovod or EagerOptimizer hides behind"
-        " the backward pass is not known. A pause, such as an evaluation, counts as computation unless it was skipped.",
+        f"Communication is simulated after the computation, in one piece: what {base_of(trace)} or EagerOptimizer hides"
+        " behind the backward pass is not known. A pause, such as an evaluation, counts as computation unless it was"
+        " skipped.",
         "Input: batches that are made in the background (tf.data, a DataLoader's workers) while a rank waits for others"
         " count as work only where the rank waits for them too: with less waiting that time shows, and gains are"
         " smaller.",
         f"The network: {link.origin}.",
     ]
     if not all(header.synchronized for header in trace.headers):
-        found.insert(0, "Times on the GPU: it was not synchronized, so they say little; record with --synchronize.")
-    if not trace.synchronous and trace.headers[0].algorithm != HOROVOD and not trace.waits.any():
+        cure = "FSDP's waits on a GPU are not seen" if algorithm == FSDP else "record with --synchronize"
+        found.insert(0, f"Times on the GPU: it was not synchronized, so they say little; {cure}.")
+    if not trace.synchronous and not trace.waits.any():
+        found.insert(0, "Waiting: none was seen. If ranks wait inside their computation, it counts as their work.")
+    if algorithm == DDP:
+        found.insert(0, "The change: a mode is for the bare model, without DDP around it (docs/migrating.md).")
+    if algorithm == FSDP:
         found.insert(
-            0, "Waiting: none was seen. If ranks wait inside the backward pass (DDP), it counts as their work."
+            0,
+            "Memory: under FSDP a rank holds a part of the model, under each mode here all of it, with its gradients"
+            f" and the optimizer's state: {trace.headers[0].parameter_bytes / 1e6:.4g} MB of weights alone. FSDP's"
+            " gathers and scatters of a step are simulated as one allreduce that takes as long.",
         )
     if trace.clocks_ahead is None:
         found.append("The clocks of the hosts: nothing here depends on them, but a picture of the ranks side by side.")

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from hvd_async.simulation.arms import simulate
 from hvd_async.simulation.job import Outcome, Setup
 from hvd_async.simulation.network import Network
+from hvd_async.traces.format import DDP, FSDP
 
 # -- modes -------------------------------------------------------------------------------------------------------------
 # The modes that are tried: how each is simulated, the line of the script that chooses it, and what is risked. Data.
@@ -64,6 +65,8 @@ class Mode(NamedTuple):
 
 YARDSTICK = Mode("horovod", "horovod", "hvd.DistributedOptimizer(opt)", Risk.NONE)
 """The mode that all are compared with."""
+BASES: Mapping[str, str] = {DDP: "DDP", FSDP: "FSDP"}
+"""By a trace's algorithm, what the yardstick is called in its place where a job runs that: ranks wait for all, too."""
 EVERY = "every"
 """Stands for the names of all modes."""
 OWN_CLASSES = "loses accuracy where ranks see different classes"

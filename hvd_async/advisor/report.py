@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hvd_async.advisor.advice import Advice
-from hvd_async.advisor.prediction import Prediction, Risk, Spread
+from hvd_async.advisor.prediction import YARDSTICK, Prediction, Risk, Spread
 
 WIDTH = 110
 """Letters of a line of text."""
@@ -26,6 +26,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
             "ranks": advice.trace.ranks,
             "steps": advice.trace.steps,
             "algorithm": header.algorithm,
+            "compared_with": advice.base,
             "options": header.options,
             "parameter_bytes": header.parameter_bytes,
             "steps_per_s": advice.trace.steps_per_s,
@@ -98,11 +99,16 @@ def _held(seconds: Sequence[float]) -> str:
     return f"rank {most}, {seconds[most]:.3g} s a step" if seconds[most] > 0 else "nobody"
 
 
-def what(predictions: Sequence[Prediction]) -> Table:
-    """Return the table of modes."""
+def what(predictions: Sequence[Prediction], base: str = "Horovod") -> Table:
+    """Return the table of modes.
+
+    Args:
+        predictions: of the yardstick first.
+        base: the yardstick's name.
+    """
     rows = [
         [
-            each.mode.name,
+            each.mode.name if place else base.lower(),
             _range(each.steps_per_s, ".3g"),
             _range(each.gain, ".2f"),
             f"{each.staleness:.2f} / {each.staleness_most}",
@@ -110,9 +116,9 @@ def what(predictions: Sequence[Prediction]) -> Table:
             f"{1e3 * each.wait_s:.3g}",
             each.mode.risk.text.partition(":")[0],
         ]
-        for each in predictions
+        for place, each in enumerate(predictions)
     ]
-    columns = ["mode", "steps/s", "over Horovod", "staleness mean / max", "MB a step", "wait ms", "risk"]
+    columns = ["mode", "steps/s", f"over {base}", "staleness mean / max", "MB a step", "wait ms", "risk"]
     return "What each mode would bring, simulated", columns, rows
 
 
@@ -124,16 +130,17 @@ def sentences(advice: Advice) -> Iterator[str]:
     """Yield what stands below the tables, a paragraph each."""
     yield advice.culprits.text()
     if advice.own is not None:
+        name = advice.base.lower() if advice.own.mode is YARDSTICK else advice.own.mode.name
         seen, told = advice.trace.steps_per_s, advice.own.steps_per_s.mean
         yield (
-            f"The simulation of the job as it was recorded ({advice.own.mode.name}): {told:.3g} steps/s, recorded were "
+            f"The simulation of the job as it was recorded ({name}): {told:.3g} steps/s, recorded were "
             f"{seen:.3g}, so it is off by {told / seen - 1:+.0%}. Expect other modes to be off by as much or more."
         )
-    yield f"If nobody waited for anybody: {advice.bound:.2f} times Horovod's steps a second."
+    yield f"If nobody waited for anybody: {advice.bound:.2f} times {advice.base}'s steps a second."
     if not advice.choices:
         risk = Risk.NONE if advice.own is None else advice.own.mode.risk
         head = "Stay as you are" if risk is Risk.NONE else 'Horovod\'s optimizer, or quorum="all", would do'
-        yield f"{head}: no mode here is 10% quicker than Horovod's optimizer in every resample."
+        yield f"{head}: no mode here is 10% quicker than {advice.base} in every resample."
     for number, choice in enumerate(advice.choices):
         mode = choice.prediction.mode
         head = "Take" if not number else "Or, at a higher risk,"
@@ -147,7 +154,7 @@ def sentences(advice: Advice) -> Iterator[str]:
 
 def show(advice: Advice) -> None:
     """Print advice: with rich's tables on a terminal, where rich is installed, else as plain text."""
-    tables, (first, *rest) = [who(advice), what(advice.predictions)], list(sentences(advice))
+    tables, (first, *rest) = [who(advice), what(advice.predictions, advice.base)], list(sentences(advice))
     show_table(tables[0])
     print(f"\n{_wrapped(first)}\n")
     show_table(tables[1])

@@ -1,7 +1,8 @@
 """Run a torch training script, unchanged, and record when each rank computes and when it waits.
 
-Run it on every rank: ``horovodrun -np 4 --gloo hvd_async record --out trace train.py --its --own options``. The first
-optimizer that the script makes by Horovod's DistributedOptimizer or by one of ours is recorded.
+Run it on every rank: ``torchrun --nproc-per-node 4 -m hvd_async record --out trace train.py --its --own options``, or
+``horovodrun -np 4 --gloo python -m hvd_async record ...``. The first optimizer is recorded: of Horovod's
+DistributedOptimizer, of ours, or of a script for torchrun, under DDP, FSDP2 or its own collectives.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     if not made:
         raise ValueError(
-            "nothing was recorded, as the script made no optimizer by hvd.DistributedOptimizer in torch, nor by one of "
-            "ours: in Keras take RecordCallback, in a loop of your own a Recorder (docs/advisor.md)"
+            "nothing was recorded: the script made no optimizer by hvd.DistributedOptimizer in torch or by ours, and "
+            "none stepped after torch.distributed.init_process_group(). Launch it by torchrun or horovodrun; in "
+            "Keras take RecordCallback, in a loop of your own a Recorder (docs/advisor.md)"
         )
     return 0

@@ -24,6 +24,12 @@ VERSION = 1
 """The format's."""
 HOROVOD = "horovod"
 """``Header.algorithm`` of ``hvd.DistributedOptimizer``."""
+DDP = "ddp"
+"""``Header.algorithm`` of torch's ``DistributedDataParallel``."""
+FSDP = "fsdp"
+"""``Header.algorithm`` of torch's ``fully_shard`` (FSDP2)."""
+SYNCHRONOUS = (HOROVOD, DDP, FSDP)
+"""Algorithms in which every rank waits for all others in every step."""
 PLAIN = "none"
 """``Header.algorithm`` of an optimizer that is not wrapped, and of a loop that is marked by hand."""
 
@@ -37,7 +43,7 @@ class Header(msgspec.Struct, frozen=True, omit_defaults=True):
         ranks: of the job.
         host: the name of the rank's machine.
         framework: "torch", "keras", or what a loop that is marked by hand says.
-        algorithm: "horovod"; "eager", "sgp" and so on; "none".
+        algorithm: "horovod", "ddp", "fsdp"; "eager", "sgp" and so on; "none".
         options: of the optimizer, by name.
         parameter_bytes: of what is trained; gradients have as many.
         buckets: parts in which gradients travel; 0: unknown.
@@ -145,7 +151,7 @@ class Trace:
     def synchronous(self) -> bool:
         """Whether every rank waited for all others in every step."""
         first, quorum = self.headers[0], self.headers[0].options.get("quorum")
-        return first.algorithm == HOROVOD or (quorum is not None and waits_for_all(quorum, self.ranks))
+        return first.algorithm in SYNCHRONOUS or (quorum is not None and waits_for_all(quorum, self.ranks))
 
     @property
     def clocks_ahead(self) -> Times | None:

@@ -20,6 +20,9 @@ from typing import Any
 from hvd_async.runtime.log import warn
 from hvd_async.traces.format import HOROVOD, PLAIN
 from hvd_async.traces.recorder import Recorder
+from hvd_async.traces.torch_distributed import TorchJob
+
+Instrument = Callable[[ModuleType], None]
 
 # -- one optimizer of torch, whoever has wrapped it --------------------------------------------------------------------
 
@@ -162,21 +165,19 @@ FACTORIES: Mapping[str, Sequence[str]] = {
 
 
 def record_what_is_made(folder: Path, synchronize: bool = False) -> list[str]:
-    """Have the first optimizer that this process makes recorded; call it before a factory's module is imported.
+    """Have the first optimizer of this process recorded: the first that a factory makes, or that steps in a job of
+    ``torch.distributed``. Call it before the modules are imported.
 
     Args:
         folder: of the trace.
         synchronize: wait for the GPU before each mark.
 
     Returns:
-        The names of the factories that have made optimizers so far; it grows.
+        The names of what is recorded, and of factories that have made optimizers since; it grows.
 
     Raises:
-        ValueError: a module of factories is imported already.
+        ValueError: a module that is to be instrumented is imported already.
     """
-    early = [name for name in FACTORIES if name in sys.modules]
-    if early:
-        raise ValueError(f"{early[0]} is imported already: call record_what_is_made() before")
     made: list[str] = []
 
     def recording(module: ModuleType, name: str) -> Callable[..., Any]:
@@ -199,7 +200,16 @@ def record_what_is_made(folder: Path, synchronize: bool = False) -> list[str]:
         for name in FACTORIES[module.__name__]:
             setattr(module, name, recording(module, name))
 
-    sys.meta_path.insert(0, _Finder(replace))
+    job = TorchJob(folder, synchronize, made)
+    instruments: dict[str, Instrument] = {
+        **dict.fromkeys(FACTORIES, replace),
+        "torch": job.watch,
+        "torch.distributed._functional_collectives": job.watch_functional,
+    }
+    early = [name for name in instruments if name in sys.modules]
+    if early:
+        raise ValueError(f"{early[0]} is imported already: call record_what_is_made() before")
+    sys.meta_path.insert(0, _Finder(instruments))
     return made
 
 
@@ -214,29 +224,36 @@ def _waiting(optimizer: Any) -> Callable[[], None] | None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds modules of factories as the others do, and has their loader call ``replace`` with what it has loaded."""
+    """Finds modules as the other finders do, and has their loader instrument what it has loaded.
 
-    def __init__(self, replace: Callable[[ModuleType], None]) -> None:
-        self._replace = replace
-        self._open = set(FACTORIES)
+    Args:
+        instruments: by a module's name, what is called with the module after it was executed.
+    """
+
+    def __init__(self, instruments: Mapping[str, Instrument]) -> None:
+        self._instruments = dict(instruments)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in self._open:
+        instrument = self._instruments.pop(fullname, None)
+        if instrument is None:
             return None
-        self._open.discard(fullname)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._replace)
+            spec.loader = _Loader(spec.loader, instrument)
         return spec
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads as another one, and calls ``replace`` with the module."""
+    """Loads as another one, and calls ``instrument`` with the module."""
 
-    def __init__(self, loader: Any, replace: Callable[[ModuleType], None]) -> None:
-        self._loader, self._replace = loader, replace
+    def __init__(self, loader: Any, instrument: Instrument) -> None:
+        self._loader, self._instrument = loader, instrument
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the other loader offers besides, such as the source or resources."""
+        return getattr(self._loader, name)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         made: ModuleType | None = self._loader.create_module(spec)
@@ -244,4 +261,4 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        self._replace(module)
+        self._instrument(module)

@@ -83,6 +83,7 @@ class Recorder:
         self._written = self._begin
         self._arrived: float | None = None
         self._released: float | None = None
+        self._waited = 0.0
         self._steps: list[Step] = []
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
@@ -113,13 +114,26 @@ class Recorder:
         if self._arrived is not None:
             self._released = self._clock() if waited_s is None else min(self._arrived + waited_s, self._clock())
 
+    def waited(self, seconds: float) -> None:
+        """Mark the end of a wait, of which a step may have several, such as one for each layer.
+
+        The step's record has a single wait, as long as all of them together, which ends with the last one.
+
+        Args:
+            seconds: duration of the wait that ends now.
+        """
+        self._waited += seconds
+        self._released = self._clock()
+        begin = self._released if self._begin is None else self._begin
+        self._arrived = max(self._released - self._waited, begin)
+
     def done(self) -> None:
         """Mark that the step was taken, and begin the next one."""
         now = self._clock()
         if self._begin is not None and self._arrived is not None:
             origin, released = self._origin, self._arrived if self._released is None else self._released
             self._steps.append(Step(origin + self._begin, origin + self._arrived, origin + released, origin + now))
-        self._begin, self._arrived, self._released = now, None, None
+        self._next(now)
         if len(self._steps) >= BUFFERED or now - self._written >= WRITES_EACH:
             self.flush()
 
@@ -137,7 +151,11 @@ class Recorder:
 
     def skip(self) -> None:
         """Leave out what was since the last ``done()``: the next step begins now."""
-        self._begin, self._arrived, self._released = self._clock(), None, None
+        self._next(self._clock())
+
+    def _next(self, now: float) -> None:
+        """Begin the next step."""
+        self._begin, self._arrived, self._released, self._waited = now, None, None, 0.0
 
     def flush(self) -> None:
         """Write what is kept."""

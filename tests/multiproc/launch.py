@@ -167,7 +167,7 @@ def _dump_stacks(job: str, script: str) -> None:
     psutil.wait_procs(ranks, timeout=2.0)
 
 
-def _sweep(job: str, patience: float, but: int | None = None) -> list[str]:
+def sweep(job: str, patience: float, but: int | None = None) -> list[str]:
     """Wait for the job's processes to end, kill those that do not; returns these. ``but``: a process to leave alone."""
     deadline = time.monotonic() + patience
     while (alive := processes_of(job, but)) and (left := deadline - time.monotonic()) > 0:
@@ -251,7 +251,7 @@ def _run(
             except subprocess.TimeoutExpired:
                 returncode = None
                 _dump_stacks(folder.job, script)
-            left_behind = _sweep(folder.job, 0.0 if returncode is None else GOODBYE)
+            left_behind = sweep(folder.job, 0.0 if returncode is None else GOODBYE)
             launcher.wait(timeout=10.0)
         return Job(
             f"{script} {' '.join(args)} ({how})",
@@ -263,7 +263,7 @@ def _run(
             folder.saved_state(),
         )
     finally:
-        _sweep(folder.job, 0.0)
+        sweep(folder.job, 0.0)
         folder.remove()
 
 
@@ -351,7 +351,7 @@ class ForkServer:
                 ]
                 ends = self._ask({"ranks": described, "timeout": timeout})
                 codes: list[int | None] = ends["codes"]
-                left_behind = _sweep(self._folder.job, 0.0 if None in codes else GOODBYE, but=self._process.pid)
+                left_behind = sweep(self._folder.job, 0.0 if None in codes else GOODBYE, but=self._process.pid)
             outputs = [log.read_text(errors="replace") for log in logs]
             return Job(
                 f"{script} {' '.join(args)} ({ranks} ranks, no launcher)",
@@ -382,5 +382,5 @@ class ForkServer:
         """End the server, and with it whatever it has left."""
         self._process.kill()
         self._process.communicate(timeout=10.0)
-        _sweep(self._folder.job, 0.0)
+        sweep(self._folder.job, 0.0)
         self._folder.remove()

@@ -13,7 +13,7 @@ from hvd_async.advisor.report import sentences
 from hvd_async.cli.main import main
 from hvd_async.simulation.network import Network
 from hvd_async.simulation.schedule import one_random, slowest_work, synchronous_seconds
-from hvd_async.traces.format import HOROVOD, Header, read_trace
+from hvd_async.traces.format import DDP, FSDP, HOROVOD, Header, read_trace
 from hvd_async.traces.recorder import Recorder
 from tests.unit.test_traces import write
 
@@ -188,6 +188,8 @@ def test_every_mode_has_a_line_that_the_library_takes():
     ("algorithm", "options", "arm"),
     [
         (HOROVOD, {}, "horovod"),
+        (DDP, {}, "horovod"),
+        (FSDP, {}, "horovod"),
         ("eager", {"quorum": "solo"}, "solo"),
         ("eager", {"quorum": 3}, "k3"),
         ("local", {"average_every": 4}, "local-avg4"),
@@ -258,6 +260,25 @@ def test_a_trace_of_another_mode_is_checked_against_that_mode(tmp_path):
     assert found.own is not None
     assert found.own.mode.arm == "all"
     assert [each.mode.name for each in found.predictions] == ["horovod", "majority"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"), [(DDP, "without DDP around it"), (FSDP, "4 MB of weights alone"), (HOROVOD, None)]
+)
+def test_a_job_of_torch_is_compared_with_itself(tmp_path, algorithm, said):
+    record_synchronous(tmp_path, SLOW, algorithm=algorithm)
+    found = advise(read_trace(tmp_path), modes="adpsgd", resamples=1)
+    text = "\n".join(sentences(found))
+    assert said is None or said in text
+    assert ("Horovod" in text) == (algorithm == HOROVOD)
+    assert found.link.network.cycle == (0.001 if algorithm == HOROVOD else 0.0)
+    assert found.own is not None
+    assert found.own.steps_per_s.mean == pytest.approx(found.trace.steps_per_s, rel=0.01)
+
+
+def test_of_fsdp_on_a_gpu_nothing_is_promised(tmp_path):
+    record_synchronous(tmp_path, SLOW, algorithm=FSDP, synchronized=False)
+    assert any("FSDP's waits on a GPU are not seen" in each for each in advise(read_trace(tmp_path)).unknown)
 
 
 def test_times_of_a_gpu_that_was_not_waited_for_are_called_so(tmp_path):

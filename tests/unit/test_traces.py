@@ -90,6 +90,24 @@ def test_a_step_may_be_told_at_its_end(tmp_path):
     np.testing.assert_allclose(trace.work[:, 0], [0.75, 0.0], atol=1e-5)
 
 
+def test_waits_of_a_step_are_recorded_as_one_that_ends_with_the_last(tmp_path):
+    clock = Clock()
+    recorder = Recorder(tmp_path, 0, 1, clock=clock)
+    for waits in ((0.5, 0.25), (0.125,)):
+        for wait in waits:
+            clock.pass_(1.0)
+            clock.pass_(wait)
+            recorder.waited(wait)
+        clock.pass_(2.0)
+        recorder.arrived()  # (the step has waited already, so it is no mark)
+        recorder.done()
+    recorder.close()
+    trace = read_trace(tmp_path, skip=0, least=1)
+    np.testing.assert_allclose(trace.waits[:, 0], [0.75, 0.125], atol=1e-5)
+    np.testing.assert_allclose(trace.work[:, 0], [4.0, 3.0], atol=1e-5)
+    np.testing.assert_allclose((trace.done - trace.released)[:, 0], 2.0, atol=1e-5)
+
+
 def test_what_is_skipped_is_in_no_step(tmp_path):
     clock = Clock()
     recorder = Recorder(tmp_path, 0, 1, clock=clock)

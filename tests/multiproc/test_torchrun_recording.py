@@ -1,0 +1,81 @@
+"""``torchrun -m hvd_async record`` of plain torch scripts, where Horovod is not installed, and the advice on them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jobs.torchrun_training import COMPUTE
+from torchrun import torchrun, without_horovod
+
+from hvd_async.cli.main import main
+from hvd_async.traces.format import Trace, read_trace
+
+pytestmark = pytest.mark.multiproc
+SCRIPT = Path(__file__).with_name("jobs") / "torchrun_training.py"
+KINDS = ("ddp", "fsdp", "own")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The trace of a job of 2 ranks of each kind, of 30 steps."""
+    environment = without_horovod(tmp_path_factory.mktemp("stub"))
+    found = {}
+    for kind in KINDS:
+        found[kind] = tmp_path_factory.mktemp(kind)
+        command = ["-m", "hvd_async", "record", "--out", str(found[kind]), str(SCRIPT), kind, "30"]
+        torchrun(command, 2, environment)
+    return found
+
+
+@pytest.fixture(scope="module")
+def traces(folders: dict[str, Path]) -> dict[str, Trace]:
+    return {kind: read_trace(folder) for kind, folder in folders.items()}
+
+
+@pytest.mark.parametrize(("kind", "algorithm"), [("ddp", "ddp"), ("fsdp", "fsdp"), ("own", "none")])
+def test_a_script_without_horovod_is_recorded_whole(traces: dict[str, Trace], kind: str, algorithm: str) -> None:
+    trace = traces[kind]
+    assert (trace.ranks, trace.steps) == (2, 27)
+    assert [header.algorithm for header in trace.headers] == [algorithm] * 2
+    assert [header.parameter_bytes for header in trace.headers] == [4 * (9 * 4 + 2 * 4 + 5)] * 2
+    assert all(header.synchronized and header.run is not None for header in trace.headers)
+    assert trace.synchronous == (kind != "own")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_slow_rank_works_and_the_other_one_waits(traces: dict[str, Trace], kind: str) -> None:
+    """If waits in one of the passes counted as work, half of the difference would be gone."""
+    trace = traces[kind]
+    slept = COMPUTE[1] - COMPUTE[0]
+    assert np.median(trace.work[:, 1] - trace.work[:, 0]) > 0.75 * slept
+    assert np.median(trace.waits[:, 0] - trace.waits[:, 1]) > 0.75 * slept
+    assert (trace.begin <= trace.arrived).all()
+    assert (trace.arrived <= trace.released).all()
+    assert (trace.released <= trace.done).all()
+
+
+@pytest.mark.parametrize(("kind", "base"), [("ddp", "DDP"), ("fsdp", "FSDP")])
+def test_the_advice_is_beside_what_the_job_runs(
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str], kind: str, base: str
+) -> None:
+    few = [str(folders[kind]), "--modes", "solo,adpsgd", "--resamples", "2", "--steps", "50"]
+    assert main(["advise", *few]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Rank 1 is slow" in text
+    assert f"over {base}" in text
+    assert f"as it was recorded ({base.lower()})" in text
+    assert "Horovod" not in text
+    assert main(["advise", *few, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["trace"]["compared_with"] == base
+    assert {each["mode"]: each["gain"]["low"] for each in found["modes"]}["adpsgd"] > 1.2
+
+
+def test_a_job_that_trains_with_nobody_is_not_recorded(tmp_path: Path) -> None:
+    script = tmp_path / "alone.py"
+    script.write_text("import torch\nw = torch.ones(1, requires_grad=True)\ntorch.optim.SGD([w], lr=0.1).step()\n")
+    with pytest.raises(AssertionError, match=r"none stepped after torch\.distributed\.init_process_group"):
+        torchrun(["-m", "hvd_async", "record", "--out", str(tmp_path / "trace"), str(script)], 2)
