@@ -1,4 +1,4 @@
-"""Packaging. Horovod itself is built for the installed frameworks by scripts/install_horovod.sh."""
+"""Packaging. torch needs no Horovod; where it is wanted, scripts/install_horovod.sh builds it for the frameworks."""
 
 from setuptools import find_packages, setup
 
@@ -14,10 +14,12 @@ DECENT_DP = "python_version < '3.14'"
 """What it says it needs. A benchmark's rival too."""
 RIVALS = [f"decent-dp; {DECENT_DP}", f"torchft; {TORCHFT}"]
 
+# "tensorflow" leaves Horovod out, although it is needed there: its source on the package index fails to build beside
+# today's frameworks, so that no installation would succeed. "horovod" is for indexes that have one that does.
 setup(
     name="hvd_async",
     version="0.2.0",
-    description="Horovod optimizers that do not wait: eager-SGD, gossip and leaders for PyTorch and TensorFlow",
+    description="Distributed optimizers that do not wait: eager-SGD, gossip and leaders for PyTorch and TensorFlow",
     long_description=open("README.md", encoding="utf-8").read(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
@@ -27,8 +29,10 @@ setup(
     install_requires=["msgspec", "numpy", "psutil", "pyzmq", "rich"],
     entry_points={"console_scripts": ["hvd_async = hvd_async.cli.main:main"]},
     extras_require={
-        "torch": ["torch>=2.3", "torchvision", *RUNNER],
-        "tensorflow": ["tensorflow>=2.16", "keras>=3", *RUNNER],
+        "torch": ["torch>=2.3"],
+        "tensorflow": ["tensorflow>=2.16", "keras>=3"],
+        "horovod": ["horovod>=0.28.1"],
+        "runners": ["torchvision", *RUNNER],
         "advisor": ["matplotlib"],
         "docs": DOCS,
         "monitor": ["prometheus_client", "tensorboard"],

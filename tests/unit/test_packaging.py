@@ -66,6 +66,12 @@ def elsewhere(wheel, tmp_path_factory):
     return python
 
 
+def requirements(metadata):
+    """Names of what a wheel needs, each with the extra that it is for, or None."""
+    lines = [re.match(r"([\w-]+).*?(?:extra == ['\"](\w+)['\"])?$", x) for x in metadata.get_all("Requires-Dist")]
+    return [(line[1], line[2]) for line in lines]
+
+
 def test_the_version_is_the_same_everywhere():
     cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
     packed = re.search(r'^    version="(.+)",$', (ROOT / "setup.py").read_text(encoding="utf-8"), re.MULTILINE)
@@ -89,9 +95,10 @@ def test_the_wheel_says_what_it_is(wheel):
     told = email.message_from_bytes(archive.read(name))
     assert told["Name"] == "hvd_async"
     assert told["Requires-Python"] == ">=3.10"
-    assert {"torch", "tensorflow", "docs", "dev"} <= set(told.get_all("Provides-Extra"))
-    needed = {re.split(r"[^\w-]", line)[0] for line in told.get_all("Requires-Dist") if "extra ==" not in line}
+    assert {"torch", "tensorflow", "horovod", "runners", "docs", "dev"} <= set(told.get_all("Provides-Extra"))
+    needed = {name for name, extra in requirements(told) if extra is None}
     assert needed == {"msgspec", "numpy", "psutil", "pyzmq", "rich"}
+    assert [name for name, extra in requirements(told) if extra == "torch"] == ["torch"], "no Horovod, no compiler"
     (name,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
     assert "hvd_async = hvd_async.cli.main:main" in archive.read(name).decode()
 
