@@ -14,12 +14,21 @@ __all__ = [
 ]  # fmt: skip
 
 
-def no_horovod(error: ImportError) -> ImportError:
-    """Return the error of a binding whose Horovod cannot be imported."""
+def no_horovod(error: ImportError, framework: str) -> ImportError:
+    """Return the error of a binding whose Horovod cannot be imported.
+
+    Args:
+        error: of the import.
+        framework: "torch" or "tensorflow".
+    """
+    without = {
+        "torch": "Or launch with torchrun, which needs no Horovod, and set HVD_ASYNC_TRANSPORT=torch.",
+        "tensorflow": "Only PyTorch trains without Horovod.",
+    }
     return ImportError(
-        f"Horovod is not there for this framework ({error}). Build it, in a checkout of hvd_async: "
-        f'bash scripts/install_horovod.sh --python "$(which python)" (pip install horovod fails beside today\'s '
-        f"frameworks); hvd_async doctor says what else is missing"
+        f"hvd_async.{framework} needs Horovod, which cannot be imported ({error}). Build it for your {framework}, in a "
+        f'checkout of hvd_async: bash scripts/install_horovod.sh --python "$(which python)" (pip install horovod '
+        f"fails beside today's frameworks). {without[framework]} hvd_async doctor says what else is missing."
     )
 
 

@@ -10,12 +10,14 @@ from hvd_async.doctor.collectives import HorovodCollectives
 from hvd_async.doctor.findings import Finding, note, ok, problem
 from hvd_async.doctor.network import Measurement, measure, pairs_of
 from hvd_async.doctor.processes import run_limited, tell
-from hvd_async.doctor.software import BUILD, FRAMEWORKS, read_build
+from hvd_async.doctor.software import BUILD, FRAMEWORKS, installed, read_build
 from hvd_async.doctor.trial import environment, launcher
 from hvd_async.errors import EngineError
+from hvd_async.runtime.data_plane import TORCH, choose
 
 SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""Variables with the number of ranks: by ``horovodrun``, Open MPI, other MPIs."""
+"""Variables with the number of ranks: by ``horovodrun``, Open MPI, other MPIs. torchrun's ``WORLD_SIZE`` counts beside
+its ``RANK``."""
 A_LINK = 10.0
 """Seconds that a link's measurement may take, at the most."""
 SLOW = 0.5
@@ -24,11 +26,12 @@ SLOW = 0.5
 
 def in_a_job() -> bool:
     """Whether this process is one of several ranks."""
-    return any(os.environ.get(name, "1") not in ("", "1") for name in SIZES)
+    sizes = [*SIZES, "WORLD_SIZE"] if "RANK" in os.environ else SIZES
+    return any(os.environ.get(name, "1") not in ("", "1") for name in sizes)
 
 
 def framework_here() -> str:
-    """Return the framework whose collectives are taken: torch if Horovod has it, since it imports sooner.
+    """Return the framework whose Horovod has collectives here: torch if there is one, since it imports sooner.
 
     Raises:
         ValueError: there is no Horovod, or none for a framework.
@@ -36,13 +39,18 @@ def framework_here() -> str:
     built = read_build().built_for
     found = next((name for name in FRAMEWORKS if name in built), "")
     if not found:
-        raise ValueError(f"no Horovod here that was built for torch or tensorflow: {BUILD}")
+        raise ValueError(
+            f"no Horovod here that was built for torch or tensorflow: {BUILD}. Without Horovod, on each host: torchrun "
+            "--nnodes ... --nproc-per-node 1 -m hvd_async doctor"
+        )
     return found
 
 
 def measure_here() -> tuple[int, Measurement]:
     """Measure as one rank of a job; returns this rank, and what all have found."""
-    with HorovodCollectives(importlib.import_module(f"hvd_async.{framework_here()}.network_probe")) as collectives:
+    on_torch = bool(installed("torch")) and choose().name == TORCH
+    framework = "torch" if on_torch else framework_here()
+    with HorovodCollectives(importlib.import_module(f"hvd_async.{framework}.network_probe")) as collectives:
         return collectives.rank(), measure(collectives)
 
 

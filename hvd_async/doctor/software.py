@@ -17,6 +17,7 @@ from typing import Any
 import hvd_async
 from hvd_async.doctor.findings import Finding, note, ok, problem
 from hvd_async.doctor.processes import Outcome, run_limited
+from hvd_async.runtime.data_plane import choose
 
 FRAMEWORKS = ("torch", "tensorflow")
 OLDEST = {"torch": (2, 3), "tensorflow": (2, 16), "keras": (3,)}
@@ -134,6 +135,9 @@ def judge_build(build: Build, versions: Mapping[str, str]) -> list[Finding]:
     """Judge Horovod's files against the installed versions of the frameworks."""
     if not build.version:
         advice = f"Build it for your frameworks: {BUILD}. (pip install horovod fails beside today's frameworks.)"
+        if versions.get("torch") and not versions.get("tensorflow"):
+            advice = f"torch trains without it, under torchrun. For horovodrun, elastic jobs and MPI: {BUILD}."
+            return [note("horovod", "not installed", advice, version="")]
         return [problem("horovod", "not installed", advice, version="")]
     wanted = [name for name in FRAMEWORKS if versions.get(name)]
     missing = [name for name in wanted if name not in build.built_for]
@@ -165,6 +169,23 @@ def judge_build(build: Build, versions: Mapping[str, str]) -> list[Finding]:
     return found
 
 
+def judge_data_plane(build: Build, environment: Mapping[str, str]) -> Finding:
+    """Judge what carries the tensors of torch's ranks.
+
+    Args:
+        build: Horovod as it lies on the disk.
+        environment: variables that decide it.
+    """
+    try:
+        plane = choose(environment, "torch" in build.built_for)
+    except (ImportError, ValueError) as error:
+        return problem("data plane", "none for torch", f"{error}")
+    carrier = {"horovod": "Horovod", "torch": "torch.distributed"}[plane.name]
+    under = choose({**environment, "TORCHELASTIC_RUN_ID": "any"}, "torch" in build.built_for)
+    also = "" if under.name == plane.name else "; under torchrun torch.distributed"
+    return ok("data plane", f"{carrier} for torch, as {plane.reason}{also}", plane=plane.name, reason=plane.reason)
+
+
 def judge_answer(framework: str, outcome: Outcome, build: Build, limit: float) -> list[Finding]:
     """Judge what became of the import of a framework and of Horovod's module for it.
 
@@ -189,9 +210,15 @@ def judge_answer(framework: str, outcome: Outcome, build: Build, limit: float) -
     fact = "imports; built with " + (", ".join(names[key] for key, there in built.items() if there) or "no transport")
     if not (built["gloo"] or built["mpi"]):
         return [problem(name, fact, f"It can connect no ranks: {BUILD}.", **built)]
+    advices = []
+    if not built["gloo"]:
+        advices.append(f"Without Gloo launch with mpirun or horovodrun --mpi; elastic jobs need Gloo: {BUILD}.")
     if steps["framework"]["gpus"] and not built["nccl"]:
-        advice = "Tensors on GPUs go by way of the CPU. With a CUDA toolkit and NCCL's header (docs/gpu.md): " + BUILD
-        return [note(name, fact, f"{advice}.", **built)]
+        advices.append(
+            f"Tensors on GPUs go by way of the CPU. With a CUDA toolkit and NCCL's header (docs/gpu.md): {BUILD}."
+        )
+    if advices:
+        return [note(name, fact, " ".join(advices), **built)]
     return [ok(name, fact, **built)]
 
 

@@ -16,6 +16,8 @@ from hvd_async.doctor.processes import Outcome, run_limited, tell
 RANKS = 2
 PROGRAM = "hvd_async.doctor.trial"
 """This module."""
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
+"""``torchrun`` as an interpreter's arguments."""
 
 
 def launcher() -> list[str]:
@@ -44,25 +46,38 @@ def run_trial(framework: str, transport: str, limit: float) -> Outcome:
 
     Args:
         framework: ``torch`` or ``tensorflow``.
-        transport: ``gloo`` or ``mpi``.
+        transport: ``gloo`` or ``mpi``, of Horovod; ``torch``: torch.distributed, under ``torchrun``.
         limit: seconds.
     """
+    if transport == "torch":
+        command = [sys.executable, *TORCHRUN, "-m", PROGRAM, framework]
+        return run_limited(command, limit, environment(os.environ))
     command = [*launcher(), "-np", str(RANKS), f"--{transport}"]
     if transport == "mpi":
         command.append("--mpi-args=--oversubscribe")
     return run_limited([*command, sys.executable, "-m", PROGRAM, framework], limit, environment(os.environ))
 
 
-def judge_trial(framework: str, outcome: Outcome, limit: float) -> Finding:
-    """Judge the training of a framework's two ranks, which had ``limit`` seconds."""
+def judge_trial(framework: str, outcome: Outcome, limit: float, transport: str = "gloo") -> Finding:
+    """Judge the training of a framework's two ranks.
+
+    Args:
+        framework: ``torch`` or ``tensorflow``.
+        outcome: of ``run_trial``.
+        limit: seconds that it had.
+        transport: as of ``run_trial``.
+    """
     name = f"self-test {framework}"
     results = outcome.results()
     if outcome.returncode != 0 or not results:
         missing = "" if outcome.returncode else ", and no result"
-        advice = f"Run it to see all: horovodrun -np {RANKS} --gloo python -m {PROGRAM} {framework}"
+        start = f"horovodrun -np {RANKS} --{transport} python"
+        if transport == "torch":
+            start = " ".join(["python", *TORCHRUN])
+        advice = f"Run it to see all: {start} -m {PROGRAM} {framework}"
         return problem(name, f"{outcome.ending(limit)}{missing}", advice, output=outcome.output[-4000:])
     result = results[-1]
-    values = {**result, "duration_s": outcome.seconds}
+    values = {**result, "duration_s": outcome.seconds, "transport": transport}
     if result["distance"] != 0.0:
         advice = "The averages do not arrive as they were sent: please report this with the output of --json."
         return problem(name, f"replicas differ by {result['distance']:g} after drain()", advice, **values)

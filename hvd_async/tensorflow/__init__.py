@@ -8,7 +8,7 @@ try:
     import horovod.tensorflow as _horovods
     from horovod.tensorflow import *  # noqa: F403
 except ImportError as _error:
-    raise _no_horovod(_error) from _error
+    raise _no_horovod(_error, "tensorflow") from _error
 
 from hvd_async.monitor import Monitor
 from hvd_async.optimizers.public_names import public_names as _public_names

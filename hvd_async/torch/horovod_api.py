@@ -20,7 +20,7 @@ if ON_HOROVOD:
         from horovod.common.exceptions import HorovodInternalError
         from horovod.torch.functions import broadcast_optimizer_state as horovods_broadcast
     except ImportError as error:
-        raise no_horovod(error) from error
+        raise no_horovod(error, "torch") from error
 else:
     from hvd_async.torch import distributed as hvd
     from hvd_async.torch.distributed import process_sets

@@ -79,10 +79,16 @@ def test_all_of_horovods_that_a_star_takes_is_exported(name):
     assert not wanted - set(importlib.import_module(name).__all__)
 
 
-@pytest.mark.parametrize("binding", ["tensorflow", "tensorflow.keras"])
-def test_without_horovod_an_import_says_how_to_build_it(binding):
-    code = f"import sys\nsys.modules['horovod'] = None\nimport hvd_async.{binding}"
+@pytest.mark.parametrize(
+    ("binding", "asked"), [("torch", "horovod"), ("tensorflow", ""), ("tensorflow", "torch"), ("tensorflow.keras", "")]
+)
+def test_without_horovod_an_import_that_needs_it_says_how_to_build_it(binding, asked):
+    code = "import os, sys\nsys.modules['horovod'] = None\n"
+    code += f"os.environ['HVD_ASYNC_TRANSPORT'] = {asked!r}\nimport hvd_async.{binding}"
     ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     last = ended.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: Horovod is not there for this framework"), ended.stderr
+    assert last.startswith("ImportError: "), ended.stderr
     assert "scripts/install_horovod.sh" in last
+    if binding != "torch":
+        assert "hvd_async.tensorflow needs Horovod" in last
+        assert "Only PyTorch trains without Horovod" in last

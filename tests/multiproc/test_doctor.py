@@ -20,9 +20,9 @@ from tests.conftest import LONG_RUN
 pytestmark = pytest.mark.multiproc
 
 
-@pytest.mark.parametrize(("framework", "transport"), [("tensorflow", "gloo"), ("torch", "mpi")])
+@pytest.mark.parametrize(("framework", "transport"), [("tensorflow", "gloo"), ("torch", "mpi"), ("torch", "torch")])
 def test_the_self_test_passes(framework: str, transport: str) -> None:
-    found = judge_trial(framework, run_trial(framework, transport, 120.0), 120.0)
+    found = judge_trial(framework, run_trial(framework, transport, 120.0), 120.0, transport)
     assert found.verdict is Verdict.OK, found.values.get("output", found.fact)
     assert found.values["rounds"] >= 20
 

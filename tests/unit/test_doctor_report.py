@@ -10,7 +10,7 @@ import pytest
 
 from hvd_async.cli import doctor as command
 from hvd_async.cli.main import main
-from hvd_async.doctor import checkup, findings, render, trial
+from hvd_async.doctor import checkup, findings, network_job, render, trial
 from hvd_async.doctor.checkup import Plan, check_machine
 from hvd_async.doctor.findings import Verdict, as_json, note, ok, problem, worst
 from hvd_async.doctor.network import Link, Measurement
@@ -133,6 +133,9 @@ def healthy(monkeypatch):
     monkeypatch.setattr(checkup, "read_build", lambda: outcomes["build"])
     monkeypatch.setattr(checkup, "ask_all", lambda names, limit: dict.fromkeys(names, outcomes["ask"]))
     monkeypatch.setattr(checkup, "run_trial", lambda framework, transport, limit: outcomes["trial"])
+    monkeypatch.setattr(checkup.shutil, "which", lambda name: f"/bin/{name}")
+    for name in ("HVD_ASYNC_TRANSPORT", "HOROVOD_RANK", "TORCHELASTIC_RUN_ID", "RANK"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(checkup, "read_machine", lambda: GOOD)
     return outcomes
 
@@ -154,12 +157,73 @@ def test_without_the_self_test(healthy):
     assert "self-test torch" not in [one.name for one in check_machine(Plan(self_test=False))]
 
 
-def test_without_horovod(healthy):
-    healthy["build"] = Build()
-    healthy["ask"] = Outcome(1, healthy["ask"].output.splitlines()[0], 1.0)
+def without_horovod(outcomes) -> None:
+    outcomes["build"] = Build()
+    outcomes["ask"] = Outcome(1, outcomes["ask"].output.splitlines()[0], 1.0)
+
+
+def transport_tested(found: list[findings.Finding]) -> object:
+    """The transport of torch's self-test, or the reason why there was none."""
+    (one,) = (one for one in found if one.name == "self-test torch")
+    return one.values.get("transport", one.fact)
+
+
+def test_torch_without_horovod_trains_on_torch_distributed(healthy):
+    without_horovod(healthy)
     found = check_machine(Plan())
-    assert problems(found) == ["horovod"]
-    assert [one.fact for one in found if one.name == "self-test torch"] == ["left out"]
+    assert problems(found) == []
+    assert "torch trains without it" in next(one.advice for one in found if one.name == "horovod")
+    assert transport_tested(found) == "torch"
+
+
+def test_horovod_is_demanded_and_is_not_there(healthy, monkeypatch):
+    without_horovod(healthy)
+    monkeypatch.setenv("HVD_ASYNC_TRANSPORT", "horovod")
+    found = check_machine(Plan())
+    assert problems(found) == ["data plane"]
+    assert "HVD_ASYNC_TRANSPORT=torch" in next(one.advice for one in found if one.name == "data plane")
+    assert transport_tested(found) == "left out"
+
+
+def test_the_self_test_is_of_the_data_plane_that_is_taken(healthy, monkeypatch):
+    assert transport_tested(check_machine(Plan())) == "gloo"
+    monkeypatch.setenv("HVD_ASYNC_TRANSPORT", "torch")
+    assert transport_tested(check_machine(Plan())) == "torch"
+
+
+def test_a_horovod_with_mpi_and_without_gloo(healthy, monkeypatch):
+    horovods = json.dumps({"step": "horovod", "gloo": False, "mpi": True, "nccl": False})
+    healthy["ask"] = Outcome(0, healthy["ask"].output.splitlines()[0] + "\n" + RESULT + horovods, 1.0)
+    found = check_machine(Plan())
+    assert problems(found) == []
+    assert "horovodrun --mpi" in next(one.advice for one in found if one.name == "horovod.torch")
+    assert transport_tested(found) == "mpi"
+    monkeypatch.setattr(checkup.shutil, "which", lambda name: None)
+    assert problems(check_machine(Plan())) == ["mpirun"]
+
+
+@pytest.mark.parametrize(("transport", "command"), [("mpi", "horovodrun -np 2 --mpi"), ("torch", "torch.distributed")])
+def test_a_training_that_failed_can_be_run_by_hand(transport, command):
+    assert command in trial.judge_trial("torch", ended(1), 60, transport).advice
+
+
+@pytest.mark.parametrize(
+    ("variables", "several"),
+    [
+        ({}, False),
+        ({"HOROVOD_SIZE": "1"}, False),
+        ({"HOROVOD_SIZE": "2"}, True),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, True),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, False),
+        ({"WORLD_SIZE": "2"}, False),
+    ],
+)
+def test_a_rank_of_several_is_known_by_its_launcher(monkeypatch, variables, several):
+    for name in (*network_job.SIZES, "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert network_job.in_a_job() == several
 
 
 def test_with_a_training_that_fails(healthy):
@@ -260,4 +324,6 @@ def test_a_measurement_of_hosts_without_horovod(monkeypatch, capsys):
     monkeypatch.setattr("hvd_async.doctor.network_job.read_build", Build)
     with pytest.raises(SystemExit):
         main(["doctor", "--hosts", "a:1,b:1"])
-    assert "install_horovod.sh" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "install_horovod.sh" in error
+    assert "torchrun" in error

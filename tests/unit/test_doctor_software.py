@@ -81,6 +81,32 @@ def test_builds_that_do_not_fit(build, expected):
     assert all("install_horovod.sh" in one.advice for one in found if one.verdict is not Verdict.OK)
 
 
+def test_without_horovod_torch_trains_and_tensorflow_does_not():
+    assert verdicts(software.judge_build(Build(), {"torch": "2.13.0"})) == {"horovod": "note"}
+    assert verdicts(software.judge_build(Build(), {"tensorflow": "2.21.0"})) == {"horovod": "problem"}
+
+
+@pytest.mark.parametrize(
+    ("build", "environment", "fact"),
+    [
+        (FITTING, {}, "Horovod for torch, as Horovod is installed; under torchrun torch.distributed"),
+        (FITTING, {"HOROVOD_RANK": "0"}, "Horovod for torch, as horovodrun has started this process"),
+        (FITTING, {"HVD_ASYNC_TRANSPORT": "horovod"}, "Horovod for torch, as HVD_ASYNC_TRANSPORT=horovod"),
+        (FITTING, {"TORCHELASTIC_RUN_ID": "x"}, "torch.distributed for torch, as torchrun has started this process"),
+        (Build(), {}, "torch.distributed for torch, as Horovod is not installed for torch"),
+    ],
+)
+def test_the_data_plane_is_told_with_its_reason(build, environment, fact):
+    found = software.judge_data_plane(build, environment)
+    assert (found.verdict, found.fact) == (Verdict.OK, fact)
+
+
+def test_a_data_plane_that_there_is_not(monkeypatch):
+    found = software.judge_data_plane(FITTING, {"HVD_ASYNC_TRANSPORT": "smoke"})
+    assert found.verdict is Verdict.PROBLEM
+    assert "HVD_ASYNC_TRANSPORT" in found.advice
+
+
 def test_a_build_is_read_from_its_folder(tmp_path: Path):
     assert software.read_folder("0.28.1", tmp_path) == Build("0.28.1")
     (tmp_path / "torch").mkdir()
@@ -122,6 +148,12 @@ def test_packages_under_other_names_are_found(monkeypatch):
             "horovod.torch",
             "note",
             "Gloo",
+        ),
+        (
+            answer(FRAMEWORK, {"step": "horovod", "gloo": False, "mpi": True, "nccl": True}),
+            "horovod.torch",
+            "note",
+            "built with MPI, NCCL",
         ),
         (
             answer({**FRAMEWORK, "gpus": 2}, {"step": "horovod", "gloo": True, "mpi": True, "nccl": True}),
