@@ -1,4 +1,6 @@
-"""Accelerate, a process a rank: `horovodrun -np 2 --gloo python docs/examples/recipes/accelerate_loop.py`."""
+"""Accelerate, a process a rank: `torchrun --nproc-per-node 2 docs/examples/recipes/accelerate_loop.py`."""
+
+import os
 
 import torch
 from accelerate import Accelerator
@@ -8,6 +10,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, rand
 import hvd_async.torch as hvd
 
 hvd.init()
+for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # torchrun's: Accelerate would put DDP around the model
+    os.environ.pop(name, None)
 torch.manual_seed(0)
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 images, labels = map(torch.tensor, load_digits(return_X_y=True))

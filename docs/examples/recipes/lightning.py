@@ -1,4 +1,4 @@
-"""PyTorch Lightning, a process a rank: `horovodrun -np 2 --gloo python docs/examples/recipes/lightning.py`."""
+"""PyTorch Lightning, a process a rank: `torchrun --nproc-per-node 2 docs/examples/recipes/lightning.py`."""
 
 import tempfile
 

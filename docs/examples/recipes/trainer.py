@@ -1,5 +1,6 @@
-"""Hugging Face's Trainer, a process a rank: `horovodrun -np 2 --gloo python docs/examples/recipes/trainer.py`."""
+"""Hugging Face's Trainer, a process a rank: `torchrun --nproc-per-node 2 docs/examples/recipes/trainer.py`."""
 
+import os
 import tempfile
 
 import hvd_async.torch as hvd
@@ -12,6 +13,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, ViTConfig,
 from transformers import get_cosine_schedule_with_warmup as cosine
 
 hvd.init()
+for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # torchrun's: the Trainer would put DDP around the model
+    os.environ.pop(name, None)
 torch.manual_seed(0)
 images, labels = map(torch.tensor, load_digits(return_X_y=True))
 order = torch.randperm(len(images))
