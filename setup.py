@@ -6,8 +6,8 @@ RUNNER = ["numpy", "pillow", "scikit-learn", "scipy", "tqdm", "tensorboard"]
 TOOLS = ["hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "types-psutil", "types-tqdm"]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material", "mkdocstrings[python]"]
 RELEASE = ["build", *DOCS]
-RECIPES = ["accelerate", "pytorch-lightning", "ray", "scikit-learn", "timm", "transformers"]
-"""What the scripts of docs/examples/recipes import: some 480 MB, half of it Ray."""
+RECIPES = ["accelerate", "pytorch-lightning", "ray[train]", "scikit-learn", "timm", "transformers"]
+"""What the scripts of docs/examples/recipes import: some 700 MB, most of it Ray and what it needs."""
 TORCHFT = "sys_platform == 'linux' and platform_machine == 'x86_64' and python_version < '3.14'"
 """Where it has wheels. It is a benchmark's rival."""
 DECENT_DP = "python_version < '3.14'"
