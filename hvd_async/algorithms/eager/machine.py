@@ -23,6 +23,10 @@ The laws it keeps:
    rank whose engine does not answer has not submitted it.
 8. *An event costs the same with more ranks.* What takes time in proportion to them is done once a round or an end.
 
+In this file: ``Hosts`` and ``Gathering`` (ranks that step together), ``Positions``, ``Bucket``, ``Round`` and
+``Steppers`` (progress), ``ReceivedRounds`` (law 7), ``RoundCommands``, then ``EagerStateMachine``. Law 3 is in
+``quorum``.
+
 States: opening (until every rank has registered and all match) -> running <-> drained (all have finished: counters are
 re-based to the rounds started and all ranks are active again); rejected, if the ranks do not match.
 """

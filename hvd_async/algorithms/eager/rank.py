@@ -2,6 +2,10 @@
 
 The training thread calls ``connect``, ``hand_over``, ``step`` and ``drain``; the engine thread carries out the
 coordinator's commands. Li et al., PPoPP 2020, with the promises of partial allreduce that it left open.
+
+A gradient passes this file from top to bottom: ``GradientLedger`` and ``Counters`` count it, ``HandOver`` takes it to
+the engine, ``RoundsInFlight`` submits it, ``RoundInbox`` holds its round until the training thread applies it.
+``Remains`` is what a membership change leaves of that. ``EagerWorker`` is the rank, which drives them all.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ The laws it keeps:
 
 The graph, and who waits for whom in it, is the ranks' own business: they need no permission for a step.
 
+In this file: ``MessageQueues`` (law 2), ``Readiness`` (law 1), ``PairRequests`` (law 3), then ``GossipStateMachine``.
+
 What an event costs does not grow with the number of ranks: changes are noted as they happen. Work on all ranks is done
 where as many events have led to it: when an exchange of their messages starts, or an average of theirs.
 """
