@@ -160,7 +160,7 @@ class Option:
 
 
 def option(default: Any, doc: str, **more: Any) -> Any:
-    """Return the field of a dataclass for an option; ``more`` as of ``Option``."""
+    """Return the field of a dataclass for an option; ``more`` as in ``Option``."""
     return dataclasses.field(default=default, metadata={"option": Option(doc, **more)})
 
 

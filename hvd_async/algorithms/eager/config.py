@@ -26,8 +26,8 @@ class EagerConfig(Config, frozen=True, tag=True):
         quorum: "solo", "majority", "all", "auto", an int (ranks) or a float (fraction of the ranks).
         max_staleness: rounds.
         grace: seconds to wait for more ranks once the quorum is there, or "auto".
-        seed: of majority's initiator draw.
-        buckets: how many buckets a round has.
+        seed: seed of majority's draw of an initiator.
+        buckets: number of buckets in a round.
         pace: "steps", where every rank does the same number of steps, or "rounds", where a late rank does fewer.
         local_size: ranks of a host, numbered host by host, that take each step together: then quorum and staleness
             count hosts; 1: they count ranks.
@@ -53,7 +53,7 @@ class EagerConfig(Config, frozen=True, tag=True):
 
 class StepEntered(OptimizerEvent, frozen=True, tag=True, omit_defaults=True):
     """This rank is in ``step()`` number ``step``, with these hyperparameters; None: those it sent last. The gradients
-    of ``buckets`` have come with it, as of ``GradientReady``."""
+    of ``buckets`` come with it, as in ``GradientReady``."""
 
     step: int
     hyper: Hyper | None = None
@@ -63,8 +63,8 @@ class StepEntered(OptimizerEvent, frozen=True, tag=True, omit_defaults=True):
 
 
 class GradientReady(OptimizerEvent, frozen=True, tag=True, omit_defaults=True):
-    """The gradients of these ``buckets`` of this rank's step (``empty``: of those, none) are with its engine, where so
-    many rounds have landed."""
+    """The gradients of ``buckets`` of this rank's step are with its engine, on which ``landed`` rounds are complete;
+    those of ``empty`` hold nothing."""
 
     buckets: list[int]
     step: int
@@ -86,15 +86,15 @@ class RoundsReceived(OptimizerEvent, frozen=True, tag=True):
 
 
 class RoundTrigger(msgspec.Struct, frozen=True):
-    """Why and when a bucket's round fired.
+    """Why and when the round of a bucket started.
 
     Attributes:
-        reason: for people.
-        by: the rank whose event made it fire.
-        arrived: how many ranks had arrived for it.
-        first: when the first of them did, on the coordinator's clock (s).
-        fired: when it fired, on the same clock.
-        held: seconds that those ranks waited until then, added up.
+        reason: a human-readable text.
+        by: the rank whose event started it.
+        arrived: number of ranks that had arrived for it.
+        first: time of the first arrival, on the coordinator's clock (s).
+        fired: time of the start, on the same clock.
+        held: seconds that those ranks waited until then, summed over ranks.
     """
 
     reason: str
@@ -106,14 +106,14 @@ class RoundTrigger(msgspec.Struct, frozen=True):
 
 
 class HostSteps(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """Gradients of a bucket that may go since the last drain or cut, as all ranks of their host have handed them over:
-    how many of each rank, the same on most hosts, and of the ``others`` by the host's number."""
+    """Number of gradients of a bucket, per rank, that all ranks of a host have handed over since the last drain or cut:
+    ``most`` on most hosts, and on the ``others`` by the number of the host."""
 
     most: int
     others: dict[int, int] = msgspec.field(default_factory=dict)
 
     def of(self, host: int) -> int:
-        """Return the number of a host."""
+        """Return the number of gradients of a host."""
         return self.others.get(host, self.most)
 
 
@@ -121,13 +121,14 @@ class StartRound(OptimizerCommand, frozen=True, tag=True, omit_defaults=True):
     """Submit the pending gradients of these buckets for this round.
 
     Attributes:
-        by: the rank whose event made it start.
-        arrived: of each of these buckets, how many ranks had arrived for it.
-        held: seconds that the ranks in this step have waited until then, added up; 0 unless all buckets have started.
-        settled: whether the round's hyperparameters are known now; else ``SetHyperparameters`` or the start of another
-            bucket follows.
-        hyper: where they are known: these; None if they are those of the round that had its own last.
-        whole: None where each rank is by itself.
+        by: the rank whose event started it.
+        arrived: for each of these buckets, the number of ranks that had arrived for it.
+        held: seconds that the ranks in this step have waited until then, summed over ranks; 0 unless all buckets have
+            started.
+        settled: whether the round's hyperparameters are known now; if not, ``SetHyperparameters`` or the start of
+            another bucket follows.
+        hyper: the hyperparameters, if known; None if they are those that were sent last.
+        whole: gradients of each host that belong to it; None where each rank steps separately.
     """
 
     buckets: list[int]
@@ -149,8 +150,8 @@ class ExplainRound(OptimizerCommand, frozen=True, tag=True):
 
 
 class EndStep(OptimizerCommand, frozen=True, tag=True):
-    """The ranks of a host have all handed over step number ``steps`` since the last end, too late for its round:
-    it ends when their weights are at ``version``."""
+    """All ranks of a host have handed over step number ``steps`` since the last drain or cut, too late for its round:
+    the step ends when their weights are at ``version``."""
 
     host: int
     steps: int
@@ -158,14 +159,14 @@ class EndStep(OptimizerCommand, frozen=True, tag=True):
 
 
 class SetHyperparameters(OptimizerCommand, frozen=True, tag=True, omit_defaults=True):
-    """The hyperparameters of a round that has started before they were known; None: as of ``StartRound``."""
+    """The hyperparameters of a round that started before they were known; None: as in ``StartRound``."""
 
     round: int
     hyper: Hyper | None = None
 
 
 class ReportReceived(OptimizerCommand, frozen=True, tag=True):
-    """A round is in flight for long: report at once that earlier commands have been submitted."""
+    """A round has been in flight for long: report at once that earlier commands have been submitted."""
 
     call: int
 

@@ -23,6 +23,10 @@ The laws it keeps:
    rank whose engine does not answer has not submitted it.
 8. *An event costs the same with more ranks.* What takes time in proportion to them is done once a round or an end.
 
+In this file: ``Hosts`` and ``Gathering`` (ranks that step together), ``Positions``, ``Bucket``, ``Round`` and
+``Steppers`` (progress), ``ReceivedRounds`` (law 7), ``RoundCommands``, then ``EagerStateMachine``. Law 3 is in
+``quorum``.
+
 States: opening (until every rank has registered and all match) -> running <-> drained (all have finished: counters are
 re-based to the rounds started and all ranks are active again); rejected, if the ranks do not match.
 """
@@ -61,14 +65,14 @@ from hvd_async.runtime.state_machine import StateMachine
 
 @dataclass
 class Hosts:
-    """Which ranks step together: those of a host, or each by itself. A host is known by its first rank.
+    """Groups of ranks that step together: the ranks of a host, or single ranks. A host is identified by its first rank.
 
     Attributes:
         first: the hosts, in order.
-        of: each rank's host.
-        number: of each host, from 0.
-        size: ranks of a host.
-        active: the hosts with ranks that are not done, and how many of these there are.
+        of: the host of each rank.
+        number: the number of each host, from 0.
+        size: ranks per host.
+        active: number of unfinished ranks per host, for hosts that have any.
     """
 
     first: tuple[int, ...]
@@ -79,10 +83,10 @@ class Hosts:
     _ranks: dict[int, tuple[int, ...]]
 
     def __init__(self, ranks: Sequence[int], size: int, done: Collection[int] = ()) -> None:
-        """Part ranks, host by host, into hosts of ``size``; some are ``done``.
+        """Divide ranks, which are numbered host by host, into hosts of ``size`` ranks; those ``done`` have finished.
 
         Raises:
-            ValueError: it leaves some over.
+            ValueError: ``size`` does not divide their number.
         """
         check_hosts(len(ranks), size)
         self.size = size
@@ -95,31 +99,32 @@ class Hosts:
             self.finish(rank)
 
     def ranks(self, host: int) -> tuple[int, ...]:
-        """Return a host's ranks."""
+        """Return the ranks of a host."""
         return self._ranks[host]
 
     def among(self, ranks: Collection[int]) -> list[int]:
-        """Return the hosts of some ranks, in the ranks' order."""
+        """Return the hosts of these ranks, in the order of the ranks."""
         return list(ranks) if self.size == 1 else list(dict.fromkeys(self.of[rank] for rank in ranks))
 
     def finish(self, rank: int) -> None:
-        """A rank is done."""
+        """Record that a rank has finished."""
         host = self.of[rank]
         self.active[host] -= 1
         if not self.active[host]:
             del self.active[host]
 
     def begin_anew(self) -> None:
-        """No rank is done."""
+        """Record that no rank has finished."""
         self.active = dict.fromkeys(self.first, self.size)
 
 
 class Gathering:
-    """Gradients that wait for those of their host's other ranks.
+    """Gradients that wait for those of the other ranks of their host.
 
     Attributes:
-        whole: by bucket, of each host: how many gradients all its ranks have handed over, since the last drain or cut.
-        held: of ranks that have handed over one more, its buckets, as bits.
+        whole: per bucket and host, the number of gradients that all its ranks have handed over since the last drain or
+            cut.
+        held: the buckets, as bits, of ranks that have handed over one gradient more.
     """
 
     __slots__ = ("_buckets", "_lacking", "_steps", "held", "whole")
@@ -134,24 +139,25 @@ class Gathering:
     __hash__ = None  # type: ignore[assignment]
 
     def begin_anew(self, hosts: Hosts) -> None:
-        """Count from 0, at the beginning and when all ranks have ended; nothing is held."""
+        """Count from 0: at the start, and when all ranks have finished. Nothing is held then."""
         self.whole = [dict.fromkeys(hosts.first, 0) for _ in range(self._buckets)]
         self.held: dict[int, int] = {}
         self._steps: dict[int, int] = {}
-        """Steps that the ranks among ``held`` are in, by host."""
+        """By host, the step that its ranks in ``held`` are in."""
         self._lacking = {host: [hosts.active.get(host, 0)] * self._buckets for host in hosts.first}
-        """Ranks that are not done and have not handed that one more over: how many, by host and bucket."""
+        """By host and bucket, the number of unfinished ranks that have not handed over that gradient."""
 
     def step(self, host: int) -> int | None:
-        """Return the step that a host's ranks have handed over that wait for others; None if none waits."""
+        """Return the step of the host's gradients that wait for other ranks; None if none waits."""
         return self._steps.get(host)
 
     def holds(self, bucket: int) -> bool:
-        """Whether a gradient of a bucket waits."""
+        """Return whether a gradient of a bucket waits."""
         return any(bits >> bucket & 1 for bits in self.held.values())
 
     def hold(self, rank: int, host: int, step: int, buckets: Sequence[int], bits: int) -> list[int]:
-        """A rank has handed over buckets of a step: return those in which its host lacks none now."""
+        """Hold the buckets of a step that a rank hands over; return those that all ranks of its host have handed
+        over."""
         self.held[rank] = self.held.get(rank, 0) | bits
         self._steps[host] = step
         lacking = self._lacking[host]
@@ -160,7 +166,7 @@ class Gathering:
         return [bucket for bucket in buckets if not lacking[bucket]]
 
     def finish(self, rank: int, host: int, ranks: Sequence[int]) -> list[int]:
-        """A rank is done, and waited for no more: return buckets that its host holds and lacks none of now."""
+        """Wait no longer for a rank that has finished; return the held buckets in which its host is complete now."""
         lacking, bits, held = self._lacking[host], self.held.get(rank, 0), 0
         for each in ranks:
             held |= self.held.get(each, 0)
@@ -169,7 +175,7 @@ class Gathering:
         return [bucket for bucket in range(self._buckets) if held >> bucket & 1 and not lacking[bucket]]
 
     def let_go(self, host: int, ranks: Sequence[int], active: Sequence[int], buckets: Sequence[int]) -> None:
-        """A host's gradients of some buckets go; of its ranks some are ``active``."""
+        """Release a host's gradients of these buckets; ``active`` are its unfinished ranks."""
         bits = sum(1 << bucket for bucket in buckets)
         for rank in ranks:
             left = self.held.pop(rank, 0) & ~bits
@@ -182,7 +188,7 @@ class Gathering:
             del self._steps[host]
 
     def let_all_go(self, hosts: Hosts) -> None:
-        """All ranks are done: all gradients go."""
+        """Release all gradients: all ranks have finished."""
         for host in list(self._steps):
             bits = 0
             for rank in hosts.ranks(host):
@@ -190,14 +196,14 @@ class Gathering:
             self.let_go(host, hosts.ranks(host), (), [bucket for bucket in range(self._buckets) if bits >> bucket & 1])
 
     def missing(self, late: Collection[int], hosts: Hosts, active: Collection[int], bucket: int) -> frozenset[int]:
-        """Return the ``late`` ranks; in place of one that waits for others of its host in a bucket, these."""
+        """Return the ``late`` ranks; a rank that waits for other ranks of its host in a bucket is replaced by these."""
         held = {rank for rank, bits in self.held.items() if bits >> bucket & 1}
         waited_for = hosts.among([rank for rank in late if rank in held])
         others = {rank for host in waited_for for rank in hosts.ranks(host) if rank in active}
         return frozenset({*late, *others} - held)
 
     def host_steps(self, bucket: int) -> HostSteps:
-        """Return a bucket's ``whole`` as ranks are told it."""
+        """Return ``whole`` of a bucket in the form that is sent to ranks."""
         counts = self.whole[bucket].values()
         (most, _), *_ = Counter(counts).most_common(1)
         return HostSteps(most, {number: count for number, count in enumerate(counts) if count != most})
@@ -207,20 +213,20 @@ class Gathering:
 
 
 class Positions:
-    """Where each rank stands in each bucket, and the least of those that are not done, at once.
+    """Progress of each rank in each bucket, with the minimum over active ranks in constant time.
 
-    All buckets of a step come before the next step, so a rank stands at one position, but for those buckets of its next
-    step that have come already. Ranks are counted by position.
+    All buckets of a step arrive before the next step, so a rank has one position, except for those buckets of its next
+    step that have arrived already. Ranks are counted by position.
 
     Args:
         ranks: all, at position 0.
-        buckets: how many.
-        done: those ranks that are done.
+        buckets: number of buckets.
+        done: ranks that have finished.
 
     Attributes:
-        of: of each rank the position of all its buckets; it never falls.
-        ahead: of ranks some of whose next step's buckets have come: which, as bits.
-        lowest: the least position of an active rank, if there is one.
+        of: position of each rank in all its buckets; it never falls.
+        ahead: for ranks with some buckets of their next step, these buckets as bits.
+        lowest: the lowest position of an active rank, if there is one.
     """
 
     __slots__ = ("_ahead_at", "_all", "_counts", "ahead", "lowest", "of")
@@ -237,25 +243,25 @@ class Positions:
     __hash__ = None  # type: ignore[assignment]
 
     def begin_anew(self, ranks: Sequence[int], at: int) -> None:
-        """All ranks are active, at one position."""
+        """Set all ranks active, at one position."""
         self.of = dict.fromkeys(ranks, at)
         self.ahead: dict[int, int] = {}
         self.lowest = at
         self._counts = [len(self.of)]
-        """``_counts[i]``: active ranks at ``lowest + i``."""
+        """``_counts[i]``: number of active ranks at position ``lowest + i``."""
         self._ahead_at: dict[tuple[int, int], int] = {}
-        """Active ranks at a position that are ahead in a bucket, by both."""
+        """By position and bucket, the number of active ranks there that are ahead in it."""
 
     def at(self, rank: int, bucket: int) -> int:
-        """Return a rank's position in a bucket."""
+        """Return the position of a rank in a bucket."""
         return self.of[rank] + (self.ahead.get(rank, 0) >> bucket & 1)
 
     def lowest_in(self, bucket: int) -> int:
-        """Return the least position of an active rank in a bucket."""
+        """Return the lowest position of an active rank in a bucket."""
         return self.lowest + (self._ahead_at.get((self.lowest, bucket), 0) == self._counts[0])
 
     def step(self, ranks: Sequence[int], to: int, buckets: Sequence[int], bits: int) -> bool:
-        """Move active ranks that stand alike to the next position in some buckets, and return whether it is all."""
+        """Move active ranks of equal position to the next one in some buckets; return whether these are all buckets."""
         if bits != self._all and not self._gain(ranks, to - 1, buckets, bits):
             return False
         of, counts, place, count = self.of, self._counts, to - self.lowest, len(ranks)
@@ -271,7 +277,7 @@ class Positions:
         return True
 
     def _gain(self, ranks: Sequence[int], at: int, buckets: Sequence[int], bits: int) -> bool:
-        """Put ranks ahead in some buckets; once in all, they are to move on."""
+        """Put ranks ahead in some buckets; return whether they are ahead in all now, and have to move."""
         ahead_at = self._ahead_at
         for bucket in buckets:
             ahead_at[at, bucket] = ahead_at.get((at, bucket), 0) + len(ranks)
@@ -284,7 +290,7 @@ class Positions:
         return True
 
     def _fall_in(self, rank: int) -> None:
-        """Count a rank no more as ahead."""
+        """Stop counting a rank as ahead."""
         bits, at = self.ahead.pop(rank, 0), self.of[rank]
         for bucket in range(bits.bit_length()):
             if bits >> bucket & 1:
@@ -293,14 +299,14 @@ class Positions:
                     del self._ahead_at[at, bucket]
 
     def move(self, rank: int, to: int) -> None:
-        """Move an active rank that is ahead in no bucket to this position, or keep it there."""
+        """Move an active rank that is ahead in no bucket to a position, which may be the one it has."""
         self._counts += [0] * (to - self.lowest + 1 - len(self._counts))
         self._counts[to - self.lowest] += 1
         self.leave(rank)
         self.of[rank] = to
 
     def leave(self, rank: int) -> None:
-        """Count a rank no more: it is done."""
+        """Stop counting a rank: it has finished."""
         self._fall_in(rank)
         self._counts[self.of[rank] - self.lowest] -= 1
         if not self._counts[0]:
@@ -316,31 +322,31 @@ class Positions:
 
 @dataclass(slots=True)
 class Bucket:
-    """Where one bucket stands: rounds fired, and who is in for the next round."""
+    """State of one bucket: its started rounds, and the ranks that have arrived for the next one."""
 
     fired: int = 0
     waiting: dict[int, float] = field(default_factory=dict)
-    """Hosts (ranks, where each is by itself) that have arrived for round fired + 1, in order, and when."""
+    """Hosts (ranks, where each steps separately) that have arrived for round fired + 1, in order, with the time."""
     arrived: int = 0
-    """How many ranks these are."""
+    """Number of these ranks."""
     least: int = 1
-    """How many of them there have to be before it is worth a look whether the round may fire."""
+    """Number of them below which the round cannot start, so that nobody has to check."""
     quorum_at: float | None = None
-    """When the next round's quorum came together (grace counts from there)."""
+    """Time when the quorum of the next round was reached; grace counts from there."""
     loaded: bool = False
-    """Whether a gradient was handed over since the last round took what was pending."""
+    """Whether a gradient was handed over since the last round took the pending ones."""
     landed: int = 0
-    """Rounds that are known to have come back to some rank; they come back to all at much the same time."""
+    """Rounds that are known to have completed on some rank; they complete on all at about the same time."""
     fired_at: float = 0.0
-    """When the last round fired."""
+    """Time when the last round started."""
     called: int = 0
-    """The number of the first roll call since then; 0 before there was one."""
+    """Number of the first roll call since then; 0 if there was none."""
     answered: set[int] = field(default_factory=set)
-    """The ranks whose engines have submitted that round, as the roll call has shown."""
+    """Ranks whose engines have submitted that round, by their answers to the roll call."""
 
 
 def is_last(buckets: Sequence[Bucket], index: int) -> bool:
-    """Return whether all other buckets have fired the round that is next of this one."""
+    """Return whether all other buckets have started the round that is the next of this one."""
     number = buckets[index].fired + 1
     return all(bucket.fired >= number for other, bucket in enumerate(buckets) if other != index)
 
@@ -354,14 +360,15 @@ class Round:
 
 
 class Steppers:
-    """The ranks that are in ``step()``, and since when, by the number of a step whose round has not fired yet."""
+    """Ranks that are in ``step()``, with the time they entered it, by the number of a step whose round has not
+    started."""
 
     __slots__ = ("_by_step", "_step_of")
 
     def __init__(self) -> None:
         self._step_of: dict[int, int] = {}
         self._by_step: dict[int, dict[int, float]] = {}
-        """In the order in which they were heard; some may be in a later step meanwhile."""
+        """In order of arrival; some may be in a later step by now."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Steppers) and (self._step_of, self._by_step) == (other._step_of, other._by_step)
@@ -369,11 +376,11 @@ class Steppers:
     __hash__ = None  # type: ignore[assignment]
 
     def last(self, rank: int) -> int | None:
-        """Return the step in which a rank is; None if it is in none since the last end."""
+        """Return the step that a rank is in; None if it has been in none since the last drain or cut."""
         return self._step_of.get(rank)
 
     def enter(self, rank: int, step: int, now: float, fired: int) -> None:
-        """A rank is in a step, and in the one before no more; so many rounds have fired."""
+        """Record that a rank has entered a step, and so left the one before; ``fired`` rounds have started."""
         self._step_of[rank] = step
         if step > fired:
             ranks = self._by_step.get(step)
@@ -382,23 +389,23 @@ class Steppers:
             ranks[rank] = now
 
     def lead(self, step: int, ranks: Sequence[int]) -> int | None:
-        """Return the first of ``ranks`` that is in a step, else the first that is; None if none is."""
+        """Return the first of ``ranks`` that is in a step, else the first rank that is; None if none is."""
         there = self._by_step.get(step, {})
         there_first = itertools.chain((rank for rank in ranks if rank in there), there)
         return next((rank for rank in there_first if self._step_of[rank] == step), None)
 
     def waited(self, step: int, now: float) -> float:
-        """Return how many seconds the ranks in a step have been in it, added up."""
+        """Return the seconds that the ranks in a step have been in it, summed over ranks."""
         there = self._by_step.get(step, {})
         return sum(now - since for rank, since in there.items() if self._step_of[rank] == step)
 
     def forget(self, step: int) -> None:
-        """The rounds until this step's have fired: nobody asks for their ranks any more."""
+        """Forget the ranks in steps up to this one, whose rounds have started."""
         for old in [number for number in self._by_step if number <= step]:
             del self._by_step[old]
 
     def clear(self) -> None:
-        """Ranks have ended."""
+        """Forget all ranks: they have finished."""
         self._step_of.clear()
         self._by_step.clear()
 
@@ -408,25 +415,27 @@ class Steppers:
 
 
 class ReceivedRounds:
-    """One optimizer's. A round comes back to all ranks at much the same time, so one of them speaks for all."""
+    """Rounds that are known to have completed. They do on all ranks at about the same time, so one rank's word is
+    enough."""
 
     def __init__(self) -> None:
         self._whole = 0
-        """Rounds that have come back in all buckets; of a single bucket more may be known."""
+        """Rounds that have completed in all buckets; of a single bucket more may be known."""
         self._calls = 0
-        """Rolls that were called."""
+        """Number of roll calls."""
 
     def note(self, rounds: int) -> None:
-        """So many rounds have come back in all buckets."""
+        """Record that this many rounds have completed in all buckets."""
         if rounds > self._whole:
             self._whole = rounds
 
     def of(self, bucket: Bucket) -> int:
-        """Return how many rounds of a bucket have."""
+        """Return how many rounds of a bucket have completed."""
         return max(bucket.landed, self._whole)
 
     def call(self, buckets: Sequence[Bucket], fired_before: float) -> int | None:
-        """Return the number of the roll call for rounds that fired so early and have not come back; None if none is."""
+        """Call the roll if a round that started by ``fired_before`` has not completed; return the call's number, or
+        None."""
         late = [bucket for bucket in buckets if self.of(bucket) < bucket.fired and bucket.fired_at <= fired_before]
         if not late:
             return None
@@ -436,10 +445,10 @@ class ReceivedRounds:
         return self._calls
 
     def report(self, rank: int, event: RoundsReceived, buckets: Sequence[Bucket]) -> None:
-        """A rank answers.
+        """Record a rank's answer to a roll call.
 
         Raises:
-            ProtocolError: what it says cannot be.
+            ProtocolError: the answer is impossible.
         """
         if len(event.landed) != len(buckets):
             raise ProtocolError(f"rank {rank} has {len(event.landed)} buckets of {len(buckets)}")
@@ -451,7 +460,7 @@ class ReceivedRounds:
             bucket.landed = max(bucket.landed, landed)
 
     def blocked_on(self, buckets: Sequence[Bucket], ranks: Sequence[int]) -> tuple[str, frozenset[int]] | None:
-        """Return the round that does not come back, and who holds it up, once a roll was called; else None."""
+        """Return the round that does not complete and the ranks that hold it up; None before a roll call found one."""
         for bucket in buckets:
             if bucket.called and self.of(bucket) < bucket.fired:
                 silent = frozenset(ranks) - bucket.answered
@@ -466,7 +475,7 @@ class ReceivedRounds:
 
 
 class Started(NamedTuple):
-    """A bucket's round that has started; as of ``StartRound``."""
+    """The round of a bucket that has started, with fields as in ``StartRound``."""
 
     bucket: int
     round: int
@@ -479,14 +488,14 @@ class Started(NamedTuple):
 
 
 class RoundCommands:
-    """One optimizer's; knows which hyperparameters its ranks were sent last, so that they are not sent again."""
+    """Commands of one optimizer. Hyperparameters are not sent again if its ranks were sent the same ones last."""
 
     def __init__(self, optimizer: int) -> None:
         self._optimizer = optimizer
         self._sent: Hyper | None = None
 
     def starts(self, started: Sequence[Started]) -> list[StartRound]:
-        """Return the commands of rounds that have started by one event: one for all buckets that can be told alike."""
+        """Return the commands for rounds that one event has started: one for all buckets with equal content."""
         commands: list[StartRound] = []
         for (number, by, whole), alike in itertools.groupby(started, lambda one: (one.round, one.by, one.whole)):
             same = list(alike)
@@ -502,7 +511,7 @@ class RoundCommands:
         return SetHyperparameters(self._optimizer, number, self._news(hyper))
 
     def _news(self, hyper: Hyper) -> Hyper | None:
-        """Return hyperparameters as ranks are told them: None if they are those that were sent last."""
+        """Return hyperparameters to send: None if they are those that were sent last."""
         if hyper == self._sent:
             return None
         self._sent = hyper
@@ -513,7 +522,7 @@ class RoundCommands:
 
 
 class EagerStateMachine(StateMachine[EagerConfig]):
-    """Rounds of one optimizer."""
+    """State machine for the rounds of one optimizer."""
 
     def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
         super().__init__(optimizer, ranks)
@@ -521,25 +530,25 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         self._hosts, self._grace, self._by_hosts = Hosts(ranks, 1), Grace(0.0), False
         """Whether ranks step host by host."""
         self._late: set[int] = set()
-        """Hosts some bucket of whose step was gathered after its round had fired."""
+        """Hosts with a bucket that was complete only after its round had started."""
         self._gathering = Gathering(self._hosts, 0)
         self._positions = Positions((), 0, ())
         self._buckets: list[Bucket] = []
         self._fired = 0
-        """Rounds that all buckets have fired."""
+        """Rounds that all buckets have started."""
         self._received = ReceivedRounds()
         self._wakes: dict[int, float] = {}
-        """By bucket, when a grace ends that is all that holds its round back."""
+        """By bucket, the end of a grace period that is all that holds its round back."""
         self._steppers = Steppers()
         self._told: dict[int, Hyper] = {}
-        """Each rank's hyperparameters, as it told them last."""
+        """The hyperparameters that each rank sent last."""
         self._rounds: dict[int, Round] = {}
         self._last_hyper: Hyper = []
         self._commands = RoundCommands(optimizer)
         self._timelines: list[int] = []
         """Ranks that record a timeline."""
         self._handed_over = dict.fromkeys(ranks, 0)
-        """Gradients of the first bucket that each rank has handed over, or brought along."""
+        """Gradients of the first bucket that each rank has handed over, or had before it registered."""
 
     def tick(self, now: float) -> list[Command]:
         """Start rounds that only waited for their grace to end."""
@@ -560,7 +569,8 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         return list(self._handed_over.values())
 
     def roll_call(self, fired_before: float) -> list[Command]:
-        """Ask who is there, if a round that fired so early has not come back to any rank, as far as is known."""
+        """Call the roll, if a round that started by ``fired_before`` has not completed on any rank, as far as is
+        known."""
         call = self._received.call(self._buckets, fired_before)
         return [] if call is None else [ReportReceived(self._optimizer, call)]
 
@@ -682,7 +692,8 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         return commands + self._advance(rank, now, due) if due else commands
 
     def _gather(self, host: int, indices: Sequence[int], now: float) -> list[Command]:
-        """Let a host's gradients of buckets arrive of which none is missing; with the last bucket its step is whole."""
+        """Let the gradients of a host arrive in buckets that are complete; with the last bucket its step is
+        complete."""
         if not indices:
             return []
         ranks, step = self._hosts.ranks(host), self._gathering.step(host)
@@ -698,7 +709,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         return [EndStep(self._optimizer, self._hosts.number[host], whole, version)]
 
     def _come(self, host: int, ranks: Sequence[int], step: int, indices: Sequence[int], bits: int, now: float) -> bool:
-        """Gradients of a host's ranks that are not done arrive; return whether its step is whole."""
+        """Let gradients of a host's unfinished ranks arrive; return whether its step is complete."""
         whole = self._positions.step(ranks, step, indices, bits)
         for index in indices:
             bucket = self._buckets[index]
@@ -729,7 +740,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             raise ProtocolError(f"rank {rank} is done although it waits for a round")
 
     def _waits_in(self, rank: int) -> list[Bucket]:
-        """Return the buckets for whose next round a rank waits that is not done."""
+        """Return the buckets for whose next round an unfinished rank waits."""
         at = self._positions.at
         return [bucket for index, bucket in enumerate(self._buckets) if at(rank, index) > bucket.fired]
 
@@ -767,11 +778,11 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         return round_
 
     def _advance(self, by: int | None, now: float, only: Iterable[int] | None = None) -> list[Command]:
-        """Fire every bucket's next round if it may. (Firing one round never makes the one after it ready.)
+        """Start the next round of each bucket that may start. (Starting a round never makes the one after it ready.)
 
         Args:
-            only: look at these buckets alone.
             by: the rank whose event it was; None if only time has passed.
+            only: consider these buckets only.
         """
         if self._config is None or self._refused:
             return []
@@ -815,8 +826,8 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         return ExplainRound(self._optimizer, index, number, trigger)
 
     def _fire(self, index: int, initiator: int, by: int, now: float) -> Started:
-        """Fire a bucket's next round; its last bucket settles the hyperparameters if a rank is in that step: one of the
-        host that this rank is the first of, if it can be."""
+        """Start the next round of a bucket. The round's last bucket settles its hyperparameters if a rank is in that
+        step: if possible, one of the host whose first rank is ``initiator``."""
         bucket, last = self._buckets[index], is_last(self._buckets, index)
         arrived = bucket.arrived
         bucket.waiting, bucket.arrived, bucket.least = {}, 0, 1

@@ -28,7 +28,7 @@ NAMES = ("solo", "majority", "all", "auto")
 
 
 def check_quorum(quorum: Quorum, size: int | None, whom: str = "ranks") -> None:
-    """Refuse a quorum that no round at ``size`` ranks, or hosts, (None: nobody knows how many yet) can have.
+    """Refuse a quorum that no round of ``size`` ranks or hosts (None: not known yet) can have.
 
     Raises:
         ValueError: it is not "solo", "majority", "all", "auto", a count in 1..size, or a fraction in (0, 1].
@@ -49,7 +49,7 @@ def check_quorum(quorum: Quorum, size: int | None, whom: str = "ranks") -> None:
 
 
 def parse_quorum(text: str) -> Quorum:
-    """A quorum as a command line gives it: a name, "3" or "0.75" (checked later, where the size is known)."""
+    """Return a quorum from a command line: a name, "3" or "0.75" (checked later, when the size is known)."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -59,21 +59,21 @@ def parse_quorum(text: str) -> Quorum:
 
 
 def needed(quorum: int | float, size: int) -> int:
-    """How many ranks a count or a fraction asks for, of ``size`` ranks."""
+    """Return how many of ``size`` ranks a count or a fraction requires."""
     return quorum if isinstance(quorum, int) else math.ceil(quorum * size - 1e-9)
 
 
 def waits_for_all(quorum: Quorum, size: int) -> bool:
-    """Return whether no round starts without one of ``size`` ranks, or hosts."""
+    """Return whether no round starts unless all ``size`` ranks or hosts have arrived."""
     if isinstance(quorum, str):
         return quorum == "all" or size == 1
     return needed(quorum, size) >= size
 
 
 def initiator(round: int, seed: int, active: Collection[int], ranks: Sequence[int]) -> int:
-    """Majority's initiator of a round: the first active rank of a permutation drawn from (seed, round).
+    """Return majority's initiator of a round: the first active rank of a permutation drawn from (seed, round).
 
-    A permutation, so that a rank that finishes changes the draw only of the rounds that were its own.
+    With a permutation, a rank that finishes changes the draw of its own rounds only.
     """
     return next(rank for rank in _order(round, seed, tuple(ranks)) if rank in active)
 
@@ -87,15 +87,15 @@ def _order(round: int, seed: int, ranks: tuple[int, ...]) -> list[int]:
 
 @dataclass
 class RoundQuorum:
-    """One round's quorum, for all its buckets. Where ranks step host by host, each host is here as its first rank.
+    """Quorum of a round, for all its buckets. Where ranks step host by host, a host is represented by its first rank.
 
     Args:
-        quorum: one that ``check_quorum`` accepted, with a number in place of "auto".
-        round: its number.
-        ranks: all that share the optimizer.
-        seed: of majority's draw.
-        why: why this quorum, if it was chosen by itself.
-        whose: "the host of " where hosts are counted, for people.
+        quorum: a quorum that ``check_quorum`` accepts, with a number instead of "auto".
+        round: number of the round.
+        ranks: all ranks that share the optimizer.
+        seed: seed of majority's draw.
+        why: reason for this quorum, if it was chosen automatically.
+        whose: "the host of " where hosts are counted, for messages.
     """
 
     quorum: Quorum
@@ -113,14 +113,15 @@ class RoundQuorum:
         self._drawn: int | None = None
 
     def initiator(self, arrived: Collection[int], active: Collection[int]) -> int | None:
-        """May the round fire? It is asked at each arrival, so the answer takes no longer where there are more ranks.
+        """Return the round's initiator if it may start. Called at each arrival, so its cost does not grow with the
+        ranks.
 
         Args:
             arrived: the active ranks that have arrived for this round, in order of arrival.
-            active: the ranks that are not done; a quorum never asks for more than these.
+            active: the ranks that have not finished; a quorum never requires more than these.
 
         Returns:
-            The rank whose hyperparameters it takes, if it can be; None if it may not fire yet.
+            The rank whose hyperparameters the round takes, if possible; None if it may not start yet.
         """
         present = len(arrived)
         if not present or (present < self._least and present < len(active)):
@@ -131,17 +132,17 @@ class RoundQuorum:
         return drawn if drawn in arrived else None
 
     def least(self, active: int) -> int:
-        """Return how many have to be there before the round may fire, with so many that are not done."""
+        """Return how many ranks must arrive before the round may start, if ``active`` ranks have not finished."""
         return min(self._least, active)
 
     def drawn(self, active: Collection[int]) -> int:
-        """Return majority's initiator; drawn again only if the one before has finished."""
+        """Return majority's initiator; drawn again only if the previous one has finished."""
         if self._drawn is None or self._drawn not in active:
             self._drawn = initiator(self.round, self.seed, active, self.ranks)
         return self._drawn
 
     def reason(self, arrived: Collection[int], active: Collection[int]) -> str:
-        """Return why the round may fire, for people."""
+        """Return why the round may start, as a human-readable text."""
         present, left = len(arrived), len(active)
         if self.quorum == "solo":
             return f"solo: {self.whose}rank {next(iter(arrived))} came first"
@@ -166,15 +167,15 @@ class RoundQuorum:
 WINDOW = 48
 """Steps of each rank that are remembered."""
 LEARN = 2
-"""Steps of each rank that are needed for a choice; until then rounds are synchronous."""
+"""Steps of each rank that a choice needs; until then rounds are synchronous."""
 RENEW = 8
 """Rounds between two choices."""
 MARGIN = 1.03
-"""How much better another count must be, so that noise does not make it flap."""
+"""Factor by which another count must be better, so that noise does not make the choice flap."""
 CANDIDATES = 9
-"""Counts that are tried at the most."""
+"""Maximum number of counts that are tried."""
 ELEMENTS = 24_000
-"""Steps of all ranks together that are replayed at the most, but ``FEWEST`` of each."""
+"""Maximum number of steps, summed over ranks, that are replayed; but at least ``FEWEST`` of each."""
 FEWEST = 10
 
 
@@ -186,10 +187,10 @@ class Choice(NamedTuple):
 
 
 class AutoQuorum:
-    """Learns durations, and chooses.
+    """Learns the durations of steps, and chooses a quorum.
 
     Args:
-        ranks: that share the optimizer.
+        ranks: the ranks that share the optimizer.
         max_staleness: rounds.
         pace: "steps" or "rounds".
     """
@@ -204,7 +205,8 @@ class AutoQuorum:
         self._news: str | None = self._choice.why
 
     def arrived(self, rank: int, now: float, late: bool) -> None:
-        """A rank has handed over a whole step at ``now`` (s); ``late``: its round has fired, so it goes on at once."""
+        """Record that a rank has handed over a whole step at ``now`` (s); ``late``: after its round started, so it does
+        not wait."""
         if rank in self._free:
             self._durations[rank].append(now - self._free.pop(rank))
         if late:
@@ -213,17 +215,18 @@ class AutoQuorum:
             self._waiting.add(rank)
 
     def fired(self, now: float) -> None:
-        """A whole round has fired at ``now`` (s): who waited for it is free."""
+        """Record that a whole round has started at ``now`` (s), which frees the ranks that waited for it."""
         self._free.update(dict.fromkeys(self._waiting, now))
         self._waiting.clear()
 
     def interrupted(self) -> None:
-        """Ranks have done something else (a drain): the time until their next arrival says nothing."""
+        """Ignore the time until the next arrivals: ranks have done something else (a drain)."""
         self._free.clear()
         self._waiting.clear()
 
     def choose(self, round_: int, active: Collection[int] | None = None) -> Choice:
-        """The count for a round, renewed every few rounds, from what the ``active`` ranks (all if None) have needed."""
+        """Return the count for a round, renewed every ``RENEW`` rounds from the durations of ``active`` ranks (None:
+        all)."""
         if round_ < self._renew_at:
             return self._choice
         measured = [durations for rank, durations in self._durations.items() if active is None or rank in active]
@@ -235,7 +238,7 @@ class AutoQuorum:
         return self._choice
 
     def take_notice(self) -> str | None:
-        """Return a text on changes since the last call; None if there was none."""
+        """Return a text on the last change since the last call; None if there was none."""
         news, self._news = self._news, None
         return news
 
@@ -257,7 +260,7 @@ class AutoQuorum:
 
 
 def candidates(size: int) -> list[int]:
-    """The counts to try at ``size`` ranks: all, or a spread of ``CANDIDATES`` of them with both ends."""
+    """Return the counts to try for ``size`` ranks: all, or a spread of ``CANDIDATES`` with both ends."""
     if size <= CANDIDATES:
         return list(range(1, size + 1))
     spread = {1 + round(i * (size - 1) / (CANDIDATES - 2)) for i in range(CANDIDATES - 1)}
@@ -268,10 +271,9 @@ def fresh_rate(durations: Any, count: int, max_staleness: int, pace: str = "step
     """Gradients of staleness 0 per second, had the rounds needed ``count`` ranks.
 
     Args:
-        durations: of each rank those of its steps (s), equally many; an array of shape (ranks, steps), or what becomes
-            one.
-        count: of ranks, 1 or more.
-        max_staleness: rounds.
+        durations: durations of each rank's steps (s), shape (ranks, steps).
+        count: number of ranks, at least 1.
+        max_staleness: staleness bound, rounds.
         pace: "steps" or "rounds".
     """
     table = np.ascontiguousarray(np.asarray(durations, dtype=np.float64).T)
@@ -279,7 +281,7 @@ def fresh_rate(durations: Any, count: int, max_staleness: int, pace: str = "step
 
 
 class _Moment(NamedTuple):
-    """When something happens, and by which rank; ranks that come at the same time come in order."""
+    """Time and rank of an event; of ranks at the same time, the lower-numbered comes first."""
 
     time: float
     rank: int
@@ -396,21 +398,21 @@ AUTO = "auto"
 SHARE = 0.05
 """The longest wait, as a share of the time between two rounds."""
 GRACE_WINDOW = 16
-"""Rounds from which it is learned."""
+"""Number of rounds that are learned from."""
 SETTLED = 4
-"""Rounds after which a round's arrivals are counted: whoever has not come by then did not come right after."""
+"""Rounds after which the arrivals of a round are counted; a later rank did not come right after the quorum."""
 
 
 @dataclass
 class _Arrivals:
-    """Arrivals for one round: until when they count, and how many have."""
+    """Arrivals for one round: the time until which they count, and their number."""
 
     until: float
     count: int = 0
 
 
 class Grace:
-    """One optimizer's.
+    """Grace of one optimizer's rounds.
 
     Args:
         given: seconds, or "auto".
@@ -425,24 +427,25 @@ class Grace:
         self._longest = self._usual = 0.0
 
     def seconds(self, arrived: int) -> float:
-        """Return how long a round waits after its quorum came together, with so many ranks (or hosts) in by now."""
+        """Return how long (s) a round waits after its quorum is reached, if ``arrived`` ranks (or hosts) are in by
+        now."""
         if self._fixed is not None:
             return self._fixed
         return self._longest if arrived < self._usual else 0.0
 
     def quorum_reached(self, round_: int, arrived: int, now: float) -> None:
-        """The quorum of a round came together at ``now`` (s), with so many ranks (or hosts) in."""
+        """Record that a round's quorum is reached at ``now`` (s), with ``arrived`` ranks (or hosts)."""
         if self._fixed is None:
             self._open[round_] = _Arrivals(now + self._longest, arrived)
 
     def arrived(self, round_: int, now: float) -> None:
-        """One more has arrived for a round."""
+        """Record one more arrival for a round."""
         known = self._open.get(round_)
         if known is not None and now <= known.until:
             known.count += 1
 
     def fired(self, round_: int, now: float) -> None:
-        """A round has fired at ``now`` (s)."""
+        """Record that a round has started at ``now`` (s)."""
         if self._fixed is not None:
             return
         if self._fired_at is not None:
@@ -454,7 +457,7 @@ class Grace:
             self._usual = _median(self._counts)
 
     def interrupted(self) -> None:
-        """Ranks have done something else (a drain): the time until the next round says nothing."""
+        """Ignore the time until the next round: ranks have done something else (a drain)."""
         self._fired_at = None
         self._open.clear()
 

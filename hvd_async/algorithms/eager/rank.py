@@ -1,7 +1,11 @@
-"""Eager-SGD as one rank sees it, in any framework: hand gradients over, get rounds back, apply each exactly once.
+"""A rank of eager-SGD, in any framework: gradients are handed over, rounds come back, each is applied exactly once.
 
 The training thread calls ``connect``, ``hand_over``, ``step`` and ``drain``; the engine thread carries out the
 coordinator's commands. Li et al., PPoPP 2020, with the promises of partial allreduce that it left open.
+
+A gradient passes this file from top to bottom: ``GradientLedger`` and ``Counters`` count it, ``HandOver`` takes it to
+the engine, ``RoundsInFlight`` submits it, ``RoundInbox`` holds its round until the training thread applies it.
+``Remains`` is what a membership change leaves of that. ``EagerWorker`` is the rank, which drives them all.
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ class Counters:
     """Counts that both the engine thread and the training thread add to.
 
     Args:
-        ranks: that share the optimizer.
+        ranks: the ranks that share the optimizer.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -60,37 +64,37 @@ class Counters:
         self._latency = self._longest = 0.0
 
     def add_held_bytes(self, nbytes: int) -> None:
-        """So many bytes of gradients more (or, negative, fewer) are held."""
+        """Adjust the number of held gradient bytes by ``nbytes``, which may be negative."""
         with self._lock:
             self._bytes += nbytes
             self._peak = max(self._peak, self._bytes)
 
     def took(self, staleness: Sequence[int]) -> None:
-        """A round has taken gradients that were so many rounds stale."""
+        """Count the gradients that a round has taken, by their staleness in rounds."""
         with self._lock:
             self._staleness.update(staleness)
 
     def started(self, by: int, held: float) -> None:
-        """Buckets of a round have started by an event of rank ``by``; ranks have waited ``held`` s in all for that."""
+        """Count a start of buckets by an event of rank ``by``, for which ranks have waited ``held`` s in total."""
         with self._lock:
             self._held_s[by] += held
 
     def went(self, bucket: int, arrived: int, nbytes: int) -> None:
-        """A bucket's part has been given to a collective, for which so many ranks had arrived."""
+        """Count a bucket that was submitted to a collective when ``arrived`` ranks had arrived for it."""
         with self._lock:
             self._sent += nbytes
             if bucket == 0:
                 self._contributors[arrived] += 1
 
     def came(self, seconds: float) -> None:
-        """A whole round was back so many seconds after its first command."""
+        """Count a round that was complete ``seconds`` after its first command."""
         with self._lock:
             self._rounds += 1
             self._latency += seconds
             self._longest = max(self._longest, seconds)
 
     def stats(self, **own: int | float | None) -> Stats:
-        """A snapshot, with what the caller counts itself."""
+        """Return a snapshot, together with the caller's own counts."""
         with self._lock:
             return Stats(
                 **own,  # type: ignore[arg-type]
@@ -109,11 +113,11 @@ class GradientLedger:
     """Gradients that the training thread has handed over, and those it has applied; each is to be applied once.
 
     Args:
-        buckets: how many gradients come in.
+        buckets: number of buckets.
 
     Attributes:
-        produced: gradients handed over, by bucket, since the start.
-        applied: gradients of all ranks in the rounds that were applied, by bucket.
+        produced: gradients handed over since the start, by bucket.
+        applied: gradients of all ranks in applied rounds, by bucket.
     """
 
     def __init__(self, buckets: int) -> None:
@@ -121,15 +125,15 @@ class GradientLedger:
         self._rounds = self._skipped = 0
         self._total: int | None = None
         self._lacks = False
-        """Whether a bucket of the step that is under way holds no gradient."""
+        """Whether a bucket of the current step holds no gradient."""
 
     def hand_over(self, bucket: int, empty: bool) -> None:
-        """Count a bucket of the step that is under way; an empty one holds no gradient."""
+        """Count a bucket of the current step; an empty one holds no gradient."""
         self._lacks = self._lacks or empty
         self.produced[bucket] += not empty
 
     def end_step(self) -> None:
-        """Count the step whose buckets have all been handed over."""
+        """Count a step with all its buckets handed over."""
         self._skipped, self._lacks = self._skipped + self._lacks, False
 
     def take_back(self, buckets: Sequence[int]) -> None:
@@ -148,7 +152,7 @@ class GradientLedger:
         self._rounds += round_.gradients > 0
 
     def note_drained(self, drained: Drained[Any]) -> None:
-        """Keep how many gradients all ranks have produced, who have finished."""
+        """Record how many gradients all ranks have produced."""
         self._total = max(drained.produced)
 
     def check_drained(self, drained: Drained[Any], rank: int) -> None:
@@ -164,7 +168,7 @@ class GradientLedger:
             )
 
     def stats(self) -> dict[str, int | None]:
-        """Return what ``Stats`` shows of it."""
+        """Return the fields of ``Stats`` that are counted here."""
         return {
             "rounds_applied": self._rounds,
             "gradients_produced": max(self.produced),
@@ -201,16 +205,17 @@ def entered(number: int, step: int, hyper: Hyper | None, taken: Sequence[HandedO
 
 
 class HandOver:
-    """One optimizer's.
+    """FIFO of gradient buckets on their way from the training thread to the engine.
 
     Args:
-        nbytes: of each bucket's vector.
-        counters: of the optimizer.
+        nbytes: size of each bucket's vector, bytes.
+        counters: counts of the optimizer.
 
     Attributes:
-        ledger: of what was handed over, and applied.
-        handed: buckets of the step that is under way that were handed over.
-        brought: buckets of this step whose gradient is pending since before a reset: what is given now is left out.
+        ledger: counts of gradients handed over and applied.
+        handed: buckets of the current step that were handed over.
+        brought: buckets of the current step whose gradient is pending since before a reset; what is handed over for
+            them is dropped.
     """
 
     def __init__(self, nbytes: Collection[int], counters: Counters) -> None:
@@ -222,23 +227,23 @@ class HandOver:
 
     @property
     def all_brought(self) -> bool:
-        """Whether all of the step's gradient is pending since before a reset."""
+        """Whether the whole gradient of the current step is pending since before a reset."""
         return len(self.brought) == len(self._nbytes)
 
     # -- training thread --------------------------------------------------------------------------------------
 
     def check_new(self, bucket: int) -> None:
-        """Raise ReplicaStateError, if a bucket of this step was handed over before."""
+        """Raise ReplicaStateError if a bucket of the current step was handed over before."""
         if bucket in self.handed:
             raise ReplicaStateError(f"bucket {bucket} was handed over twice in one step: a bug in the binding")
 
     def check_whole(self, others: Collection[int]) -> None:
-        """Raise ReplicaStateError, unless these buckets are all that is left of the step."""
+        """Raise ReplicaStateError unless these buckets are all that the current step lacks."""
         if sorted([*self.handed, *others]) != list(range(len(self._nbytes))):
             raise ReplicaStateError(f"step() lacks buckets: {sorted(self.handed)} and {sorted(others)} are there")
 
     def give(self, bucket: int, vector: Vector | None, version: int, step: int, in_step: bool = False) -> None:
-        """Hand a bucket over; the engine comes for it by ``take``, in order."""
+        """Hand a bucket over; the engine takes it by ``take``, in order."""
         if bucket in self.brought:
             vector = None
         else:
@@ -249,7 +254,7 @@ class HandOver:
         self._leaving.append(HandedOver(bucket, vector, version, step, in_step))
 
     def end_step(self) -> None:
-        """All buckets of the step were handed over."""
+        """End the current step, with all its buckets handed over."""
         self.ledger.end_step()
         self.handed.clear()
         self.brought = frozenset()
@@ -257,11 +262,12 @@ class HandOver:
     # -- engine thread ----------------------------------------------------------------------------------------
 
     def take(self, step: int, in_step: bool) -> list[HandedOver]:
-        """Return those of a step that are on their way, so that one event tells of all.
+        """Remove and return the buckets of a step that are in the queue, so that one event covers them all.
 
         Args:
-            in_step: whether the coordinator was told that this rank is in ``step()``. Until then those are left here
-                that come with it; and if there are any, all: the training thread is about to say so.
+            step: number of the step.
+            in_step: whether the coordinator knows that this rank is in ``step()``. If not, and a bucket in the queue
+                came with ``step()``, nothing is returned: the training thread is about to report it.
         """
         count = 0
         while count < len(self._leaving) and self._leaving[count].step == step:  # (others may come meanwhile, behind)
@@ -271,7 +277,7 @@ class HandOver:
         return [self._leaving.popleft() for _ in range(count)]
 
     def take_rest(self) -> list[tuple[int, Vector | None, int]]:
-        """Return all that are on their way (bucket, vector, version), after the engine's end."""
+        """Remove and return the whole queue as (bucket, vector, version), after the engine has ended."""
         rest = [(bucket, vector, version) for bucket, vector, version, *_ in self._leaving]
         self._leaving.clear()
         return rest
@@ -291,7 +297,7 @@ NAMES_IN_RING = 4
 
 @dataclass
 class _Pending:
-    """One bucket's gradients that no round has carried yet, summed, and the versions they were computed at."""
+    """Sum of the gradients of one bucket that no round has carried yet, and the versions they were computed at."""
 
     vector: Vector | None = None
     versions: list[int] = field(default_factory=list)
@@ -299,26 +305,27 @@ class _Pending:
 
 @dataclass
 class _Held:
-    """One bucket's gradients (None: an empty one) and their versions, while others of the host may be missing."""
+    """Gradients of one bucket (None: an empty one) and their versions, while those of the host's other ranks may
+    lack."""
 
     gradients: deque[tuple[Vector | None, int]] = field(default_factory=deque)
     released: int = 0
-    """How many are pending or gone, since the last drain or cut."""
+    """Number of gradients released since the last drain or cut."""
 
 
 @dataclass
 class _Flight:
-    """A round some of whose buckets have gone but which is not whole yet."""
+    """A round with some buckets submitted that is not complete yet."""
 
     sums: list[Vector | None]
     counts: list[int]
     weights: list[float]
     started: float
     taken: list[_Pending]
-    """This rank's gradients in it, by bucket; empty unless the engine is elastic."""
+    """Gradients of this rank in it, by bucket; empty unless the engine is elastic."""
     hyper: Hyper | None = None
     whole: int | None = None
-    """``ReducedRound.whole``: the least of the buckets that have gone."""
+    """``ReducedRound.whole``: the minimum over the submitted buckets."""
 
 
 @dataclass(frozen=True)
@@ -330,18 +337,18 @@ class _Start:
     round: int
     arrived: int
     whole: int | None
-    """The number of gradients of this rank's host that belong to it; None if the rank steps by itself."""
+    """Number of gradients of this rank's host that belong to it; None if the rank steps separately."""
 
 
 class RoundsInFlight:
-    """One optimizer's gradients.
+    """Pending gradients of one optimizer, and its rounds in flight.
 
     Args:
-        engine: this rank's.
-        wire: how vectors travel.
+        engine: the engine of this rank.
+        wire: the format of vectors.
         deliver: called with rounds that are ready to be applied, in order.
-        counters: of the optimizer.
-        host: the number of this rank's host, with which it steps; None if it steps by itself.
+        counters: counts of the optimizer.
+        host: number of the host that this rank steps with; None if it steps separately.
     """
 
     def __init__(
@@ -360,14 +367,14 @@ class RoundsInFlight:
         self._held_back = [_Held() for _ in range(self._buckets)]
         self._busy: set[str] = set()
         self._units: dict[str, float] = {}
-        """By what gradients are divided in the next round of a name: the one before by this name says it on all ranks,
-        and has landed on each before the next goes."""
+        """By name, the divisor of gradients in its next round. All ranks derive it from the round before of that name,
+        which has completed on each of them before the next is submitted."""
         self._held: deque[_Start] = deque()
         self._flights: dict[int, _Flight] = {}
         self._last_hyper: Hyper | None = None
-        """The hyperparameters that were sent last."""
+        """Hyperparameters that the coordinator sent last."""
         self._triggers: dict[tuple[int, int], RoundTrigger] = {}
-        """By bucket and round, for the timeline, until the round is back."""
+        """By bucket and round, for the timeline, until the round is complete."""
         self._next_ready = 1
         self.landed = [0] * self._buckets
         """Completed rounds, by bucket."""
@@ -376,18 +383,18 @@ class RoundsInFlight:
 
     @property
     def complete(self) -> int:
-        """Rounds that have landed in all buckets, and have their hyperparameters."""
+        """Number of rounds that are complete in all buckets and have their hyperparameters."""
         return self._next_ready - 1
 
     def arrive(self, bucket: int, vector: Vector | None, version: int) -> None:
-        """Take in a gradient, computed at ``version``; None if it is empty."""
+        """Take in a gradient computed at ``version``; None if it is empty."""
         if self._host is not None:
             self._held_back[bucket].gradients.append((vector, version))
         elif vector is not None:
             self.add(bucket, vector, version)
 
     def release(self, bucket: int, whole: int | None) -> None:
-        """Make the first ``whole`` gradients since the last drain or cut pending, or all that are here."""
+        """Make the first ``whole`` gradients since the last drain or cut pending; None: all that are here."""
         held = self._held_back[bucket]
         while held.gradients and (whole is None or held.released < whole):
             held.released += 1
@@ -396,19 +403,20 @@ class RoundsInFlight:
                 self.add(bucket, vector, version)
 
     def take_in(self, rest: Iterable[tuple[int, Vector | None, int]]) -> None:
-        """Make all gradients pending that are here, and ``rest`` (as of ``arrive``): the engine has ended."""
+        """Make all gradients that are here pending, and ``rest`` (as in ``arrive``): the engine has ended."""
         for one in rest:
             self.arrive(*one)
         for bucket in range(self._buckets):
             self.release(bucket, None)
 
     def end_step(self, whole: int) -> None:
-        """Add a late step of the host to what is pending, unless a round that started before has yet to take that."""
+        """Make a late step of the host pending, unless a round that started earlier has yet to take the pending
+        ones."""
         for bucket in {*range(self._buckets)} - {held.bucket for held in self._held}:
             self.release(bucket, whole)
 
     def end(self) -> None:
-        """All ranks have ended: whatever is here is pending, and the host's steps count from 0."""
+        """Make all gradients pending and count the host's steps from 0: all ranks have finished."""
         for bucket, held in enumerate(self._held_back):
             self.release(bucket, None)
             held.released = 0
@@ -427,27 +435,27 @@ class RoundsInFlight:
         pending.versions.append(version)
 
     def restore(self, held: list[PendingGradient]) -> None:
-        """Begin with the pending gradients of an earlier run's cut, before the engine knows this optimizer."""
+        """Start with the pending gradients of an earlier run's cut, before the engine knows this optimizer."""
         for bucket, (vector, versions) in enumerate(held):
             self._pending[bucket] = _Pending(vector, list(versions))
             if vector is not None:
                 self._counters.add_held_bytes(self._wire.nbytes[bucket])
 
     def pending(self) -> list[PendingGradient]:
-        """Return gradients that no round has carried yet and that may go, by bucket; all after an end."""
+        """Return pending gradients by bucket; after a drain or cut, all that no round has carried."""
         return [PendingGradient(pending.vector, list(pending.versions)) for pending in self._pending]
 
     def unfinished(self) -> dict[int, list[PendingGradient]]:
-        """Return this rank's gradients in rounds that are not whole here, by round, then by bucket; of an elastic
-        engine that has ended."""
+        """Return this rank's gradients in rounds that are not complete here, by round, then by bucket, after an elastic
+        engine has ended."""
         return {
             number: [PendingGradient(taken.vector, list(taken.versions)) for taken in flight.taken]
             for number, flight in self._flights.items()
         }
 
     def keep_for_cut(self) -> None:
-        """Keep a copy of the pending gradients, as the state to save after a cut; not of those that a round will carry
-        which has started, and waits for its name."""
+        """Keep a copy of the pending gradients as the state to save after a cut, except those that a started round will
+        carry, which waits for its name."""
         going = {start.bucket for start in self._held}
         held = [
             PendingGradient(None, []) if vector is None or bucket in going else PendingGradient(vector + 0, at)
@@ -457,7 +465,7 @@ class RoundsInFlight:
         self.at_cut = held
 
     def forget_cut(self) -> None:
-        """Drop that copy: a step or another end follows (training thread, or engine thread)."""
+        """Drop that copy: a step, or another drain or cut, follows (training thread or engine thread)."""
         held, self.at_cut = self.at_cut, None
         if held is not None:
             self._counters.add_held_bytes(-self._nbytes(held))
@@ -467,7 +475,7 @@ class RoundsInFlight:
         return sum(nbytes for (vector, _), nbytes in pairs if vector is not None)
 
     def go(self, go: StartRound | ExplainRound) -> None:
-        """Take the pending gradients of some buckets and submit them for a round, or note why one is about to."""
+        """Submit the pending gradients of some buckets for a round, or record why a round is about to start."""
         if isinstance(go, ExplainRound):
             self._triggers[go.bucket, go.round] = go.trigger
             return
@@ -523,7 +531,7 @@ class RoundsInFlight:
         )
 
     def settle(self, round_: int, hyper: Hyper | None) -> None:
-        """A round's hyperparameters; None if they are those that were sent last."""
+        """Set the hyperparameters of a round; None: those that were sent last."""
         self._set_hyper(round_, hyper)
         self._pass_on()
 
@@ -568,13 +576,13 @@ class RoundsInFlight:
 
 
 class RoundInbox(Inbox):
-    """One optimizer's.
+    """Rounds that wait to be applied, besides what every optimizer's training thread receives.
 
     Attributes:
         ready: rounds that wait to be applied, in order.
-        whole: how many steps of this rank's host, since the last drain or cut, all its ranks have handed over, as far
-            as it was told; 0 where ranks do not step host by host.
-        ends_at: the version with which the last of them ends.
+        whole: number of steps since the last drain or cut that all ranks of this rank's host have handed over, as far
+            as this rank knows; 0 where ranks do not step host by host.
+        ends_at: the version at which the last of these steps ends.
     """
 
     def __init__(self, changed: threading.Condition) -> None:
@@ -586,7 +594,7 @@ class RoundInbox(Inbox):
     # -- engine thread ----------------------------------------------------------------------------------------
 
     def deliver(self, rounds: list[ReducedRound]) -> None:
-        """Rounds, in order."""
+        """Append rounds, in order."""
         with self._changed:
             if not self._discards:
                 self.ready.extend(rounds)
@@ -595,7 +603,7 @@ class RoundInbox(Inbox):
             self._changed.notify_all()
 
     def end_step(self, whole: int, version: int) -> None:
-        """A late step of the host ends when this rank's weights are at ``version``."""
+        """Record that a late step of the host ends when this rank's weights are at ``version``."""
         with self._changed:
             self._end_step(whole, version)
             self._changed.notify_all()
@@ -605,40 +613,41 @@ class RoundInbox(Inbox):
             self.whole, self.ends_at = whole, version
 
     def end(self, rounds: int) -> None:
-        """All ranks have ended, after so many rounds."""
+        """Record that all ranks have finished, after ``rounds`` rounds."""
         with self._changed:
             self.whole, self.ends_at = 0, rounds
 
     def discard(self) -> None:
-        """Keep nothing from now on: nobody takes it (engine thread, as ``deliver``, so without the lock)."""
+        """Drop all rounds from now on: nobody takes them (on the engine thread, as ``deliver``, so without the
+        lock)."""
         self._discards = True
         self.ready.clear()
 
     # -- training thread --------------------------------------------------------------------------------------
 
     def _last(self) -> float:
-        """The last round to take. In a drain: a rank that is out of it already may have fired rounds since, and they
-        belong to the next step."""
+        """Return the last round to take. In a drain, a rank that has left it already may have started later rounds,
+        which belong to the next step."""
         return float("inf") if self.drained is None else self.drained.rounds
 
     def has_round(self) -> bool:
-        """Whether ``waiting`` would return one."""
+        """Return whether ``waiting`` would return a round."""
         return bool(self.ready) and self.ready[0].index <= self._last()
 
     def waiting(self, most: int | None = None) -> list[ReducedRound]:
-        """Rounds that are to be applied, ``most`` at the most. They stay here until they are: who is interrupted before
-        finds them again."""
+        """Return at most ``most`` rounds to be applied. They stay here until they are applied, so that an interrupted
+        step finds them again."""
         with self._changed:
             rounds = [round_ for round_ in self.ready if round_.index <= self._last()]
         return rounds if most is None else rounds[:most]
 
     def take(self) -> ReducedRound:
-        """The first round, which has been applied."""
+        """Remove and return the first round, which has been applied."""
         with self._changed:
             return self.ready.popleft()
 
     def complete(self, version: int) -> bool:
-        """Whether all ranks are done, and ``version`` has seen all rounds."""
+        """Return whether all ranks have finished, and ``version`` includes all rounds."""
         return self.drained is not None and version >= self.drained.rounds
 
 
@@ -647,17 +656,17 @@ class RoundInbox(Inbox):
 
 @dataclass(frozen=True)
 class Remains:
-    """The gradients of a rank that are in no round that its weights have seen, and how far it is.
+    """Gradients of a rank that are in no round that its weights include, and the rank's progress.
 
     Attributes:
-        version: rounds that its weights have seen.
+        version: number of rounds that its weights include.
         in_rounds: gradients that later rounds had taken, by round, then by bucket.
         pending: gradients that no round had taken, by bucket.
-        begun: steps whose gradients were handed over.
-        ended: steps that have come to their end.
+        begun: number of steps whose gradients were handed over.
+        ended: number of steps that have ended.
         handed: buckets of the step after ``begun`` that were handed over.
-        fit: whether others may go on from its weights; else a round was half applied.
-        tail: the elements at the end of each vector that count.
+        fit: whether others may continue from its weights; if not, a round was half applied.
+        tail: the counting elements at the end of each vector.
     """
 
     version: int = 0
@@ -671,18 +680,18 @@ class Remains:
 
     @property
     def brought(self) -> frozenset[int]:
-        """Buckets whose gradient of the next step is there already."""
+        """Buckets for which the gradient of the next step is there already."""
         return frozenset(range(len(self.pending))) if self.begun > self.ended else self.handed
 
     def after(self, version: int, ended: int) -> Remains:
-        """Return what remains when all ranks go on from the same weights.
+        """Return what remains when all ranks continue from the same weights.
 
-        A gradient in a round that these weights have seen is in them, whether this rank knows of that round or not. All
-        others are pending. Of a step that this rank has begun, and none has ended, the gradient is there already.
+        A gradient in a round that these weights include is in them, whether this rank knows of that round or not. All
+        others are pending. If this rank has begun a step that no rank has ended, its gradient is there already.
 
         Args:
-            version: rounds that these weights have seen.
-            ended: steps that the rank which is furthest has ended; the next of all ranks is the one after.
+            version: number of rounds that these weights include.
+            ended: number of steps that the most advanced rank has ended; the next step of all ranks follows it.
         """
         back = [gradients for round_, gradients in sorted(self.in_rounds.items()) if round_ > version]
         return dataclasses.replace(
@@ -697,7 +706,7 @@ class Remains:
         )
 
     def pending_in(self, wire: GradientFormat) -> list[PendingGradient]:
-        """Return the pending gradients as vectors of another format, whose counting elements may be others."""
+        """Return the pending gradients as vectors of another format, whose counting elements may differ."""
         if wire.tail == self.tail:
             return self.pending
         old = len(self.tail)
@@ -708,8 +717,8 @@ class Remains:
         return [one if one.vector is None else one._replace(vector=recounted(one.vector)) for one in self.pending]
 
     def counted_from(self, rounds: int, steps: int) -> Remains:
-        """Return it with rounds and steps counted from earlier ones; these have the numbers ``rounds`` and ``steps``
-        then."""
+        """Return a copy whose rounds and steps are counted from an earlier origin: ``rounds`` and ``steps`` are
+        added."""
         return dataclasses.replace(
             self,
             version=self.version + rounds,
@@ -741,18 +750,18 @@ Apply = Callable[[ReducedRound], None]
 
 
 class EagerWorker(Worker):
-    """One optimizer of one rank.
+    """An optimizer of a rank.
 
     Args:
-        engine: this rank's.
-        config: the same on all ranks.
-        wire: how the binding's vectors look and travel.
+        engine: the engine of this rank.
+        config: configuration, the same on all ranks.
+        wire: format of the binding's vectors.
         finish: called at the end of each drain (True) or cut (False), when all rounds are applied.
         apply: applies a round that comes while this rank drains.
-        emptied: the buckets of the vectors handed over since the last call that have turned out to hold no gradient.
+        emptied: returns the buckets handed over since its last call that have turned out to hold no gradient.
 
     Attributes:
-        version: rounds this rank's weights have seen.
+        version: number of rounds that this rank's weights include.
     """
 
     _inbox: RoundInbox
@@ -775,46 +784,47 @@ class EagerWorker(Worker):
         self._in_flight = RoundsInFlight(engine, wire, inbox.deliver, self._counters, self._host)
         self._records_timeline = self._in_flight.timeline is not None
         # Training thread's:
-        self._steps = self._base = 0  # steps in all, and round number minus step number, which ends re-base
+        self._steps = self._base = 0  # steps in total; round number minus step number, which drains and cuts re-base
         self._hand_over = HandOver(wire.nbytes, self._counters)
         self._half_applied = False
         self.whole = Uninterrupted()
         self.version = 0
         self.ledger = self._hand_over.ledger
         self._settled_at = 0  # steps at the last drain or cut
-        self._ended = 0  # steps that all ranks of this one's host have handed over, as far as this one has waited for
+        self._ended = 0  # steps that all ranks of the host have handed over, as far as this rank has waited for them
         self.mend: int | None = None
-        """The rank whose weights all took over at the last drain or cut, as it was shown most rounds; or None."""
+        """The rank whose weights all ranks took over at the last drain or cut, since it had seen most rounds; or
+        None."""
 
     # -- where it stands -----------------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
-        """Whether a step may be begun: no step and no drain has been broken off (Ctrl-C, HVD_ASYNC_TIMEOUT)."""
+        """Whether a step may begin: no step or drain was interrupted (Ctrl-C, HVD_ASYNC_TIMEOUT)."""
         return self._inbox.agreed and not self._announced and not self._broken_off and self.whole.fine
 
     @property
     def _behind(self) -> int:
-        """Rounds that its steps have brought and its weights have not seen."""
+        """Number of rounds of its steps that its weights do not include yet."""
         return self._steps + self._base - self.version
 
     @property
     def _broken_off(self) -> bool:
-        """Whether its last step was not waited for to its end."""
+        """Whether its last step was interrupted before it ended."""
         return self._behind > 0 or (self._host is not None and self._ended < self._steps)
 
     @property
     def gone(self) -> frozenset[int]:
-        """Buckets of the step that is under way that have been handed over."""
+        """Buckets of the current step that have been handed over."""
         return frozenset(self._hand_over.handed)
 
     @property
     def settled(self) -> bool:
-        """Whether no step was taken, and no gradient handed over, since the last drain or cut."""
+        """Whether no step was taken and no gradient handed over since the last drain or cut."""
         return self._steps == self._settled_at and not self._hand_over.handed
 
     def _check_able(self) -> None:
-        """Raise, if this rank can neither hand over nor apply. (An elastic one keeps what comes after a loss, too.)"""
+        """Raise if this rank can neither hand over nor apply. (An elastic rank also keeps what comes after a loss.)"""
         self.whole.check()
         if not self.engine.elastic:
             self.engine.check()
@@ -828,11 +838,11 @@ class EagerWorker(Worker):
     # -- stepping (training thread) ---------------------------------------------------------------------------
 
     def hand_over(self, bucket: int, vector: Vector | None) -> None:
-        """Hand over a bucket of the step that is under way, before ``step``; any thread may, one at a time.
+        """Hand over a bucket of the current step, before ``step``. Any thread may call this, one at a time.
 
         Args:
-            bucket: one that this step has not handed over yet.
-            vector: it belongs to the worker from now on; None if it must count as no gradient (NaN, an overflow).
+            bucket: a bucket that this step has not handed over yet.
+            vector: gradient; the worker takes ownership. None if it must count as no gradient (NaN, an overflow).
         """
         number = self._registered_number()
         self._check_able()
@@ -842,7 +852,7 @@ class EagerWorker(Worker):
             self._post(lambda: self._arrive(number, step), hurry=False)
 
     def step(self, vectors: Mapping[int, Vector | None], hyper: Hyper, apply: Apply | None = None) -> int:
-        """Finish the step, apply its rounds as the start or ``apply`` says, and return their number."""
+        """Finish the step, apply its rounds by ``apply``, or else the constructor's, and return their number."""
         rounds = self.finish_step(vectors, hyper)
         count = len(rounds)
         self._apply_all(rounds, apply or self.apply)
@@ -851,16 +861,16 @@ class EagerWorker(Worker):
     def finish_step(
         self, vectors: Mapping[int, Vector | None], hyper: Hyper, most: int | None = None
     ) -> list[ReducedRound]:
-        """Hand over what is left of this step, wait for its round, and return the rounds that are waiting.
+        """Hand over the rest of this step, wait for its round, and return the rounds that wait to be applied.
 
-        After a step that was broken off (Ctrl-C, HVD_ASYNC_TIMEOUT) this ends that one. What it is given is the same
-        gradient again, or one of weights that lack a round: it is left out, for no gradient counts twice, and none may
-        be later than was agreed.
+        After an interrupted step (Ctrl-C, HVD_ASYNC_TIMEOUT) this ends that step. ``vectors`` are then the same
+        gradient again, or one of weights that lack a round. They are dropped: no gradient may count twice, or exceed
+        the staleness bound.
 
         Args:
-            vectors: by bucket, those that ``hand_over`` has not had; they belong to the worker from now on.
-            hyper: what the round is applied with if this rank leads it.
-            most: return no more rounds than this, though more may wait (user code sees one round at a time).
+            vectors: by bucket, those not handed over by ``hand_over``; the worker takes ownership.
+            hyper: hyperparameters to apply the round with, if this rank leads it.
+            most: maximum number of rounds to return, though more may wait (user code sees one round at a time).
 
         Returns:
             Rounds in order, to be applied one after the other, each in ``applying``; none if this step's round was
@@ -891,19 +901,20 @@ class EagerWorker(Worker):
         return rounds
 
     def _host_has_ended(self, most: int | None) -> bool:
-        """Whether the other ranks of the host have handed this step over, and all rounds are here that belong to it."""
+        """Return whether the other ranks of the host have handed this step over and all its rounds are here."""
         if self._host is None:
             return True
         whole = self._inbox.whole >= self._steps - self._settled_at
         return whole and len(self._inbox.ready) >= self._most(most)
 
     def _most(self, most: int | None) -> int:
-        """Return how many rounds this step takes: as many as its host's other ranks, which go on with equal weights."""
+        """Return how many rounds this step applies: on all ranks of a host the same, so that their weights stay
+        equal."""
         own = max(0, self._inbox.ends_at - self.version)
         return own if most is None else min(own, most)
 
     def _hand_in(self, number: int, vectors: Mapping[int, Vector | None], hyper: Hyper) -> None:
-        """Hand over what is left of this step."""
+        """Hand over the rest of this step."""
         step = self._steps + 1 + self._base
         for bucket, vector in vectors.items():
             self._hand_over.give(bucket, vector, self.version, step, in_step=True)
@@ -917,13 +928,13 @@ class EagerWorker(Worker):
 
     def _apply_all(self, rounds: list[ReducedRound], apply: Apply) -> None:
         rounds.reverse()
-        while rounds:  # a round that is applied need not be kept while the others are
+        while rounds:  # free each round as soon as it is applied
             with self.applying(rounds[-1]):
                 apply(rounds.pop())
 
     @contextlib.contextmanager
     def applying(self, round_: ReducedRound) -> Iterator[None]:
-        """Around the application of the round that is next: afterwards it counts as applied."""
+        """Context for applying the next round, which counts as applied afterwards."""
         self.begin(round_)
         try:
             yield
@@ -933,12 +944,12 @@ class EagerWorker(Worker):
         self.end()
 
     def begin(self, round_: ReducedRound) -> None:
-        """Begin to apply a round, as ``applying`` does where it can be a block of code. ``end`` follows."""
+        """Begin to apply a round where ``applying`` cannot be used as a block; ``end`` must follow."""
         self.whole.begin(f"round {round_.index} could not be applied")
         self._half_applied = True
 
     def end(self) -> None:
-        """The round that is next has been applied."""
+        """Count the next round as applied."""
         round_ = self._inbox.take()
         if self._in_flight.timeline is not None:
             self._in_flight.timeline.applied(self._registered_number(), round_.index, time.monotonic())
@@ -951,13 +962,14 @@ class EagerWorker(Worker):
     # -- draining (training thread) ---------------------------------------------------------------------------
 
     def check_finished(self, flush: bool) -> None:
-        """Raise, if this rank cannot finish now.
+        """Raise if this rank cannot finish now.
 
-        Inside ``consensus()`` it can: that begins with a drain, so one of another optimizer has nothing to do here.
+        Inside ``consensus()`` it can: that begins with a drain, so the drain of another optimizer has nothing to do
+        here.
 
         Raises:
-            ReplicaStateError: gradients of a step have been handed over, and ``step`` did not follow; or something was
-                broken off half-way.
+            ReplicaStateError: gradients of a step were handed over and ``step`` did not follow; or an operation was
+                interrupted half-way.
         """
         self.whole.check()
         if self._hand_over.handed:
@@ -984,7 +996,7 @@ class EagerWorker(Worker):
         return super().apply_available()
 
     def announce_finished(self, flush: bool) -> None:
-        """Announce that this rank has finished: at the process's end also between backward() and step()."""
+        """Announce that this rank has finished; at the end of the process also between backward() and step()."""
         if self._hand_over.handed:
             warn(
                 f"rank {self.engine.rank} ends after backward() without step(): {self.label} gives the gradients that "
@@ -998,8 +1010,8 @@ class EagerWorker(Worker):
                 self.wire.release()
 
     def complete_drain(self) -> None:
-        """All ranks are done: re-base the counters, check that no gradient was lost (GradientLossError), and let the
-        binding end it."""
+        """Re-base the counters, check that no gradient was lost (GradientLossError), and let the binding end the drain:
+        all ranks have finished."""
         with self.whole("a drain could not be ended"):
             drained = self._take_drained()
             self._settled_at, self._ended, self.shown, self.mend = self._steps, self._steps, 0, drained.mend
@@ -1014,7 +1026,7 @@ class EagerWorker(Worker):
     # -- checkpoints (training thread) ------------------------------------------------------------------------
 
     def pending(self) -> list[PendingGradient]:
-        """Return gradients that no round has carried yet, by bucket; complete after a cut."""
+        """Return the gradients that no round has carried yet, by bucket; complete after a cut."""
         if self._in_flight.at_cut is not None and self.settled:
             return self._in_flight.at_cut
         if self.engine.replaced and self.settled:  # it was shut down, and drained before
@@ -1031,7 +1043,7 @@ class EagerWorker(Worker):
         return found.result()
 
     def restore(self, held: list[PendingGradient]) -> None:
-        """Begin with an earlier run's pending gradients, before ``connect``; versions as they were at its cut."""
+        """Start with the pending gradients of an earlier run, before ``connect``; versions as they were at its cut."""
         self._in_flight.restore(held)
         self._restored = max((len(versions) for _, versions in held), default=0)
         for bucket, (_, versions) in enumerate(held):
@@ -1040,7 +1052,7 @@ class EagerWorker(Worker):
     # -- elastic training (training thread) ---------------------------------------------------------------------
 
     def remains(self) -> Remains:
-        """Apply the rounds that have come, and return what is in none of them; after the engine's end."""
+        """Apply the rounds that are here and return the gradients in none of them, after the engine has ended."""
         fit, ended = not self._half_applied, self._steps - self._broken_off  # (as user code has seen it)
         if fit:
             self.whole = Uninterrupted()  # (all that was handed over is here)
@@ -1060,7 +1072,7 @@ class EagerWorker(Worker):
         )
 
     def take_over(self, remains: Remains) -> None:
-        """Begin with gradients of before a reset, before ``connect``; versions from that of now as 0."""
+        """Start with gradients from before a reset, before ``connect``; versions count from the current one as 0."""
         self.restore(remains.pending_in(self.wire))
         self._hand_over.brought = remains.brought
 

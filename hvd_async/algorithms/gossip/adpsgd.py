@@ -28,7 +28,7 @@ from hvd_async.runtime.messages import Drained, OptimizerCommand
 
 
 class Pairing:
-    """One optimizer's requests on this rank.
+    """Requests of one optimizer on this rank to be averaged with a neighbour.
 
     Args:
         most: steps that may be taken between two averagings.
@@ -66,7 +66,7 @@ class Pairing:
             self._local += 1
 
     def ended(self) -> None:
-        """Count steps anew after a drain or cut."""
+        """Restart the count of steps after a drain or cut."""
         with self._lock:
             self._local = 0
 
@@ -113,7 +113,7 @@ class State(NamedTuple):
 
     Attributes:
         shadow: the current weights, shape (n,).
-        model: the weights that the model was given last; beyond them it has its own change, whoever made it.
+        model: the weights that the model received last; it may have changed them since.
     """
 
     shadow: Vector
@@ -121,7 +121,7 @@ class State(NamedTuple):
 
 
 def on_step(state: State, weights: Vector, add: Add, times: Times = operator.mul) -> State:
-    """Return the state with the model's change added to the shadow; ``weights`` are the model's, given away."""
+    """Return the state with the model's change added to the shadow; takes ownership of ``weights``, the model's."""
     change = add(weights, state.model, -1.0)
     shadow = add(state.shadow, change, 1.0)
     return State(shadow, times(shadow, 1.0))
@@ -183,7 +183,7 @@ class ADPSGDWorker(GossipWorker):
             self._state, self._together = on_step(self._state, weights, self._post.add, self._post.times), flush
             z = self._state.model
         if flush:
-            z = self.consensus(z + 0)  # (if it is broken off, z is what this rank goes on from)
+            z = self.consensus(z + 0)  # (if this is interrupted, the rank continues from z)
             with self._lock:
                 self._state = State(z + 0, z)
                 if self.log is not None:

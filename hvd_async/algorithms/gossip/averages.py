@@ -24,7 +24,7 @@ from hvd_async.runtime.interfaces import Handle, Vector
 
 
 class _Summed(NamedTuple):
-    """A completed average: the sum of x over so many ranks, and those of their push-sum weights."""
+    """A completed average: the sum of x over ``ranks`` ranks, and the sums of their push-sum weights."""
 
     x: Vector
     weights: list[float]
@@ -32,10 +32,10 @@ class _Summed(NamedTuple):
 
 
 class GlobalAverages:
-    """One optimizer's averages over all ranks.
+    """Averages of one optimizer over all ranks.
 
     Args:
-        engine: this rank's.
+        engine: the engine of this rank.
         post: the format of vectors.
     """
 
@@ -48,7 +48,7 @@ class GlobalAverages:
         """Averages since the last drain or cut."""
 
     def contribute(self, optimizer: int, x: Vector, weights: list[float]) -> int:
-        """Join the next average with x, which is given away; return its number (training thread, as the rest)."""
+        """Join the next average with x, taking ownership; return its number (training thread, as the rest)."""
         self._index += 1
         index = self._index
 
@@ -101,12 +101,12 @@ class Average(NamedTuple):
 
 
 class DifferenceAverages:
-    """One optimizer's averages of fragments of a vector; several may be under way.
+    """Averages of one optimizer, of fragments of a vector; several may be in flight.
 
     Args:
-        engine: this rank's.
+        engine: the engine of this rank.
         post: the format of messages, one of which holds one of ``fragments`` x ranks parts of the vector.
-        fragments: of the vector, of one length but for the last; each is averaged by itself.
+        fragments: number of fragments of the vector, of one length except the last; each is averaged separately.
 
     Attributes:
         error: what compression has left out and no message has carried since, shape (n,) (engine thread); empty where
@@ -146,7 +146,7 @@ class DifferenceAverages:
     # -- training thread --------------------------------------------------------------------------------------
 
     def contribute(self, optimizer: int, average: int, fragment: int, vector: Vector, number: float) -> None:
-        """Enter an average, whose number follows the last one's, with a fragment's vector, which is given away."""
+        """Enter the next average with the vector of a fragment, taking ownership of it."""
         index = average - self._first + 1
 
         def send() -> None:
@@ -169,7 +169,7 @@ class DifferenceAverages:
         return self._results.pop(average)
 
     def results(self) -> dict[int, Average]:
-        """Return the results that nobody has taken."""
+        """Return the results that were not taken."""
         return dict(self._results)
 
     def corrected(self, weights: Vector) -> Vector:
@@ -187,7 +187,7 @@ class DifferenceAverages:
         self._results, self._first, self.newest = dict(results), first, first - 1
 
     def discard(self) -> None:
-        """Keep no results from now on; this rank's engine goes on to add up its part for the others."""
+        """Drop results from now on; this rank's engine still adds up its part for the others."""
         self._discards = True
 
     # -- engine thread ----------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from hvd_async.topology import NAMED, WITH_PEERS
 NAMES_IN_RING = 4
 """Exchanges, or averages, that may be in flight at once; their names are reused, which Horovod's cache needs."""
 STAGES = 3
-"""Where the ranks of a host step together, a step's messages are of so many stages: a message's key is the number of
-its step times this, + that of its stage."""
+"""Number of stages of a step's messages where the ranks of a host step together. The key of a message is the number of
+its step times this, plus its stage."""
 
 
 class GossipConfig(Config, frozen=True, tag=True):
@@ -412,7 +412,7 @@ class GossipAlgorithm(Algorithm):
         sends_before_update: whether messages hold the weights from before a step's update.
         exact: whether what ranks' data differ by is corrected: on static graphs, mixed by (I + W) / 2.
         slow: whether neighbours' averages move a rank's slow weights, by an outer optimizer.
-        outer: how the average of all ranks moves the anchor that they go on from; None: there is none.
+        outer: how the average of all ranks moves the anchor that they continue from; None: there is none.
     """
 
     doubly_stochastic: bool = False
@@ -446,7 +446,7 @@ def _with_neighbours(name: str, options: Mapping[str, Any], about: str, **traits
 
 
 def _with_anchor(name: str, options: Mapping[str, Any], about: str, step: outer.Step) -> GossipAlgorithm:
-    """Return an algorithm whose ranks go on from an anchor that an outer optimizer moves."""
+    """Return an algorithm whose ranks continue from an anchor that an outer optimizer moves."""
     return GossipAlgorithm(
         name, "gossip", options, "weights", "period", about=about, compressions=COMPRESSIONS, outer=step
     )
@@ -523,4 +523,4 @@ ALGORITHMS: Mapping[str, GossipAlgorithm] = {
         ),
     )
 }
-"""By name. Those without a graph average the weights of all ranks every so many steps."""
+"""By name. Those without a graph average the weights of all ranks periodically."""

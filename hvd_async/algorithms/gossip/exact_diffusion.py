@@ -55,7 +55,7 @@ def corrected(
         psi: shape (n,).
         differences: (f_ij, wbar_ij).
         factors: the factor of each part of the correction, parts in order; one part is the whole vector.
-        add: as of ``push_sum``.
+        add: as in ``push_sum``.
     """
     for difference, weight in differences:
         if len(factors) == 1:

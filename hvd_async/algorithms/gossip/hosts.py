@@ -100,7 +100,7 @@ class HostWorker(GossipWorker):
         return range(host * size, (host + 1) * size)
 
     def _share(self, step: int, places: Iterable[int], part: State) -> None:
-        """Send these ranks of the host the result of this rank's part, which is given away."""
+        """Send these ranks of the host the result of this rank's part; takes ownership of it."""
         data = self._post.as_bytes(part.x)
         messages = [OutgoingMessage(place, data) for place in sorted(places) if place != self._place]
         self._exchanges.offer(self._registered_number(), self._key(step, ALL_GATHER), messages, part.w)
@@ -177,7 +177,7 @@ class HierarchicalWorker(HostWorker):
         self._leftover: list[tuple[Message, float]] = []
         """Messages, with their edges' weights, that no step before the last end has added: the first one does."""
         self._ended: Drained[Any] | None = None
-        """An end that this rank, whose optimizer is deleted, has to complete by itself."""
+        """A drain or cut that this rank, whose optimizer is deleted, has to complete separately."""
 
     def begin(self, weights: Vector) -> None:
         if self._post.differences and not self._known.begun:  # weights of an earlier run's cut are each rank's own
@@ -249,8 +249,8 @@ class HierarchicalWorker(HostWorker):
             self._end_without_optimizer()
 
     def _end_without_optimizer(self) -> None:
-        """Count steps anew once all exchanges of an end are done, as ``complete_drain`` does for an optimizer:
-        its host counts on it."""
+        """Restart the count of steps once all exchanges of a drain or cut are done, as ``complete_drain`` does for an
+        optimizer: its host counts on it."""
         ended = self._ended
         if ended is None or self._exchanges.completed < ended.rounds:
             return
@@ -466,7 +466,7 @@ class HostPairWorker(HostWorker):
     def __init__(self, engine: Engine, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]) -> None:
         super().__init__(engine, plan, post, finish)
         self._given: Vector = None
-        """The weights that the model was given last; beyond them it has its own change, whoever made it."""
+        """The weights that the model received last; it may have changed them since."""
         # Engine thread's, once it is registered:
         self._shadow: Vector = None
         """This rank's part of the host's weights."""
@@ -576,7 +576,7 @@ class HostPairWorker(HostWorker):
         match command:
             case StartExchange(_, _, _, pairs):
                 for hosts in map(self._hosts, pairs):
-                    if self._host in hosts:  # (all engines are told of exchanges and of ranks in one order)
+                    if self._host in hosts:  # (all engines learn of exchanges and of ranks in one order)
                         self._pairing.granted()
                         own, other = self._present(self._host), self._present(sum(hosts) - self._host)
                         self._shares[command.round] = other / (own + other)

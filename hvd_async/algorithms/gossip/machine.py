@@ -28,6 +28,8 @@ The laws it keeps:
 
 The graph, and who waits for whom in it, is the ranks' own business: they need no permission for a step.
 
+In this file: ``MessageQueues`` (law 2), ``Readiness`` (law 1), ``PairRequests`` (law 3), then ``GossipStateMachine``.
+
 What an event costs does not grow with the number of ranks: changes are noted as they happen. Work on all ranks is done
 where as many events have led to it: when an exchange of their messages starts, or an average of theirs.
 """
@@ -154,7 +156,7 @@ class MessageQueues:
         return [group for group in groups if group.step <= until]
 
     def take(self, until: float) -> list[tuple[int, int]]:
-        """Take the messages that go next: (rank, key), in the order of the ranks; ``until`` as of ``since``."""
+        """Take the messages that go next: (rank, key), in the order of the ranks; ``until`` as in ``since``."""
         groups = self._next(until)
         del self._groups[: len(groups)]
         taken = []
@@ -175,7 +177,7 @@ class MessageQueues:
 
 @dataclass
 class Levels:
-    """Numbers, each as often as it was added and not removed.
+    """A multiset of whole numbers with its minimum.
 
     Few differ at a time: ranks that are waited for stand at steps close to each other.
     """
@@ -186,7 +188,7 @@ class Levels:
     _size: int = 0
 
     def add(self, value: int, times: int = 1) -> None:
-        """Add a number, so many times."""
+        """Add a number, ``times`` times."""
         at = bisect_left(self._values, value)
         if at == len(self._values) or self._values[at] != value:
             self._values.insert(at, value)
@@ -359,10 +361,10 @@ class Readiness:
 
     @property
     def slowest(self) -> int:
-        """The least ``told`` of the active ranks."""
+        """The minimum of ``told`` over the active ranks."""
         return self._told_by_active.least
 
-    # -- whom an exchange waits for -----------------------------------------------------------------------------
+    # -- ranks that an exchange waits for -----------------------------------------------------------------------------
 
     def lacks(self, step: int | None) -> bool:
         """Return whether an active rank is waited for.
@@ -382,7 +384,9 @@ class Readiness:
 
 @dataclass(init=False)
 class PairRequests:
-    """Those of one optimizer. A place is a rank's or, where hosts are averaged, a host's.
+    """Requests to be averaged with a neighbour, and the pairs made of them.
+
+    A place is that of a rank or, where hosts are averaged, of a host.
 
     Args:
         ranks: in order.
@@ -426,7 +430,7 @@ class PairRequests:
         self.restart()
 
     def restart(self) -> None:
-        """Begin after an end: nobody has requested anything, all go on."""
+        """Start after a drain or cut: there are no requests, and all ranks are active."""
         self.waiting = {}
         self._present = [self._local_size] * len(self._firsts)
         self._active = set(range(len(self._firsts)))
@@ -550,7 +554,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         return self._advance(now)
 
     def deadline(self) -> float | None:
-        """Return when an exchange starts, whoever is in it."""
+        """Return when an exchange starts at the latest, with the ranks that are in it by then."""
         return self._wake_at
 
     def _blocked_on(self) -> tuple[str, frozenset[int]] | None:
@@ -801,7 +805,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
 
     @property
     def _goes_on(self) -> bool:
-        """Whether ranks that have entered an average go on before it starts."""
+        """Whether ranks that have entered an average continue before it starts."""
         return self._config is not None and ALGORITHMS[self._config.algorithm].outer is not None
 
     @property
@@ -810,7 +814,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
 
     def _on_rank_finished(self, rank: int, now: float) -> list[Command]:
         if self._config is None:
-            return []  # others may not have registered: they are told when all have
+            return []  # some ranks may not have registered: they receive this when all have
         self._comes_no_more(rank)
         self._feed(rank)
         if self._requests.finish(rank):

@@ -38,8 +38,8 @@ def chosen_graph(
     Args:
         size: of the graph.
         kind: the algorithm.
-        graph, peers, weights: as of ``make_plan``.
-        what: its nodes are, for people.
+        graph, peers, weights: as in ``make_plan``.
+        what: name of its nodes in messages: ranks or hosts.
 
     Raises:
         ValueError: they cannot be; the message says what can.

@@ -63,7 +63,7 @@ class MessageExchange:
     """The exchanges of one optimizer on this rank.
 
     Args:
-        engine: this rank's.
+        engine: the engine of this rank.
         post: the format of messages.
         deliver: called with the sender's place, the key, its push-sum weight and the encoded vector of each message.
         snapshots: messages, with their keys, that this rank's weights of now make for an exchange (AD-PSGD).
@@ -96,7 +96,7 @@ class MessageExchange:
         """Duration of all exchanges here, summed."""
 
     def announce(self, optimizer: int, key: int) -> None:
-        """Say that messages of a step will be queued, or that there are none, once those of earlier steps are here."""
+        """Announce that messages of a step, or none, will be queued once those of earlier steps are here."""
         self._coming.add(key)
         self._engine.send(MessageComing(optimizer, key))
 
@@ -115,7 +115,7 @@ class MessageExchange:
         self._last = last
 
     def resume(self) -> None:
-        """Go on after a ``pause``."""
+        """Continue after a ``pause``."""
         self._last = None
         self._try_held()
 
@@ -212,10 +212,10 @@ class ReceivedMessage(NamedTuple):
 
 
 class ReceiveBuffer:
-    """One optimizer's messages: the engine delivers, the training thread takes.
+    """Messages that one optimizer has received.
 
     Args:
-        engine: this rank's.
+        engine: the engine of this rank.
         late: steps that a message may be late.
         sent_early: whether a step's messages are sent at the end of the step before, also by a rank that finishes then.
 
@@ -237,32 +237,33 @@ class ReceiveBuffer:
     # -- engine thread ----------------------------------------------------------------------------------------
 
     def deliver(self, sender: int, step: int, weight: float, data: Vector) -> None:
-        """Add a message; whoever waits for it is notified when all messages of its exchange are here."""
+        """Add a message; a thread that waits for it is notified when all messages of its exchange are here."""
         with self._engine.changed:
             if not self._discards:
                 self.received[sender, step] = (weight, data)
 
     def discard(self) -> None:
-        """Keep no message from now on: nobody takes it."""
+        """Drop all messages from now on: nobody takes them."""
         with self._engine.changed:
             self._discards = True
             self.received.clear()
 
     def rank_finished(self, place: int, step: int) -> None:
-        """Note that a rank has finished, after so many steps."""
+        """Record that a rank has finished, after ``step`` steps."""
         with self._engine.changed:
             self.finished[place] = step
             self._engine.changed.notify_all()
 
     def begin_anew(self, gone: Iterable[int]) -> None:
-        """Start after an end: all ranks go on except the ``gone`` (by place), to whom nothing may be sent."""
+        """Start after a drain or cut: all ranks are active except the ``gone`` (by place), which nothing may be sent
+        to."""
         with self._engine.changed:
             self.finished = dict.fromkeys(gone, 0)
 
     # -- both -------------------------------------------------------------------------------------------------
 
     def last(self, place: int, step: int) -> int:
-        """Return the last step of which a rank sends or receives messages; ``step`` if it goes on."""
+        """Return the last step of which a rank sends or receives messages; ``step`` if it is active."""
         if place not in self.finished:
             return step
         last = self.finished[place]
@@ -302,7 +303,7 @@ class ReceiveBuffer:
         return [ReceivedMessage(*key, *self.received.pop(key)) for key in keys]
 
     def restart(self) -> None:
-        """Count steps anew; none needs any message."""
+        """Restart the count of steps; none needs any message."""
         self._step, self._expected = 0, set()
 
 
@@ -312,14 +313,14 @@ class ReceiveBuffer:
 WEIGHT_TOLERANCE = 1e-6
 """Relative tolerance of the sum of push-sum weights."""
 MEAN = "the average of all ranks"
-"""The collective in which ranks sum their weights, for people."""
+"""Name, in messages, of the collective in which ranks sum their weights."""
 
 
 class GossipWorker(Worker):
     """One optimizer of one rank that gossips.
 
     Args:
-        engine: this rank's.
+        engine: the engine of this rank.
         plan: edges of each step.
         post: the format of messages.
         finish: as ``Worker``.
@@ -462,7 +463,8 @@ class GossipWorker(Worker):
         return drained is not None and self._exchanges.completed >= drained.rounds
 
     def complete_drain(self) -> None:
-        """Complete a drain or cut: let the binding put ``gather``'s weights into the model, and count steps anew."""
+        """Complete a drain or cut: let the binding put ``gather``'s weights into the model, and restart the count of
+        steps."""
         drained = self._take_drained()
         self._all_mass = drained.whole
         total = sum(drained.produced)
@@ -482,7 +484,7 @@ class GossipWorker(Worker):
         self._receive_buffer.restart()
 
     def discard_results(self) -> None:
-        """Discard messages from now on; exchanges go on for the other ranks."""
+        """Discard messages from now on; exchanges continue for the other ranks."""
         self.keep = None
         self._receive_buffer.discard()
         self._exchanges.resume()
@@ -537,7 +539,7 @@ class GossipWorker(Worker):
         return {}
 
     def common_state(self) -> dict[str, Vector]:
-        """Return the state beside the weights that is the same on all ranks, and goes on after a drain, by name."""
+        """Return, by name, the state besides the weights that is the same on all ranks and outlives a drain."""
         return {}
 
     def take_common_state(self, state: Mapping[str, Vector]) -> None:
@@ -621,12 +623,12 @@ def check_weight(kept: SavedState, algorithm: str) -> None:
 
 
 class Sender:
-    """One optimizer's, on the training thread.
+    """The sender's side of a step of push-sum, on the training thread: receivers, and the content of messages.
 
     Args:
-        engine: this rank's.
+        engine: the engine of this rank.
         plan: edges of each step.
-        place: this rank's.
+        place: the place of this rank.
         post: the format of messages.
         exchanges: carries them.
         known: the receivers' estimates, where messages are differences.
@@ -868,7 +870,7 @@ class PushSumWorker(GossipWorker):
         if self._receive_buffer.received:  # else the weights stay as they are, to the bit
             weights = push_sum.model(self._receive_rest(weights))
         self._decode_discarded(discarded)
-        if self._uneven:  # which edges were left out is known at one end only: both start anew
+        if self._uneven:  # only one end knows which edges were left out: both start from zero
             self._known.forget_edges()
         return weights
 

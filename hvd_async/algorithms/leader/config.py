@@ -39,13 +39,13 @@ class LeaderConfig(Config, frozen=True, tag=True):
     Attributes:
         algorithm: "lsgd" or "easgd".
         groups: of ranks, by their places among those that share the optimizer; each has its own leader (LSGD).
-        local_period, global_period: pulls are due when the ranks have taken so many steps each, on the average: of a
-            group towards its leader, of all towards the global leader or the center.
+        local_period, global_period: steps per rank, on average, between pulls: of a group towards its leader, and of
+            all ranks towards the global leader or the center.
         settings: other settings that must be the same, as text: strengths of the pulls and the like.
         buffers: "average" if batch-norm statistics are averaged at each pull, else "local".
         loss_window: steps of a rank, on the average, after which a loss is too old to lead by.
         local, whole: whether pulls of groups, and of all, change anything; else there are none.
-        progress: progress at an earlier run's cut, if this one goes on from there.
+        progress: progress at the cut of an earlier run, if this one continues it.
     """
 
     algorithm: str

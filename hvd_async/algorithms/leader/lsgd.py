@@ -94,7 +94,7 @@ class LSGD:
     Attributes:
         config: the same on all ranks.
         strengths: of the pulls, numbers or functions of this rank's step.
-        group: this rank's.
+        group: the group of this rank.
     """
 
     config: LeaderConfig

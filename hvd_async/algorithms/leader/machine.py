@@ -67,12 +67,12 @@ class StepClock:
     """Steps of an active rank, on the average; the same, to the bit, however many steps are counted at once."""
 
     _before: float = 0.0
-    """Until the number of active ranks changed last; and steps of all since, of so many."""
+    """Steps per rank until the number of active ranks last changed; then ``_steps`` of all ``_ranks`` since."""
     _steps: int = 0
     _ranks: int = 1
 
     def count(self, steps: int, ranks: int) -> None:
-        """Count steps of one of so many active ranks."""
+        """Count steps of one of ``ranks`` active ranks."""
         if ranks != self._ranks:
             self._before, self._steps, self._ranks = self.now, 0, ranks
         self._steps += steps
@@ -89,7 +89,7 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
     def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
         super().__init__(optimizer, ranks)
         self._groups: dict[int, _Group] = {}
-        """Those of ranks, in order; that of all is last."""
+        """The groups of ranks, in order; the group of all ranks is last."""
         self._groups_of: dict[int, list[int]] = {}
         """The numbers of each rank's groups, in that order."""
         self._touched: set[int] = set()

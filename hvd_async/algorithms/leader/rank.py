@@ -92,7 +92,7 @@ def make_rule(config: LeaderConfig, strengths: Strengths, group: int, size: int)
     Args:
         config: the same on all ranks.
         strengths: of the pulls.
-        group: this rank's.
+        group: the group of this rank.
         size: ranks that share the optimizer.
     """
     rule: Rule = ALGORITHMS[config.algorithm].rule(config, strengths, group, size)
@@ -104,20 +104,20 @@ def make_rule(config: LeaderConfig, strengths: Strengths, group: int, size: int)
 
 
 class StepReports:
-    """Those of one optimizer: steps that are taken before the engine has sent the last report go into it.
+    """Reports of one optimizer's steps: a report covers all steps taken before the engine sends it.
 
     So a rank sends no more reports than its engine wakes up, and ranks that step faster than that neither fill the
     engine's posts nor keep the coordinator from anything else.
 
     Args:
-        engine: this rank's.
+        engine: the engine of this rank.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._lock = threading.Lock()
         self._steps = 0
-        """Steps that no report has told of."""
+        """Steps that were not reported yet."""
         self._loss: float | None = None
         """The last mean loss of these."""
 
@@ -155,7 +155,7 @@ REMEMBERED = 10_000
 
 
 class PullCounters:
-    """Counts of one optimizer's pulls on this rank, kept by its engine thread.
+    """Counts of the pulls of one optimizer on this rank, kept by its engine thread.
 
     Attributes:
         pulls: completed ones.
@@ -215,7 +215,7 @@ class PullResults:
         force: EASGD's, to be added to the weights.
         statistics: batch-norm statistics, averaged, shape (2 m,): m values, then for each 1, or 0 if no rank's was
             finite.
-        sent: this rank's statistics that are in that average, as of ``LeaderWorker.settle_statistics``.
+        sent: this rank's statistics that are in that average, as in ``LeaderWorker.settle_statistics``.
     """
 
     targets: dict[int, Vector] = field(default_factory=dict)
@@ -233,10 +233,10 @@ class TakenResults(NamedTuple):
 
 
 class PullExecutor:
-    """One optimizer's pulls on this rank.
+    """Pulls of one optimizer on this rank.
 
     Args:
-        engine: this rank's.
+        engine: the engine of this rank.
         config: the same on all ranks.
         rule: the algorithm's equations.
         rank_group: the ranks that share the optimizer.
@@ -257,7 +257,7 @@ class PullExecutor:
         self._snapshot: Vector = None
         """The weights after the last step; never changed."""
         self._statistics: Statistics | None = None
-        """Batch-norm statistics after the last step, as of ``LeaderWorker.settle_statistics``; never changed. None on
+        """Batch-norm statistics after the last step, as in ``LeaderWorker.settle_statistics``; never changed. None on
         all ranks if they do not travel; that must not change, as ranks would wait for each other's."""
         self._state: Any = None
         """The rule's; replaced, never changed."""
@@ -523,7 +523,7 @@ class LeaderWorker(Worker):
     """One optimizer of one rank that is pulled towards leaders or a center, by its algorithm's rule.
 
     Args:
-        engine: this rank's.
+        engine: the engine of this rank.
         config: the same on all ranks.
         strengths: of the pulls.
         rank_group: the ranks that share the optimizer.
@@ -596,7 +596,7 @@ class LeaderWorker(Worker):
 
         Args:
             weights: the model's, shape (n,), the same on all ranks; they belong to the worker.
-            statistics: as of ``settle_statistics``; None, on all ranks, if they do not travel.
+            statistics: as in ``settle_statistics``; None, on all ranks, if they do not travel.
         """
         self.executor.begin(weights, statistics)
         self._consensus = self.executor.consensus
@@ -644,7 +644,7 @@ class LeaderWorker(Worker):
         """Publish this step's batch-norm statistics and merge averaged ones in, before ``mix``.
 
         Args:
-            own: this rank's, shape (2 m,), as of ``WeightReplica.statistics``. It belongs to the worker.
+            own: this rank's, shape (2 m,), as in ``WeightReplica.statistics``. It belongs to the worker.
             clip: of vectors.
 
         Returns:
