@@ -3,7 +3,7 @@
 import tempfile
 
 import ray
-from ray.train import RunConfig, ScalingConfig
+from ray.train import Checkpoint, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 
@@ -38,7 +38,11 @@ def train():
     distance = optimizer.consensus_distance()
     ranks = sorted(hvd.allgather_object(hvd.rank()))
     hvd.shutdown()  # before Ray ends the process group
-    ray.train.report({"accuracy": accuracy, "rounds": optimizer.rounds, "distance": distance, "ranks": ranks})
+    found = {"accuracy": accuracy, "rounds": optimizer.rounds, "distance": distance, "ranks": ranks}
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(model.state_dict(), f"{folder}/model.pt")
+        first = ray.train.get_context().get_world_rank() == 0
+        ray.train.report(found, checkpoint=Checkpoint.from_directory(folder) if first else None)
 
 
 if __name__ == "__main__":
