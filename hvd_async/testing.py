@@ -334,7 +334,7 @@ class Cluster:
     def _connector(self, rank: int) -> Callable[[], Channel]:
         return lambda: self._hub.channel(rank)
 
-    def run(self, work: Callable[[int], T], timeout: float = 300.0) -> list[T]:
+    def run(self, work: Callable[[int], T], timeout: float = 600.0) -> list[T]:
         """Call ``work(rank)`` on every rank, each in a thread, then leave cleanly.
 
         Returns:
@@ -349,7 +349,7 @@ class Cluster:
                 raise outcome
         return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
 
-    def outcomes(self, work: Callable[[int], T], timeout: float = 300.0) -> Sequence[T | BaseException]:
+    def outcomes(self, work: Callable[[int], T], timeout: float = 600.0) -> Sequence[T | BaseException]:
         """``run``, with errors in place of the results of ranks that raise."""
         outcomes: list[T | BaseException] = [TimeoutError(f"rank {r} did not finish") for r in range(self.size)]
 
