@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from hvd_async.runtime.log import warn
 from hvd_async.traces.format import HOROVOD, PLAIN
@@ -159,9 +159,9 @@ def _synchronizing(
 
 FACTORIES: Mapping[str, Sequence[str]] = {
     "horovod.torch": ("DistributedOptimizer",),
-    "hvd_async.torch": ("EagerOptimizer", "GossipOptimizer", "LeaderOptimizer"),
+    "hvd_async.torch": ("DistributedOptimizer", "EagerOptimizer", "GossipOptimizer", "LeaderOptimizer"),
 }
-"""By module, what makes optimizers there."""
+"""By module, what makes optimizers there. Our ``DistributedOptimizer`` is Horovod's, or without Horovod our own."""
 
 
 def record_what_is_made(folder: Path, synchronize: bool = False) -> list[str]:
@@ -179,9 +179,12 @@ def record_what_is_made(folder: Path, synchronize: bool = False) -> list[str]:
         ValueError: a module that is to be instrumented is imported already.
     """
     made: list[str] = []
+    recordings: list[Callable[..., Any]] = []
 
     def recording(module: ModuleType, name: str) -> Callable[..., Any]:
         make = getattr(module, name)
+        if make in recordings:
+            return cast("Callable[..., Any]", make)
 
         @functools.wraps(make)
         def factory(*args: Any, **kwargs: Any) -> Any:
@@ -194,6 +197,7 @@ def record_what_is_made(folder: Path, synchronize: bool = False) -> list[str]:
             made.append(name)
             return optimizer
 
+        recordings.append(factory)
         return factory
 
     def replace(module: ModuleType) -> None:

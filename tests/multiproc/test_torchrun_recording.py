@@ -15,7 +15,7 @@ from hvd_async.traces.format import Trace, read_trace
 
 pytestmark = pytest.mark.multiproc
 SCRIPT = Path(__file__).with_name("jobs") / "torchrun_training.py"
-KINDS = ("ddp", "fsdp", "own")
+KINDS = ("ddp", "fsdp", "own", "hvd")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def traces(folders: dict[str, Path]) -> dict[str, Trace]:
     return {kind: read_trace(folder) for kind, folder in folders.items()}
 
 
-@pytest.mark.parametrize(("kind", "algorithm"), [("ddp", "ddp"), ("fsdp", "fsdp"), ("own", "none")])
+@pytest.mark.parametrize(("kind", "algorithm"), [("ddp", "ddp"), ("fsdp", "fsdp"), ("own", "none"), ("hvd", "eager")])
 def test_a_script_without_horovod_is_recorded_whole(traces: dict[str, Trace], kind: str, algorithm: str) -> None:
     trace = traces[kind]
     assert (trace.ranks, trace.steps) == (2, 27)

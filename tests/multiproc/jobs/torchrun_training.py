@@ -1,4 +1,6 @@
-"""A training script for torchrun that knows neither Horovod nor traces: torchrun_training.py ddp|fsdp|own STEPS
+"""A training script for torchrun that knows nothing of traces: torchrun_training.py ddp|fsdp|own|hvd STEPS
+
+"own" averages by itself, "hvd" by the DistributedOptimizer of ``hvd_async.torch``.
 
 Rank 1 computes for longer than rank 0. Half of it comes before the forward pass, where DDP broadcasts buffers.
 """
@@ -6,8 +8,10 @@ Rank 1 computes for longer than rank 0. Half of it comes before the forward pass
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +40,11 @@ def build(kind: str) -> torch.nn.Module:
 def train(kind: str, steps: int) -> None:
     """Train so many steps."""
     model = build(kind)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
+    if kind == "hvd":
+        hvd: Any = importlib.import_module("hvd_async.torch")
+        hvd.init()
+        optimizer = hvd.DistributedOptimizer(optimizer, backward_passes_per_step=MICRO_BATCHES)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
     inputs = torch.randn(4, 8)
     pause = COMPUTE[dist.get_rank()] / (2 * MICRO_BATCHES)
@@ -52,7 +60,7 @@ def train(kind: str, steps: int) -> None:
         if kind == "own":
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
-        else:
+        elif kind != "hvd":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
