@@ -16,7 +16,7 @@ from hvd_async.algorithms.eager.config import StartRound
 from hvd_async.algorithms.eager.gradient_format import GradientFormat
 from hvd_async.algorithms.eager.rank import Counters, RoundsInFlight
 from hvd_async.algorithms.gossip.config import StartExchange
-from hvd_async.algorithms.gossip.rank import MessageExchange
+from hvd_async.algorithms.gossip.rank import Links, MessageExchange
 from hvd_async.runtime.collective_calls import CollectiveCalls
 from hvd_async.runtime.messages import RunCollective
 from hvd_async.testing import InjectedError
@@ -155,10 +155,10 @@ def exchanges_submitted() -> list[int]:
         engine.order.append(command.round)
         return []
 
-    exchanges = MessageExchange(engine, post, lambda *message: None, snapshots, lambda: None)
+    exchanges = MessageExchange(engine, post, lambda key: Links((), ()), lambda *message: None, snapshots, lambda: None)
     for number in range(1, 6):
         exchanges.exchange(StartExchange(0, number))
-    return engine.land_all(([], [0, 0]))
+    return engine.land_all([])
 
 
 def calls_submitted() -> list[int]:
