@@ -12,6 +12,7 @@ leaves out of means is added to the next mean of its part.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -126,6 +127,11 @@ class DifferenceAverages:
         self._contributed: dict[int, Vector] = {}
         """This rank's vectors for averages that have not started yet (engine thread)."""
         self._under_way: set[int] = set()
+        self._parts_coming: deque[StartAverage] = deque()
+        """Averages whose second stage has not begun (engine thread): it begins in the order of the commands, whichever
+        first stage completes first here."""
+        self._parts_here: dict[int, dict[int, Vector]] = {}
+        """Parts that have come, by average and place."""
         self._results: dict[int, Average] = {}
         self._first, self.newest = 0, -1
         """The number of the first average after the last drain or cut."""
@@ -209,14 +215,17 @@ class DifferenceAverages:
         messages: list[tuple[int, Vector]] = []
         if own is not None:
             parts, messages = self._encoded(command.part, own)
-
-        senders = [place for place in (self._places[rank] for rank in command.ranks) if place != self._place]
+        senders = sorted(self._places[rank] for rank in command.ranks if rank != self._engine.rank)
+        self._parts_coming.append(command)
 
         def on_parts(received: Rows) -> None:
             by_place = self._unpacked(received, senders)
             if own is not None:
                 by_place[self._place] = parts[self._place]
-            self._send_mean(command, self._mean(command, by_place))
+            self._parts_here[command.index] = by_place
+            while self._parts_coming and self._parts_coming[0].index in self._parts_here:
+                first = self._parts_coming.popleft()
+                self._send_mean(first, self._mean(first, self._parts_here.pop(first.index)))
 
         self._exchange(command, "parts", messages, senders, on_parts)
 
