@@ -275,7 +275,13 @@ class MemoryCollectives:
         return vector * float("nan")  # (so that a test sees it if it is used)
 
     def alltoall(
-        self, rows: Rows, splits: list[int], name: str, process_set: Any = None, into: Rows | None = None
+        self,
+        rows: Rows,
+        splits: list[int],
+        coming: list[int],
+        name: str,
+        process_set: Any = None,
+        into: Rows | None = None,
     ) -> Handle:
         members = _members(process_set) or list(range(self.size))
         place = members.index(self.rank)
@@ -290,8 +296,13 @@ class MemoryCollectives:
                     at += count
             return received
 
-        meeting = self._board.join(self.rank, name, (rows, splits), deal, members)
-        return _MemoryHandle(meeting, lambda result: result[place])
+        def received(result: list[tuple[list[Any], list[int]]]) -> list[Any]:
+            brought, counts = result[place]
+            if counts != coming:
+                raise InjectedError(f"rank {self.rank} expects {coming} rows in {name}, and {counts} come")
+            return brought
+
+        return _MemoryHandle(self._board.join(self.rank, name, (rows, splits), deal, members), received)
 
     def process_set_of(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
         return next((list(ranks) for ranks in groups if self.rank in ranks), None)

@@ -32,6 +32,9 @@ FILES = Path("/etc/netns")
 """Where ``ip netns exec`` finds a namespace's own /etc/hosts: there is no DNS on virtual hosts."""
 QUEUE = 0.1
 """Seconds' worth of data that wait before a link; what comes then is lost."""
+TORCH_PORT = "29500"
+"""At which rank 0 listens where ranks meet by torch.distributed (``HVD_ASYNC_TRANSPORT=torch``): its host has no other
+job."""
 GOODBYE = 5.0
 """Seconds that ranks may take to end once one has failed."""
 
@@ -293,6 +296,9 @@ def run_on(cluster: Cluster, command: Sequence[str], per_host: int = 1, env: Map
                 host = by_name[slot.hostname]
                 own = environment(slot, cluster.address, port, host.inner)
                 own["HVD_ASYNC_ADDRESS"] = host.address
+                if os.environ.get("HVD_ASYNC_TRANSPORT") == "torch":
+                    own |= {"RANK": str(slot.rank), "WORLD_SIZE": str(slot.size)}
+                    own |= {"MASTER_ADDR": cluster.hosts[0].address, "MASTER_PORT": TORCH_PORT}
                 ranks.append(_start(host, command, {**own, **(env or {})}))
             return _wait(ranks)
         finally:

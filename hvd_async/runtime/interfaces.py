@@ -172,13 +172,20 @@ class Collectives(Protocol):
         """A new one of this one's size, whatever it holds: for ``broadcast`` to write over."""
 
     def alltoall(
-        self, rows: Rows, splits: list[int], name: str, process_set: Any = None, into: Rows | None = None
+        self,
+        rows: Rows,
+        splits: list[int],
+        coming: list[int],
+        name: str,
+        process_set: Any = None,
+        into: Rows | None = None,
     ) -> Handle:
         """Start sending the first ``sum(splits)`` rows, ``splits[i]`` of them to the i-th rank, in order.
 
-        The result is a pair: what has come, shape (messages, bytes), in the order of the senders, and how many of each.
-        ``rows`` is not changed; it must have the same shape in all calls of a name on all ranks, which Horovod's cache
-        of responses wants. ``into`` is memory for what comes, which must hold all of it; None: the binding finds some.
+        ``coming[i]`` rows come from the i-th rank, which must send as many. The result is these rows, in the order of
+        the senders, shape (``sum(coming)``, bytes). ``rows`` is not changed; it must have the same shape in all calls
+        of a name on all ranks, which Horovod's cache of responses wants. ``into`` is memory for what comes, which must
+        hold all of it; None: the binding finds some.
         """
 
     def process_set_of(self, groups: Sequence[Sequence[int]], make: bool) -> Any:

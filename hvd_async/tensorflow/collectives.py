@@ -120,19 +120,19 @@ class _Graph:
         (result,) = call(np.asarray(vector))  # (fed without a copy: it does not change)
         return result if isinstance(vector, np.ndarray) else given_to_tensor(result)  # (nobody else has it)
 
-    def alltoall(self, name: str, ranks: Any, rows: Any, splits: list[int]) -> tuple[Any, list[int]]:
-        """An alltoall of NumPy rows; what has come, as NumPy, and how much of whom."""
+    def alltoall(self, name: str, ranks: Any, rows: Any, splits: list[int]) -> Any:
+        """An alltoall of NumPy rows; what has come, as NumPy."""
         key = ("exchange", name)
         with self._lock:
             if key not in self._calls:
                 with self._graph.as_default():
                     fed = tf.compat.v1.placeholder(tf.uint8, [None, rows.shape[1]])
                     counts = tf.compat.v1.placeholder(tf.int32, [None])
-                    received = hvd.alltoall(fed, counts, name=name, process_set=ranks)
-                    self._calls[key] = self._callable([fed, counts], list(received))
+                    received, _ = hvd.alltoall(fed, counts, name=name, process_set=ranks)
+                    self._calls[key] = self._callable([fed, counts], [received])
             call = self._calls[key]
-        received, counts = call(rows, np.asarray(splits, np.int32))
-        return received, counts.tolist()
+        (received,) = call(rows, np.asarray(splits, np.int32))
+        return received
 
     def _callable(self, fed: Sequence[tf.Tensor], fetched: Sequence[tf.Tensor]) -> Callable[..., list[Any]]:
         """Return a function of NumPy arrays that returns NumPy arrays. (The
@@ -240,9 +240,17 @@ class HorovodCollectives:
     def empty_like(self, vector: Any) -> Any:
         return np.empty_like(vector)
 
-    def alltoall(self, rows: Any, splits: list[int], name: str, process_set: Any = None, into: Any = None) -> Handle:
+    def alltoall(
+        self,
+        rows: Any,
+        splits: list[int],
+        coming: list[int],
+        name: str,
+        process_set: Any = None,
+        into: Any = None,
+    ) -> Handle:
         if isinstance(process_set, SingleRank):
-            return CompletedHandle((rows[:0], [0]))
+            return CompletedHandle(rows[:0])
         ranks = hvd.global_process_set if process_set is None else process_set
         return _Handle(self._threads.run(lambda: self._graph.alltoall(name, ranks, rows, splits)))
 

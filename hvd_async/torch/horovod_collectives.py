@@ -84,25 +84,13 @@ class _HorovodHandle:
     def result(self) -> Any:
         self._durations.add(self._kind, self._not_yet)
         result = hvd.synchronize(self._handle)
-        return (
-            tuple(map(streams.record_received, result))
-            if isinstance(result, tuple)
-            else streams.record_received(result)
-        )
+        return streams.record_received(result[0] if isinstance(result, tuple) else result)  # (an alltoall's, counts)
 
     def seconds_to_poll(self) -> float:
         elapsed = time.monotonic() - self._started
         coarsely = max(self._coarsest, RESOLUTION_OF_LONG * elapsed)
         finely = min(max(self._finest, RESOLUTION * elapsed), coarsely)
         return max(self._first_look - elapsed, finely)
-
-
-class _Received(_HorovodHandle):
-    """An alltoall: what has come, and how much of whom."""
-
-    def result(self) -> Any:
-        rows, counts = super().result()
-        return rows, counts.tolist()
 
 
 class _BFloat16Sum:
@@ -132,7 +120,7 @@ class _BFloat16Sum:
 
     def done(self) -> bool:
         if self._stage.done() and not self._summed:
-            parts = self._stage.result()[0].view(torch.bfloat16).view(self._size, -1)
+            parts = self._stage.result().view(torch.bfloat16).view(self._size, -1)
             self._summed = True
             own = parts.sum(0, dtype=torch.float32)
             own = own if self._scale == 1.0 else own * self._scale
@@ -172,19 +160,13 @@ class HorovodCollectives(TensorCollectives):
     def stop(self) -> None:
         """Nothing to do."""
 
-    def _start(
-        self,
-        tensor: torch.Tensor,
-        name: str,
-        start: Callable[[torch.Tensor], int],
-        kind: type[_HorovodHandle] = _HorovodHandle,
-    ) -> Handle:
+    def _start(self, tensor: torch.Tensor, name: str, start: Callable[[torch.Tensor], int]) -> Handle:
         """Start a collective of a tensor: where it is, or by way of the CPU."""
         on_gpu = streams.gpu.holds(tensor)
         polls = POLLS_OF_GPU if on_gpu else POLLS
 
         def begin(there: torch.Tensor) -> Handle:
-            return kind(start(there), name.rpartition(".")[0], self._durations, polls)
+            return _HorovodHandle(start(there), name.rpartition(".")[0], self._durations, polls)
 
         self._cuda = tensor.device if on_gpu else self._cuda
         if on_gpu and not self._nccl:
@@ -228,12 +210,13 @@ class HorovodCollectives(TensorCollectives):
         self,
         rows: torch.Tensor,
         splits: list[int],
+        coming: list[int],
         name: str,
         process_set: Any = None,
         into: torch.Tensor | None = None,
     ) -> Handle:
         if isinstance(process_set, SingleRank):
-            return CompletedHandle((rows[:0], [0]))
+            return CompletedHandle(rows[:0])
         ranks = hvd.global_process_set if process_set is None else process_set
         counts = torch.tensor(splits, dtype=torch.int32)
 
@@ -242,7 +225,7 @@ class HorovodCollectives(TensorCollectives):
             result = there.new() if into is None else into
             return int(mpi_ops._alltoall_async(there, counts, result, counts.new(), name, ranks))
 
-        return self._start(rows, name, start, _Received)
+        return self._start(rows, name, start)
 
     def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         data = bytearray(pack(payload))

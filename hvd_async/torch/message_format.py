@@ -12,8 +12,8 @@ from hvd_async.algorithms.gossip.message_format import (
     LEVELS,
     MessageFormat,
     encoded_bytes,
+    plain_rows,
     row_bytes,
-    rows_of,
 )
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.torch import streams
@@ -159,7 +159,8 @@ def make_message_format(
     elements, kind, device = like.numel(), like.dtype, like.device
     part = -(-elements // parts)
     codec = Codec(like[:part], compression, memory)
-    rows = rows_of(part, kind.itemsize, compression, messages, plain)
+    rows_of_plain = plain_rows(part, kind.itemsize, compression)
+    rows = max(messages, plain * rows_of_plain)
     # (behind one of several parts lies the next)
     layout = RowFormat(codec.nbytes, rows, received, parts == 1, device, memory)
 
@@ -184,6 +185,7 @@ def make_message_format(
         unpack=layout.unpack,
         nbytes=codec.nbytes,
         rows=rows,
+        plain_rows=rows_of_plain,
         lossless=compression == "none",
         differences=compression == "int8",
         add=lambda x, y, a: x.add_(y, alpha=a),

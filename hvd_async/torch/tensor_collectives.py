@@ -32,7 +32,7 @@ class Staged:
     def __init__(self, tensor: torch.Tensor, begin: Callable[[torch.Tensor], Handle]) -> None:
         self._device, self._begin = tensor.device, begin
         self._handle: Handle | None = None
-        self._result: tuple[Any, ...] | None = None
+        self._result: torch.Tensor | None = None
         with streams.on_engine_stream_after(tensor):
             self._host = streams.gpu.pinned(tensor.shape, tensor.dtype)
             self._host.copy_(tensor, non_blocking=True)
@@ -48,20 +48,18 @@ class Staged:
             return self._copied.query()
         return self._result is not None
 
-    def _up(self, brought: Any) -> tuple[Any, ...]:
-        """The result on the GPU, once ``_copied`` says so; of an exchange with its counts."""
-        tensor, *counts = brought if isinstance(brought, tuple) else (brought,)
+    def _up(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The result on the GPU, once ``_copied`` says so."""
         with streams.on_engine_stream(self._device):
             there = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
             there.copy_(tensor, non_blocking=True)
             self._host = tensor  # (it must stay until it has been copied)
             self._copied = streams.gpu.current_stream(self._device).record_event()
-        return (there, *counts)
+        return there
 
-    def result(self) -> Any:
+    def result(self) -> torch.Tensor:
         assert self._result is not None
-        tensor, *counts = self._result
-        return (streams.record_received(tensor), *counts) if counts else streams.record_received(tensor)
+        return streams.record_received(self._result)
 
     def seconds_to_poll(self) -> float:
         if self._handle is None or self._result is not None:

@@ -1,9 +1,9 @@
 """The data plane on torch.distributed: private process groups, of Gloo for tensors on a CPU and of NCCL on GPUs.
 
 A process group matches collectives by the order in which each rank submits them. Ranks may submit collectives of
-different lanes (``interfaces.lane_of``) in different orders: of another bucket, of another optimizer, the second stage
-of an exchange. So each lane has a process group of its own. Within a lane collectives are submitted in the order of the
-coordinator's commands, on all ranks.
+different lanes (``interfaces.lane_of``) in different orders: of another bucket, of another optimizer. So each lane has
+a process group of its own. Within a lane collectives are submitted in the order of the coordinator's commands, on all
+ranks.
 
 Completion wakes the engine, so nothing is polled on a CPU.
 """
@@ -14,7 +14,6 @@ import contextlib
 import os
 import socket
 import time
-from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -85,51 +84,6 @@ def _finish(work: Any) -> None:
         ) from error
 
 
-class _Exchange:
-    """An alltoall: ranks first tell each other how many rows they send, then send them.
-
-    The second stages of a lane begin in the order of the first ones, however these complete.
-
-    Args:
-        counts: of rows to receive from each rank, filled by ``sizes``.
-        sizes: the first stage.
-        begin: begins the second one; returns it and the memory for what comes.
-        order: exchanges of the lane whose second stage has not begun.
-    """
-
-    in_stages = True
-
-    def __init__(
-        self,
-        counts: torch.Tensor,
-        sizes: Handle,
-        begin: Callable[[list[int]], tuple[Handle, torch.Tensor]],
-        order: deque[_Exchange],
-    ) -> None:
-        self._counts, self._sizes, self._begin, self._order = counts, sizes, begin, order
-        self._data: Handle | None = None
-        self._received: torch.Tensor | None = None
-        order.append(self)
-
-    def done(self) -> bool:
-        while self._data is None and self._order[0]._sizes.done():
-            self._order.popleft()._next()
-        return self._data is not None and self._data.done()
-
-    def _next(self) -> None:
-        self._sizes.result()
-        self._data, self._received = self._begin(self._counts.tolist())
-
-    def result(self) -> tuple[torch.Tensor, list[int]]:
-        assert self._data is not None
-        assert self._received is not None
-        self._data.result()
-        return self._received, self._counts.tolist()
-
-    def seconds_to_poll(self) -> float | None:
-        return (self._sizes if self._data is None else self._data).seconds_to_poll()
-
-
 class TorchCollectives(TensorCollectives):
     """The data plane on torch.distributed: over all ranks, or over those of a process set.
 
@@ -151,7 +105,6 @@ class TorchCollectives(TensorCollectives):
         staged = os.environ.get("HVD_ASYNC_STAGE", "0") not in ("", "0")
         self._nccl = streams.gpu.has_nccl and not staged
         self._groups: dict[tuple[Any, ...], Any] = {}
-        self._orders: dict[tuple[Any, ...], deque[_Exchange]] = {}
         self._pending: list[Any] = []
         self._wake: Callable[[], None] = lambda: None
 
@@ -200,26 +153,28 @@ class TorchCollectives(TensorCollectives):
         tensor: torch.Tensor,
         name: str,
         process_set: Any,
-        start: Callable[[Any, torch.Tensor], Any],
+        start: Callable[[Any, torch.Tensor], tuple[Any, torch.Tensor]],
         scale: float = 1.0,
     ) -> Handle:
-        """Start a collective of a tensor: where it is, or by way of the CPU; ``start`` gets group and tensor."""
+        """Start a collective of a tensor: where it is, or by way of the CPU.
+
+        Args:
+            start: gets group and tensor; returns torch.distributed's work, and the tensor that will hold its result.
+            scale: factor of the result.
+        """
         on_gpu = streams.gpu.holds(tensor)
 
         def begin(there: torch.Tensor) -> Handle:
-            work = start(self._group(name, process_set, on_gpu and there is tensor), there)
-            return self._handle(work, there, scale)
+            work, result = start(self._group(name, process_set, on_gpu and there is tensor), there)
+            self._pending = [one for one in self._pending if not one.is_completed()]
+            self._pending.append(work)
+            return _WorkHandle(work, result, lambda: self._wake(), scale)
 
         self._cuda = tensor.device if on_gpu else self._cuda
         if on_gpu and not self._nccl:
             return Staged(tensor, begin)
         with streams.on_engine_stream_after(tensor):
             return begin(tensor)
-
-    def _handle(self, work: Any, result: torch.Tensor, scale: float = 1.0) -> Handle:
-        self._pending = [one for one in self._pending if not one.is_completed()]
-        self._pending.append(work)
-        return _WorkHandle(work, result, lambda: self._wake(), scale)
 
     # -- collectives ----------------------------------------------------------------------------------------------
 
@@ -231,13 +186,17 @@ class TorchCollectives(TensorCollectives):
         own = vector.clone() if keep else vector
         options = dist.AllreduceOptions()
         options.timeout = FOREVER
-        return self._start(own, name, process_set, lambda group, there: group.allreduce([there], options), scale)
+
+        def start(group: Any, there: torch.Tensor) -> tuple[Any, torch.Tensor]:
+            return group.allreduce([there], options), there
+
+        return self._start(own, name, process_set, start, scale)
 
     def allreduce_extreme(self, vector: torch.Tensor, name: str, largest: bool) -> Handle:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN  # type: ignore[assignment]
         options.timeout = FOREVER
-        return self._start(vector, name, None, lambda group, there: group.allreduce([there], options))
+        return self._start(vector, name, None, lambda group, there: (group.allreduce([there], options), there))
 
     def broadcast(self, vector: torch.Tensor, root: int, name: str, process_set: Any = None) -> Handle:
         if isinstance(process_set, SingleRank):
@@ -245,38 +204,27 @@ class TorchCollectives(TensorCollectives):
         options = dist.BroadcastOptions()
         options.rootRank = self._ranks(process_set).index(root)
         options.timeout = FOREVER
-        return self._start(vector, name, process_set, lambda group, there: group.broadcast([there], options))
+        return self._start(vector, name, process_set, lambda group, there: (group.broadcast([there], options), there))
 
     def alltoall(
         self,
         rows: torch.Tensor,
         splits: list[int],
+        coming: list[int],
         name: str,
         process_set: Any = None,
         into: torch.Tensor | None = None,
     ) -> Handle:
         if isinstance(process_set, SingleRank):
-            return CompletedHandle((rows[:0], [0]))
-        if streams.gpu.holds(rows) and not self._nccl:
-            return Staged(rows, lambda there: self.alltoall(there, splits, name, process_set))
-        stem, _, number = name.rpartition(".")
+            return CompletedHandle(rows[:0])
         options = dist.AllToAllOptions()
         options.timeout = FOREVER
-        counts = torch.zeros(len(splits), dtype=torch.int64)
-        sizes_group = self._group(f"{stem}.counts.{number}", process_set, on_gpu=False)
-        sizes = self._handle(sizes_group.alltoall_base(counts, torch.tensor(splits), [], [], options), counts)
 
-        def begin(received: list[int]) -> tuple[Handle, torch.Tensor]:
-            total = sum(received)
-            out = rows.new_empty((total, rows.shape[1])) if into is None else into[:total]
+        def start(group: Any, there: torch.Tensor) -> tuple[Any, torch.Tensor]:
+            out = there.new_empty((sum(coming), there.shape[1])) if into is None else into[: sum(coming)]
+            return group.alltoall_base(out, there[: sum(splits)], coming, splits, options), out
 
-            def start(group: Any, there: torch.Tensor) -> Any:
-                return group.alltoall_base(out, there[: sum(splits)], received, splits, options)
-
-            return self._start(rows, f"{stem}.rows.{number}", process_set, start), out
-
-        order = self._orders.setdefault((stem, self._ranks(process_set)), deque())
-        return _Exchange(counts, sizes, begin, order)
+        return self._start(rows, name, process_set, start)
 
     def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         """All ranks' payloads, in rank order, by way of the store; blocks until every rank has called it."""

@@ -96,7 +96,7 @@ def holding(size: int, lands: Callable[[Any, list[int]], bool], at_ends: bool = 
             done = handle.done
 
             def is_open() -> bool:
-                keys = [HEADER.unpack(row[-HEADER.size :].tobytes())[0] for row in handle.result()[0]]
+                keys = [HEADER.unpack(row[-HEADER.size :].tobytes())[0] for row in handle.result()]
                 worker: Any = cluster.engines[collectives.rank].participants()[0]
                 return (worker._announced and not at_ends) or lands(worker, keys)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import textwrap
+import threading
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -15,10 +17,13 @@ import pytest
 from hvd_async.algorithms.eager.config import StartRound
 from hvd_async.algorithms.eager.gradient_format import GradientFormat
 from hvd_async.algorithms.eager.rank import Counters, RoundsInFlight
-from hvd_async.algorithms.gossip.config import StartExchange
-from hvd_async.algorithms.gossip.rank import MessageExchange
+from hvd_async.algorithms.gossip.averages import DifferenceAverages
+from hvd_async.algorithms.gossip.config import StartAverage, StartExchange
+from hvd_async.algorithms.gossip.message_format import HEADER, make_message_format, row_bytes
+from hvd_async.algorithms.gossip.rank import Links, MessageExchange
 from hvd_async.runtime.collective_calls import CollectiveCalls
 from hvd_async.runtime.messages import RunCollective
+from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.testing import InjectedError
 from tests.conformance.cases import CASES
 from tests.conformance.gossip_reference import least_squares
@@ -155,10 +160,10 @@ def exchanges_submitted() -> list[int]:
         engine.order.append(command.round)
         return []
 
-    exchanges = MessageExchange(engine, post, lambda *message: None, snapshots, lambda: None)
+    exchanges = MessageExchange(engine, post, lambda key: Links((), ()), lambda *message: None, snapshots, lambda: None)
     for number in range(1, 6):
         exchanges.exchange(StartExchange(0, number))
-    return engine.land_all(([], [0, 0]))
+    return engine.land_all([])
 
 
 def calls_submitted() -> list[int]:
@@ -167,6 +172,29 @@ def calls_submitted() -> list[int]:
     for number in range(1, 6):
         calls.run(RunCollective(0, "sum", "an average", number, "float32", 0, [1]))
     return engine.land_all(np.zeros(1))
+
+
+def stages_begun(completed: list[int]) -> list[int]:
+    """Return the averages, in the order in which their second stages begin; ``completed``: that of the first ones."""
+    engine: Any = Engine()
+    engine.changed = threading.Condition()
+    engine.collectives.alltoall = lambda rows, *arguments: engine.order.append(rows)
+    post = make_message_format(8, np.float64, "fp16", 1, RankGroup(None, (0, 1), 0, 0, 2), parts=4)
+    post = dataclasses.replace(post, pack=lambda messages: HEADER.unpack(messages[0][1])[0])
+    averages = DifferenceAverages(engine, post, 2)
+    for number in (1, 2):
+        averages._contributed[number] = np.zeros(4)
+        averages.submit(StartAverage(0, number, [(0, 1)], [2.0], number % 2))
+    first, engine.order = list(engine.landing), []
+    row = np.zeros((1, row_bytes(post.nbytes)), np.uint8)
+    for number in completed:
+        first[number - 1](row)
+    return engine.order
+
+
+def test_second_stages_begin_in_the_order_of_the_first() -> None:
+    assert stages_begun([1, 2]) == stages_begun([2, 1]) == [1, 2]
+    assert stages_begun([2]) == []
 
 
 HOLDING = {

@@ -15,26 +15,56 @@ from hvd_async.algorithms.gossip.config import (
     senders_of,
 )
 from hvd_async.algorithms.gossip.message_format import HEADER, OutgoingMessage
-from hvd_async.algorithms.gossip.rank import MessageExchange
+from hvd_async.algorithms.gossip.rank import NO_MESSAGE, Links, MessageExchange
+from hvd_async.errors import ReplicaStateError
 
 RANKS = 4
 NOBODY = (-1,) * RANKS
 
 
-def exchanges(own, sent, senders=()):
-    """Exchanges on a rank, which complete when they are submitted: these ranks' messages come then."""
-    result = [HEADER.pack(1, 1.0) for _ in senders], [senders.count(place) for place in range(RANKS)]
-    engine = SimpleNamespace(rank=own, size=RANKS, send=sent.append, submit=lambda _, landed: landed(result))
-    post = SimpleNamespace(pack=list, unpack=lambda row: (b"x", row), nbytes=1, members=(), process_set=None)
-    return MessageExchange(engine, post, lambda *_: None, lambda _: [], lambda: None)
+def exchanges(own, sent, senders=(), receivers=(), partner=None, left_out=False):
+    """Exchanges on a rank, which complete when they are submitted: these ranks' messages come then.
+
+    ``submitted``: what this rank has sent of each, as (rank, header), and how much it expects of whom.
+    """
+
+    def alltoall(packed, splits, coming, *_):
+        to = [place for place, count in enumerate(splits) for _ in range(count)]
+        submitted.append((list(zip(to, [header for _, header in packed], strict=True)), coming))
+
+    def submit(start, done):
+        start()
+        done([NO_MESSAGE if left_out else HEADER.pack(1, 1.0) for _ in range(sum(submitted[-1][1]))])
+
+    submitted, delivered = [], []
+    engine = SimpleNamespace(
+        rank=own, size=RANKS, send=sent.append, submit=submit, collectives=SimpleNamespace(alltoall=alltoall)
+    )
+    post = SimpleNamespace(
+        pack=list,
+        unpack=lambda row: (b"x", row),
+        nbytes=1,
+        members=(),
+        process_set=None,
+        room=lambda: None,
+        scalar=lambda number: b"",
+        as_bytes=lambda data: data,
+    )
+    snapshots = [] if partner is None else [(1, OutgoingMessage(partner, b"x"))]
+    links = Links(receivers, senders)
+    mail = MessageExchange(
+        engine, post, lambda _: links, lambda *message: delivered.append(message), lambda _: snapshots, lambda: None
+    )
+    mail.submitted, mail.delivered = submitted, delivered
+    return mail
 
 
 def told(own, exchange, receivers):
     """What a rank tells in an exchange in which ``receivers[rank]`` gets that rank's message (-1: nobody)."""
     sent = []
     senders = [rank for rank, _ in exchange.messages if receivers[rank] == own]
-    senders += [b if a == own else a for a, b in exchange.pairs if own in (a, b)]
-    mail = exchanges(own, sent, senders)
+    partner = next((b if a == own else a for a, b in exchange.pairs if own in (a, b)), None)
+    mail = exchanges(own, sent, senders, [receivers[own]] if receivers[own] >= 0 else [], partner)
     if any(rank == own for rank, _ in exchange.messages):
         letters = [OutgoingMessage(receivers[own], b"x")] if receivers[own] >= 0 else []
         mail.offer(7, 1, letters, 1.0)
@@ -69,7 +99,7 @@ ALL = StartExchange(7, 1, senders_of([(rank, 2) for rank in range(RANKS)]), [])
 
 
 def test_an_exchange_waits_for_messages_that_were_announced():
-    mail = exchanges(0, sent := [], [3])
+    mail = exchanges(0, sent := [], [3], [1])
     mail.announce(7, 2)
     mail.exchange(ALL)
     assert (sent, mail.completed) == ([MessageComing(7, 2)], 0)
@@ -78,7 +108,7 @@ def test_an_exchange_waits_for_messages_that_were_announced():
 
 
 def test_messages_are_queued_where_the_exchange_is_not_known_yet():
-    mail = exchanges(0, sent := [], [3])
+    mail = exchanges(0, sent := [], [3], [1])
     mail.announce(7, 2)
     mail.offer(7, 2, [OutgoingMessage(1, b"x")], 1.0)
     assert sent == [MessageComing(7, 2), MessageQueued(7, 2)]
@@ -88,7 +118,7 @@ def test_messages_are_queued_where_the_exchange_is_not_known_yet():
 
 @pytest.mark.parametrize("known", [False, True])
 def test_a_rank_without_receivers_after_all_takes_part_and_says_itself_that_the_exchange_is_over(known):
-    mail = exchanges(0, sent := [], [3])
+    mail = exchanges(0, sent := [], [3], [1])
     mail.announce(7, 2)
     if known:
         mail.exchange(ALL)
@@ -98,3 +128,36 @@ def test_a_rank_without_receivers_after_all_takes_part_and_says_itself_that_the_
         mail.exchange(ALL)
     assert sent == [MessageComing(7, 2), ExchangeDone(7, 1)]
     assert (mail.completed, mail.own_sent) == (1, 0)
+    assert mail.submitted == [([(1, NO_MESSAGE)], [0, 0, 0, 1])]  # its receiver counts on what the plan says
+
+
+# -- both ends know what goes, from the command and the plan -----------------------------------------------------------
+
+
+def test_a_message_that_is_left_out_is_replaced_and_not_delivered():
+    mail = exchanges(0, [], [3], [1, 2], left_out=True)
+    mail.offer(7, 1, [OutgoingMessage(2, b"x")], 0.5)
+    mail.exchange(StartExchange(7, 1, [(0, RANKS - 1, 1)]))
+    assert mail.submitted == [([(1, NO_MESSAGE), (2, HEADER.pack(1, 0.5))], [0, 0, 0, 1])]
+    assert mail.delivered == []
+
+
+def test_nothing_is_expected_of_ranks_that_are_not_in_the_exchange():
+    mail = exchanges(0, [], [1, 3], [2])
+    mail.exchange(StartExchange(7, 1, senders_of([(1, 4)])))
+    assert mail.submitted == [([], [0, 1, 0, 0])]
+    assert [sender for sender, *_ in mail.delivered] == [1]
+
+
+def test_partners_expect_each_others_weights():
+    mail = exchanges(0, [], partner=2)
+    mail.exchange(StartExchange(7, 1, pairs=[(2, 0)]))
+    assert mail.submitted == [([(2, HEADER.pack(1, 1.0))], [0, 0, 1, 0])]
+    assert [sender for sender, *_ in mail.delivered] == [2]
+
+
+def test_a_message_that_its_receiver_does_not_expect_is_refused():
+    mail = exchanges(0, [], [3], [1])
+    mail.offer(7, 1, [OutgoingMessage(2, b"x")], 1.0)
+    with pytest.raises(ReplicaStateError, match="to ranks that expect none"):
+        mail.exchange(StartExchange(7, 1, [(0, RANKS - 1, 1)]))

@@ -12,13 +12,14 @@ leaves out of means is added to the next mean of its part.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hvd_async.algorithms.gossip.config import NAMES_IN_RING, AverageEntered, StartAverage
 from hvd_async.algorithms.gossip.message_format import HEADER, MessageFormat
 from hvd_async.runtime.engine import Engine
-from hvd_async.runtime.interfaces import Handle, Vector
+from hvd_async.runtime.interfaces import Handle, Rows, Vector
 
 # -- averages of weights -----------------------------------------------------------------------------------------------
 
@@ -126,6 +127,11 @@ class DifferenceAverages:
         self._contributed: dict[int, Vector] = {}
         """This rank's vectors for averages that have not started yet (engine thread)."""
         self._under_way: set[int] = set()
+        self._parts_coming: deque[StartAverage] = deque()
+        """Averages whose second stage has not begun (engine thread): it begins in the order of the commands, whichever
+        first stage completes first here."""
+        self._parts_here: dict[int, dict[int, Vector]] = {}
+        """Parts that have come, by average and place."""
         self._results: dict[int, Average] = {}
         self._first, self.newest = 0, -1
         """The number of the first average after the last drain or cut."""
@@ -209,14 +215,19 @@ class DifferenceAverages:
         messages: list[tuple[int, Vector]] = []
         if own is not None:
             parts, messages = self._encoded(command.part, own)
+        senders = sorted(self._places[rank] for rank in command.ranks if rank != self._engine.rank)
+        self._parts_coming.append(command)
 
-        def on_parts(received: tuple[Any, list[int]]) -> None:
-            by_place = self._unpacked(received)
+        def on_parts(received: Rows) -> None:
+            by_place = self._unpacked(received, senders)
             if own is not None:
                 by_place[self._place] = parts[self._place]
-            self._send_mean(command, self._mean(command, by_place))
+            self._parts_here[command.index] = by_place
+            while self._parts_coming and self._parts_coming[0].index in self._parts_here:
+                first = self._parts_coming.popleft()
+                self._send_mean(first, self._mean(first, self._parts_here.pop(first.index)))
 
-        self._exchange(command, "parts", messages, on_parts)
+        self._exchange(command, "parts", messages, senders, on_parts)
 
     def _reduce(self, command: StartAverage, own: Vector | None) -> None:
         vector = self._post.zeros()[self.slice_of(command.part)] if own is None else own
@@ -271,34 +282,34 @@ class DifferenceAverages:
         left = (mean - decoded) * float(len(command.ranks))  # a mean's error counts as often as there are ranks in it
         self.error[own] += left[: own.stop - own.start]
 
-        def on_means(received: tuple[Any, list[int]]) -> None:
-            by_place = self._unpacked(received) | {place: decoded}
+        others = [other for other in range(self._size) if other != place]
+
+        def on_means(received: Rows) -> None:
+            by_place = self._unpacked(received, others) | {place: decoded}
             where = self.slice_of(command.part)
             whole = post.concatenate([by_place[one] for one in range(self._size)])
             self._complete(command, whole[: where.stop - where.start])
 
-        others = [(other, data) for other in range(self._size) if other != place]
-        self._exchange(command, "means", others, on_means)
+        self._exchange(command, "means", [(other, data) for other in others], others, on_means)
 
-    def _exchange(self, command: StartAverage, stage: str, messages: Sequence[tuple[int, Vector]], then: Any) -> None:
-        """Submit a stage: a message to each of these places, in ascending order."""
-        post, splits = self._post, [0] * self._size
-        for place, _ in messages:
-            splits[place] = 1
+    def _exchange(
+        self, command: StartAverage, stage: str, messages: Sequence[tuple[int, Vector]], senders: list[int], then: Any
+    ) -> None:
+        """Submit a stage: a message to each of these places, in ascending order, and one from each of ``senders``."""
+        post, receivers = self._post, {place for place, _ in messages}
+        splits, coming = ([int(place in ends) for place in range(self._size)] for ends in (receivers, senders))
         header = HEADER.pack(command.index, 0.0)
         rows = post.pack([(data, header) for _, data in messages])
         self.bytes_sent += len(messages) * (post.nbytes + HEADER.size)
         name = self._name(command, stage)
 
         def start() -> Handle:
-            return self._engine.collectives.alltoall(rows, splits, name, post.process_set)
+            return self._engine.collectives.alltoall(rows, splits, coming, name, post.process_set)
 
         self._engine.submit(start, then)
 
-    def _unpacked(self, received: tuple[Any, list[int]]) -> dict[int, Vector]:
-        """Return the vectors received, by the sender's place."""
-        rows, counts = received
-        senders = [place for place, count in enumerate(counts) if count]
+    def _unpacked(self, rows: Rows, senders: list[int]) -> dict[int, Vector]:
+        """Return the vectors received, by the sender's place; ``senders`` in ascending order."""
         return {place: self._post.decode(self._post.unpack(row)[0]) for place, row in zip(senders, rows, strict=True)}
 
     def _complete(self, command: StartAverage, mean: Vector) -> None:

@@ -19,7 +19,7 @@ from hvd_async.algorithms.gossip.error_feedback import ErrorFeedback, SavedState
 from hvd_async.algorithms.gossip.message_format import MessageFormat, OutgoingMessage
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Message, Sent, State
-from hvd_async.algorithms.gossip.rank import MEAN, GossipWorker, ReceivedMessage, check_weight
+from hvd_async.algorithms.gossip.rank import MEAN, GossipWorker, Links, ReceivedMessage, check_weight
 from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
@@ -71,6 +71,15 @@ class HostWorker(GossipWorker):
         return [part for _, part in sorted(self._parts.pop(step).items())]
 
     # -- engine thread ----------------------------------------------------------------------------------------
+
+    def _links(self, key: int) -> Links:
+        step, stage = divmod(key, STAGES)
+        if stage != GOSSIP:
+            others = [place for place in self._locals if place != self._place]
+            return Links(others, others, self._post.plain_rows)
+        size, phase = len(self._locals), self._base_of_exchanges + step
+        receivers = [host * size + self._own for host, _ in self.plan.out_edges(self._host, phase)]
+        return Links(receivers, [host * size + self._own for host, _ in self.plan.in_edges(self._host, phase)])
 
     @abc.abstractmethod
     def _contribute(self, step: int, sender: int, part: State) -> None:

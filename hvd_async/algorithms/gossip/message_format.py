@@ -42,6 +42,7 @@ class MessageFormat:
         unpack: takes a row apart: data, header.
         nbytes: of an encoded vector.
         rows: number of rows that a rank submits to each exchange.
+        plain_rows: rows of a message that travels as it is, without compression.
         lossless: whether ``decode(encode(x))`` is x.
         differences: whether messages are differences to the receiver's estimate (CHOCO-SGD).
         add: ``add(x, y, a)`` is x + a y; it may change x.
@@ -65,6 +66,7 @@ class MessageFormat:
     unpack: Callable[[Any], tuple[Vector, bytes]]
     nbytes: int
     rows: int
+    plain_rows: int
     lossless: bool
     differences: bool
     add: Callable[[Vector, Vector, float], Vector]
@@ -102,18 +104,10 @@ def encoded_bytes(elements: int, itemsize: int, compression: str) -> int:
     return elements * (itemsize if compression == "none" else 2)
 
 
-def rows_of(elements: int, itemsize: int, compression: str, messages: int, plain: int) -> int:
-    """Return the rows of ``encoded_bytes`` each that an exchange takes.
-
-    Args:
-        elements: of a message.
-        itemsize: of an element.
-        compression: of messages.
-        messages: the most that there are, if they are encoded.
-        plain: the most that there are, if they travel as they are, in several rows each.
-    """
+def plain_rows(elements: int, itemsize: int, compression: str) -> int:
+    """Return the rows of ``encoded_bytes`` each that a message takes which travels as it is."""
     nbytes = encoded_bytes(elements, itemsize, compression)
-    return max(messages, plain * max(1, -(-elements * itemsize // max(1, nbytes))))
+    return max(1, -(-elements * itemsize // max(1, nbytes)))
 
 
 def row_bytes(nbytes: int) -> int:
@@ -306,7 +300,8 @@ def make_message_format(
     kind, part = np.dtype(dtype), -(-elements // parts)
     blocks = ReusedBlocks(most=0) if memory is None else memory
     codec, vectors = Codec(part, kind, compression, blocks), Arithmetic(elements, kind, parts, blocks)
-    rows = rows_of(part, kind.itemsize, compression, messages, plain)
+    rows_of_plain = plain_rows(part, kind.itemsize, compression)
+    rows = max(messages, plain * rows_of_plain)
     layout = RowFormat(codec.nbytes, rows, parts == 1, blocks)  # (behind one of several parts lies the next)
     return MessageFormat(
         encode=codec.encode,
@@ -317,6 +312,7 @@ def make_message_format(
         unpack=layout.unpack,
         nbytes=codec.nbytes,
         rows=rows,
+        plain_rows=rows_of_plain,
         lossless=compression == "none",
         differences=compression == "int8",
         add=vectors.add,

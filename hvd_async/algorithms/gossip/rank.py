@@ -59,14 +59,46 @@ class _QueuedStep(NamedTuple):
     weight: float
 
 
+class Links(NamedTuple):
+    """Where messages of one key go and come from, on one rank; all ranks know theirs before messages are queued.
+
+    Attributes:
+        receivers: places to which this rank sends such a message.
+        senders: places that send one to it.
+        rows: of such a message.
+    """
+
+    receivers: Sequence[int]
+    senders: Sequence[int]
+    rows: int = 1
+
+
+class _Due(NamedTuple):
+    """What an exchange's command tells of it: the rows of queued messages, by place."""
+
+    command: StartExchange
+    to: list[int]
+    coming: list[int]
+
+
+NO_MESSAGE = HEADER.pack(-1, 0.0)
+"""The header of rows that stand for a message that was left out."""
+
+
 class MessageExchange:
     """The exchanges of one optimizer on this rank.
+
+    Both ends of a message know of it from the command and ``links``, so that no rank has to ask how much is coming.
+    Where the sender has left a message out, since its receiver has finished, rows without a message go in its place.
 
     Args:
         engine: the engine of this rank.
         post: the format of messages.
+        links: those of messages of a key; asked when an exchange's command is here, so that all ranks, who get commands
+            in one order, are asked in the same state.
         deliver: called with the sender's place, the key, its push-sum weight and the encoded vector of each message.
-        snapshots: messages, with their keys, that this rank's weights of now make for an exchange (AD-PSGD).
+        snapshots: messages, with their keys, that this rank's weights of now make for an exchange (AD-PSGD); whom one
+            is sent to sends one, of as many bytes.
         after: called when all messages of an exchange were delivered.
     """
 
@@ -74,11 +106,12 @@ class MessageExchange:
         self,
         engine: Engine,
         post: MessageFormat,
+        links: Callable[[int], Links],
         deliver: Callable[[int, int, float, Vector], None],
         snapshots: Callable[[StartExchange], list[tuple[int, OutgoingMessage]]],
         after: Callable[[], None],
     ) -> None:
-        self._engine, self._post = engine, post
+        self._engine, self._post, self._links = engine, post, links
         self._deliver, self._snapshots, self._after = deliver, snapshots, after
         self._ranks = post.members or tuple(range(engine.size))
         self._place = {rank: place for place, rank in enumerate(self._ranks)}
@@ -86,7 +119,7 @@ class MessageExchange:
         self._coming: set[int] = set()
         """Steps whose messages were announced and not queued yet."""
         self._busy: set[str] = set()
-        self._held: deque[StartExchange] = deque()
+        self._held: deque[_Due] = deque()
         self._last: int | None = None
         """The last exchange before a drain that this rank has not completed yet; later ones wait."""
         self.completed = self.own_sent = 0
@@ -105,7 +138,7 @@ class MessageExchange:
         if messages or key in self._coming:
             self._outbox[key] = _QueuedStep(messages, weight)
         self._coming.discard(key)
-        if any(key in command.keys_of(self._engine.rank) for command in self._held):
+        if any(key in due.command.keys_of(self._engine.rank) for due in self._held):
             self._try_held()
         else:
             self._engine.send(MessageQueued(optimizer, key) if messages else NoMessage(optimizer, key))
@@ -121,16 +154,25 @@ class MessageExchange:
 
     def exchange(self, command: StartExchange) -> None:
         """Submit this rank's part of an exchange."""
-        self._held.append(command)
+        to, coming = [0] * len(self._ranks), [0] * len(self._ranks)
+        for first, last, key in command.senders:
+            links = self._links(key)
+            if first <= self._engine.rank <= last:
+                for place in links.receivers:
+                    to[place] += links.rows
+            for place in links.senders:
+                if first <= self._ranks[place] <= last:
+                    coming[place] += links.rows
+        self._held.append(_Due(command, to, coming))
         self._try_held()
 
     def _try_held(self) -> None:
-        while self._held and self._name(self._held[0]) not in self._busy:
-            if self._last is not None and self._held[0].round > self._last:
+        while self._held and self._name(command := self._held[0].command) not in self._busy:
+            if self._last is not None and command.round > self._last:
                 return
-            if any(key in self._coming for key in self._held[0].keys_of(self._engine.rank)):
+            if any(key in self._coming for key in command.keys_of(self._engine.rank)):
                 return
-            if self._held[0].gathers and self._busy:
+            if command.gathers and self._busy:
                 return
             self._submit(self._held.popleft())
 
@@ -142,10 +184,14 @@ class MessageExchange:
     def _name(self, command: StartExchange) -> str:
         return f"hvd_async.gossip.{command.optimizer}.{command.round % NAMES_IN_RING}"
 
-    def _submit(self, command: StartExchange) -> None:
+    def _submit(self, due: _Due) -> None:
+        command, splits, coming = due
         name, own, started = self._name(command), self._engine.rank, time.monotonic()
         self._busy.add(name)
         outgoing = [(key, message, 1.0) for key, message in self._snapshots(command)]
+        for _, (to, data, _), _ in outgoing:
+            splits[to] += len(self._pieces(data))
+            coming[to] += len(self._pieces(data))
         queued = False
         for key in command.keys_of(own):
             messages, weight = self._outbox.pop(key)
@@ -156,23 +202,27 @@ class MessageExchange:
         for key, (to, data, own_weight), weight in outgoing:
             header = HEADER.pack(key, weight if own_weight is None else own_weight)
             rows += [(to, piece, header) for piece in self._pieces(data)]
-        rows.sort(key=lambda row: row[0])
-        splits = [0] * len(self._ranks)
+        left_out = list(splits)
         for to, _, _ in rows:
-            splits[to] += 1
+            left_out[to] -= 1
+        nothing = self._post.as_bytes(self._post.scalar(0.0))[:0] if any(left_out) else None
+        rows += [(to, nothing, NO_MESSAGE) for to, count in enumerate(left_out) for _ in range(count)]
+        if len(rows) > sum(splits):
+            raise ReplicaStateError(f"{name} has messages to ranks that expect none: a bug in hvd_async")
+        rows.sort(key=lambda row: row[0])
         packed = self._post.pack([(data, header) for _, data, header in rows])
         self.bytes_sent += len(rows) * (self._post.nbytes + HEADER.size)
         first = next((self._place[rank] for rank, *_ in [*command.senders, *command.pairs]), None)
 
-        def on_complete(result: Any) -> None:
-            received, counts = result
+        def on_complete(received: Any) -> None:
             self._busy.discard(name)
             self.seconds += time.monotonic() - started
-            senders = [place for place, count in enumerate(counts) for _ in range(count)]
             messages: dict[tuple[int, bytes], list[Vector]] = {}
+            senders = [place for place, count in enumerate(coming) for _ in range(count)]
             for row, place in zip(received, senders, strict=True):
                 data, header = self._post.unpack(row)
-                messages.setdefault((place, header), []).append(data)
+                if header != NO_MESSAGE:
+                    messages.setdefault((place, header), []).append(data)
             for (place, header), pieces in messages.items():
                 key, weight = HEADER.unpack(header)
                 self._deliver(place, key, weight, pieces[0] if len(pieces) == 1 else self._post.concatenate(pieces))
@@ -180,13 +230,16 @@ class MessageExchange:
             self.own_sent += queued
             # The receiver reports completion: a sender's part may complete as soon as the kernel has buffered it, and
             # exchanges would seem to take no time. (Where the first has none after all, it says so itself.)
-            if first in senders or (first == self._place[own] and command.senders and not queued):
+            if any(first == place for place, _ in messages) or (
+                first == self._place[own] and command.senders and not queued
+            ):
                 self._engine.send(ExchangeDone(command.optimizer, command.round))
             self._after()
             self._try_held()
 
         def start() -> Handle:
-            return self._engine.collectives.alltoall(packed, splits, name, self._post.process_set, self._post.room())
+            post = self._post
+            return self._engine.collectives.alltoall(packed, splits, coming, name, post.process_set, post.room())
 
         self._engine.submit(start, on_complete)
 
@@ -346,13 +399,19 @@ class GossipWorker(Worker):
         self._algorithm = ALGORITHMS[plan.config.algorithm]
         self._ranks = post.members or tuple(range(engine.size))
         self._place = self._ranks.index(engine.rank)
-        self._exchanges = MessageExchange(engine, post, self._deliver, self._snapshots, self._on_exchange_done)
+        self._exchanges = MessageExchange(
+            engine, post, self._links, self._deliver, self._snapshots, self._on_exchange_done
+        )
         self._receive_buffer = ReceiveBuffer(engine, plan.config.max_staleness, self._sends_early)
         self._weight = 1.0
         self._step = self._before = 0
         """Steps since the last drain or cut, and before it."""
         self._base = self._longest = 0
         """Steps from the last drain to the last cut, of the rank with most at each; and since (engine thread)."""
+        self._base_of_exchanges = 0
+        """``_base`` of the exchanges that are commanded now (engine thread): the training thread may be behind."""
+        self._left: frozenset[int] = frozenset()
+        """Places of the ranks that had the optimizer no more at the last end (engine thread)."""
         self._taken = self._discarded = 0
         """Messages mixed in, and received but discarded."""
         self._averagings = 0
@@ -548,7 +607,8 @@ class GossipWorker(Worker):
     def restore(self, kept: SavedState) -> None:
         """Begin with the state that an earlier run's cut saved, before ``register``."""
         self._weight = kept.weight
-        self._base, self._restored, self._together = kept.base, True, False
+        self._base = self._base_of_exchanges = kept.base
+        self._restored, self._together = True, False
 
     def stats(self) -> GossipStats:
         """Return a snapshot of the counts."""
@@ -587,10 +647,20 @@ class GossipWorker(Worker):
                 self._lasts = {place: known.get(place, last) for place in range(len(self._ranks))}
                 self._uneven, self._longest = len(set(self._lasts.values())) > 1, max(self._lasts.values())
                 self._stepped = total
-                self._receive_buffer.begin_anew(map(self._ranks.index, command.gone))
+                self._base_of_exchanges = 0 if command.flushed else self._base_of_exchanges + self._longest
+                self._left = frozenset(map(self._ranks.index, command.gone))
+                self._receive_buffer.begin_anew(self._left)
                 super().on_command(command)
             case _:
                 super().on_command(command)
+
+    def _links(self, key: int) -> Links:
+        """Return where messages of a key go and come from, in exchanges that are commanded now."""
+        if self._place in self._left:
+            return Links((), ())
+        phase = self._base_of_exchanges + key
+        receivers = [place for place, _ in self.plan.out_edges(self._place, phase) if place not in self._left]
+        return Links(receivers, [place for place, _ in self.plan.in_edges(self._place, phase)])
 
     @abc.abstractmethod
     def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
