@@ -32,7 +32,8 @@ class World:
         rank, size: this rank, and the number of ranks.
         place: this rank's place on its host.
         store: shared keys and values of the ranks.
-        calls: how many collectives by way of the store this rank has taken part in, by name.
+        calls: how many collectives by way of the store this rank has taken part in, by name; making a process group is
+            one.
 
     Raises:
         ValueError: as ``launch.read``.
@@ -72,16 +73,22 @@ class World:
         """Return a new Gloo process group of some ranks, all of which call this. A collective.
 
         Args:
-            name: unique among the groups of these ranks.
+            name: unique among the groups of these ranks that there are now.
             ranks: in order; this one is among them.
             timeout: of making the connections, and of collectives that do not set their own.
         """
-        store = PrefixStore(f"{name}/{','.join(map(str, ranks))}", self.store)
-        group = dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), timeout)
+        group = dist.ProcessGroupGloo(self.store_of(name, ranks), ranks.index(self.rank), len(ranks), timeout)
         # Its destructor waits for collectives under way, so two failed ranks would wait for each other for ever.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         self._groups.append(group)
         return group
+
+    def store_of(self, name: str, ranks: Sequence[int]) -> PrefixStore:
+        """Return a store for some ranks to meet in, all of which call this. It is a new one each time: in the last one
+        they might find addresses of an earlier group."""
+        prefix = f"{name}/{','.join(map(str, ranks))}"
+        self.calls[prefix] += 1
+        return PrefixStore(f"{prefix}/{self.calls[prefix]}", self.store)
 
     def close(self, groups: Sequence[Any] | None = None) -> None:
         """Close process groups, on which no collective is under way.
