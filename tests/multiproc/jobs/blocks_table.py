@@ -42,6 +42,7 @@ input_shape = (None, 8)
 x = np.random.RandomState(hvd.rank()).randn(32, 8).astype("float32")
 data = tf.data.Dataset.from_tensor_slices((x, (x.sum(1) > 0).astype("int32"))).batch(16)
 """
+ONE_HOT = "data = data.map(lambda x, y: (x, tf.one_hot(y, 2)))\n"
 LOSS = ("loss=...", 'loss="sparse_categorical_crossentropy"')
 LIGHTNING = """
 hvd.declare_torchvision_operators()
@@ -172,6 +173,11 @@ BLOCKS = {
     "docs/keras.md 2": Block("tensorflow", KERAS, "assert optimizer.stats().steps == 60",
                              (LOSS, ("drain=True), ...]", "drain=True)]"), ("20: 2", "20: 1"))),  # at 2 ranks
     "docs/keras.md 3": Block("tensorflow", KERAS + FIT_ONCE, "assert start == 1\nassert model.optimizer.rounds >= 60"),
+    "docs/keras_hosts.md 1": Block("tensorflow",
+                                   KERAS + ONE_HOT + "opt = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))\n",
+                                   "model.fit(data, verbose=0)"),
+    "docs/keras_hosts.md 2": Block("tensorflow", KERAS + ONE_HOT + "build = lambda: model\n",
+                                   "assert int(opt.iterations) >= 1"),
     "docs/leaders.md 1": Block("torch", TORCH + WRAPPED, "assert opt.stats().steps == 4"),
     "docs/measurements.md 1": Block("torch"),
     "docs/migrating.md 1": Block("torch", TORCH, STEP),
