@@ -408,8 +408,8 @@ FAULTS = [
     ),
     Fault(
         tensor_collectives.Staged.result,
-        "else streams.record_received(tensor)",
-        "else tensor",
+        "streams.record_received(self._result)",
+        "self._result",
         ("sgp", 1, "staged"),
         FREED,
     ),

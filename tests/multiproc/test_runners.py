@@ -265,11 +265,9 @@ def test_digits_are_learned_by_gossip(train: Train, tmp_path: Path, runner: str,
     distances = [float(row["consensus_distance"]) for row in rows]
     assert distances[-1] == summary["consensus_distance"]
     assert distances[0] == pytest.approx(0.0, abs=1e-5) if "allreduce" in line else distances[0] > 0.0
-    rounds = sum(int(row["rounds"]) for row in rows)
-    if algorithm == "adpsgd":  # (a row tells those of the rank with most, which may be another one in each epoch)
-        assert rounds >= summary["rounds"]
-    else:
-        assert rounds == summary["rounds"]
+    # (a row tells those of the rank with most, which may be another one in each epoch)
+    assert sum(int(row["rounds"]) for row in rows) >= summary["rounds"]
+    if algorithm != "adpsgd":
         assert summary["staleness"]["max"] <= 2
         assert max(summary["held_s_by_rank"]) > 0.0
 

@@ -193,7 +193,10 @@ class Rank:
 
     def _serves(self) -> list[str]:
         """Return what this process's control processes are: a relay, or the coordinator."""
-        commands = [child.cmdline() for child in self._process.children()]
+        commands = []
+        for child in self._process.children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # (it has just ended, or is a zombie)
+                commands.append(child.cmdline())
         return [command[-2] for command in commands if any("control_process" in word for word in command)]
 
     def _weights(self) -> list[float]:
