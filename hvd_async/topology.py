@@ -33,7 +33,7 @@ class Topology:
     """Who sends to whom.
 
     Attributes:
-        name: for people.
+        name: for reports and messages.
         size: number of ranks.
         phases: for each phase its edges (sender, receiver), none of a rank to itself.
         weights: for each phase the mixing weights of these edges, where the graph depends on them; the sender keeps

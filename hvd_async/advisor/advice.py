@@ -109,7 +109,7 @@ def find_culprits(work: Times, waits: Times) -> Culprits:
 LATENCY = 0.0003
 """Seconds of a message between a rank and the coordinator, one way, where none are given."""
 CYCLE = 0.001
-"""Horovod looks for collectives that may start every so many seconds (``HOROVOD_CYCLE_TIME``)."""
+"""Seconds between two looks of Horovod for collectives that may start (``HOROVOD_CYCLE_TIME``)."""
 SMALL = 1_000_000
 """Bytes of gradients up to which what an allreduce takes is put down to software, not to the link."""
 

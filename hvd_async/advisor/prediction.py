@@ -43,7 +43,7 @@ class Mode(NamedTuple):
     """A mode to try.
 
     Attributes:
-        name: for people.
+        name: for reports and messages.
         arm: as ``hvd_async.simulation.arms`` has it.
         line: the call in the script that replaces Horovod's ``hvd.DistributedOptimizer(opt, ...)``.
         risk: what it changes in training.
@@ -125,12 +125,12 @@ MODES: Sequence[Mode] = (
 
 
 def quorum(ranks: int) -> Mode:
-    """Return partial allreduce with a quorum of so many ranks."""
+    """Return partial allreduce with a quorum of ``ranks`` ranks."""
     return Mode(f"quorum {ranks}", f"k{ranks}", f"hvd_async.EagerOptimizer(opt, quorum={ranks})", Risk.LATE)
 
 
 def named_modes(ranks: int, names: str = EVERY) -> list[Mode]:
-    """Return the modes to try with so many ranks.
+    """Return the modes to try, for a number of ranks.
 
     Args:
         ranks: of the job.

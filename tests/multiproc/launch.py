@@ -46,7 +46,7 @@ class Job:
     """What became of a job.
 
     Attributes:
-        name: for people.
+        name: for reports and messages.
         returncode: the launcher's; without launcher the first rank's that is not 0. None: it ran out of time.
         output: of everybody, mixed.
         results: one dictionary a rank, case -> result; what was written before a rank ended, if it ended early.

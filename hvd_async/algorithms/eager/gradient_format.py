@@ -46,11 +46,11 @@ def by_size(gradients: Sequence[tuple[Hashable, int]], cap: float) -> list[list[
 
 
 def by_number(gradients: int, groups: int) -> list[range]:
-    """Part so many gradients, in the order of the forward pass, into groups of about equally many, as Horovod does: the
-    first ones are larger by one if it does not come out even.
+    """Split gradients, in the order of the forward pass, into groups of equal size as Horovod does. If the number of
+    gradients is not divisible by the number of groups, the first groups have one gradient more.
 
     Returns:
-        Their positions, by group; without empty groups.
+        The positions of each group's gradients; empty groups are omitted.
     """
     each, more = divmod(gradients, groups)
     ends = [group * each + min(group, more) for group in range(groups + 1)]

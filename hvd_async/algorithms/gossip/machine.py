@@ -183,7 +183,7 @@ class Levels:
     """
 
     _values: list[int] = field(default_factory=list)
-    """Those that differ, in order; and how often each is there."""
+    """The distinct values in ascending order; ``_counts`` has how often each occurs."""
     _counts: list[int] = field(default_factory=list)
     _size: int = 0
 
