@@ -19,12 +19,11 @@ import numpy as np
 
 from hvd_async.algorithms.leader.selection import ALL_RANKS
 from hvd_async.algorithms.registry import FAMILIES
-from hvd_async.runtime.codec import Codec, encode
 from hvd_async.runtime.coordinator import Coordinator
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Channel, Gone, Handle, Rows, Vector
 from hvd_async.runtime.lifecycle import use_engine
-from hvd_async.runtime.messages import Command, Event, Failed, Hello, Leaving
+from hvd_async.runtime.protocol import Codec, Command, Event, Failed, Hello, Leaving, encode
 
 T = TypeVar("T")
 CODEC = Codec(FAMILIES)

@@ -17,7 +17,7 @@ from hvd_async.algorithms.leader import config as leader
 from hvd_async.algorithms.leader.config import ALGORITHMS as LEADER
 from hvd_async.algorithms.leader.config import LeaderOptions
 from hvd_async.algorithms.leader.machine import LeaderStateMachine
-from hvd_async.runtime.family import Algorithm, Family
+from hvd_async.runtime.protocol import Algorithm, Family
 
 FAMILIES = (
     Family("eager", eager.EagerConfig, eager.EVENTS, eager.COMMANDS, EagerStateMachine),

@@ -18,9 +18,9 @@ from hvd_async.errors import NotInitializedError, ReplicaMismatchError, ReplicaS
 from hvd_async.optimizers.replica import Replica
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.lifecycle import Lifecycle, local_engine
-from hvd_async.runtime.messages import RegisterOptimizer
 from hvd_async.runtime.nested_calls import refuse_nested_drain
 from hvd_async.runtime.process_sets import RankGroup
+from hvd_async.runtime.protocol import RegisterOptimizer
 from hvd_async.runtime.worker import Worker
 
 

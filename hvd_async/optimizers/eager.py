@@ -20,8 +20,8 @@ from hvd_async.optimizers.driver import Driver, GradientCounts, Standing
 from hvd_async.optimizers.replica import Replica
 from hvd_async.runtime.lifecycle import Lifecycle
 from hvd_async.runtime.log import warn
-from hvd_async.runtime.messages import Hyper
 from hvd_async.runtime.process_sets import RankGroup
+from hvd_async.runtime.protocol import Hyper
 from hvd_async.stats import Stats
 
 

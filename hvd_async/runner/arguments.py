@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from hvd_async.algorithms.option import Option, Real, Whole, either, flag, in_flags, options_of
 from hvd_async.algorithms.registry import ALGORITHMS, OPTIONS
-from hvd_async.runtime.family import Algorithm
+from hvd_async.runtime.protocol import Algorithm
 
 from .presets import PRESETS, help_text
 from .stragglers import FORMS

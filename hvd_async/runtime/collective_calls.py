@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
-from hvd_async.runtime.messages import CollectiveReady, RunCollective
+from hvd_async.runtime.protocol import CollectiveReady, RunCollective
 
 
 class Combined(NamedTuple):

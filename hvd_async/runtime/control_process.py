@@ -1,8 +1,8 @@
-"""The coordinator, or a relay, in a process of its own beside a rank: neither that rank's interpreter lock nor its
-computation delays the others' messages, and it outlives the rank to say how it ended.
+"""The coordinator, or a relay, as a separate process beside a rank.
 
-It tells by a pipe where it can be reached, and gets on its standard input what else it has to know. The end of that is
-its rank's: it then comes to its end by itself, in a limited time.
+Neither that rank's interpreter lock nor its computation delays the others' messages, and the process outlives the rank
+to report how it ended. It writes its address to a pipe, and reads its setup from its standard input. The end of that
+input means that its rank is gone: it then ends by itself, within a limited time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -25,14 +26,11 @@ import zmq
 from hvd_async.errors import EngineError
 from hvd_async.runtime import time_limits
 from hvd_async.runtime.addresses import reachable
-from hvd_async.runtime.codec import Codec
 from hvd_async.runtime.coordinator import Coordinator
 from hvd_async.runtime.descriptors import shortage
-from hvd_async.runtime.relay import Relay
-from hvd_async.runtime.relay_tree import Child
-from hvd_async.runtime.router import Router
-from hvd_async.runtime.sockets import LONGEST_SILENCE
-from hvd_async.runtime.transport import Uplink, ZmqHub
+from hvd_async.runtime.protocol import Codec
+from hvd_async.runtime.relays import Child, DecodeError, Upward, decode_ranks, encode_upward, merged
+from hvd_async.runtime.transport import LARGEST, LONGEST_SILENCE, Router, Sleeper, Uplink, ZmqHub
 
 T = TypeVar("T")
 REGISTRY = "hvd_async.algorithms.registry"
@@ -239,3 +237,77 @@ def main(descriptor: str, role: str, registry: str) -> None:
             _coordinate(talk, registry)
         else:
             _relay(talk)
+
+
+# -- the relay ------------------------------------------------------------------------------------------------
+
+GATHER = 0.001
+"""Seconds between two messages upward: what comes meanwhile goes in one."""
+SIBLINGS = 0.0002
+"""Seconds that a message waits at the least for those of other ranks, which often come together."""
+
+
+class Relay:
+    """Forwards what the ranks below it send, several messages in one, and fans commands out to them.
+
+    It decodes nothing and decides nothing. The messages of each rank, and the commands to it, stay in their order. It
+    runs until the connection upward ends.
+
+    Args:
+        router: of the connections from below, with their keys.
+        uplink: to the coordinator, or to the relay above.
+    """
+
+    def __init__(self, router: Router, uplink: Uplink) -> None:
+        self._router, self._uplink = router, uplink
+        self._sleeper = Sleeper(router, uplink)
+        self._waiting: list[Upward] = []
+        self._next = 0.0
+
+    def run(self) -> None:
+        """Pass messages on; then close."""
+        try:
+            self._uplink.send(encode_upward([]))  # so that those above know where it is
+            while not self._is_over():
+                now = time.monotonic()
+                timeout = max(0.0, self._next - now) if self._waiting else None
+                self._sleeper.wait(0.0 if self._router.owes else timeout)
+                if (heard := self._router.read()) and not self._waiting:
+                    self._next = max(self._next, time.monotonic() + SIBLINGS)
+                self._waiting += heard
+                self._pass_down()
+                if self._waiting and time.monotonic() >= self._next:
+                    self._pass_up()
+        finally:
+            self._router.close()
+            self._uplink.close(0)
+            self._sleeper.close()
+
+    def _is_over(self) -> bool:
+        """Whether the connection upward has ended, after all that came by it was passed on."""
+        if self._uplink.refused() is None:
+            return False
+        self._pass_down()
+        return True
+
+    def _pass_down(self) -> None:
+        while (frames := self._uplink.read()) is not None:
+            try:
+                header, payload = frames
+                ranks = decode_ranks(header)
+            except (ValueError, DecodeError):
+                continue  # (from those above, whom nothing below can mend: they will miss an answer, and say so)
+            self._router.deliver(ranks, payload)
+
+    def _pass_up(self) -> None:
+        messages, self._waiting = merged(self._waiting), []
+        self._next = time.monotonic() + GATHER
+        some: list[Upward] = []
+        size = 0
+        for message in messages:
+            if size + len(message.data) > LARGEST // 2:
+                self._uplink.send(encode_upward(some))
+                some, size = [], 0
+            some.append(message)
+            size += len(message.data) + 9 * len(message.ranks)
+        self._uplink.send(encode_upward(some))

@@ -1,29 +1,33 @@
-"""The coordinator: rank 0's thread that feeds the state machines and sends what comes out, to all in one order.
+"""The coordinator: a thread or process of rank 0 that feeds the state machines and sends their commands, in one order.
 
-It also watches: when a connection ends without ``Leaving``, its rank is lost, and all ranks get its number and host; a
-rank that is alive but waited for longer than ``warn_after`` is named on rank 0's stderr, again and again.
+It also watches. When a connection ends without ``Leaving``, its rank is lost, and all ranks receive its number and
+host. A rank that is alive but waited for longer than ``warn_after`` is named on rank 0's stderr, again and again.
+
+When Horovod has failed on a rank, that is a symptom, and does not say which rank is to blame. A rank that has stopped,
+or is cut off, answers nobody; the others only see that a collective has failed. So each rank on which one fails reports
+to the coordinator, which calls the roll.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from hvd_async.errors import ProtocolError, ranks_text
-from hvd_async.runtime.commits import CommitCounts
-from hvd_async.runtime.compatibility import fault_of
-from hvd_async.runtime.family import Family
 from hvd_async.runtime.interfaces import Gone, Hub
 from hvd_async.runtime.log import printable, warn
-from hvd_async.runtime.messages import (
+from hvd_async.runtime.machine import Siblings, StateMachine, fault_of
+from hvd_async.runtime.protocol import (
     CallRoll,
     Close,
     Command,
     CommitsMade,
+    CountCommits,
     Event,
     Failed,
+    Family,
     Finished,
     Hello,
     HostsChanged,
@@ -35,11 +39,9 @@ from hvd_async.runtime.messages import (
     Present,
     RankLost,
     Registered,
+    StopAtCommit,
     Welcome,
 )
-from hvd_async.runtime.roll_call import SETTLE, RollCall
-from hvd_async.runtime.siblings import Siblings
-from hvd_async.runtime.state_machine import StateMachine
 
 MOST_OPTIMIZERS = 1024
 """At a time."""
@@ -382,3 +384,70 @@ class Coordinator:
                     f"alive, but slow or not calling step()/drain(). Waiting on."
                 )
                 self._waits[whose] = (waiting, now)
+
+
+# -- roll call ------------------------------------------------------------------------------------------------
+
+SETTLE = 2.0
+"""Seconds a roll call takes at the least: a rank that fails reports it itself, maybe just after it has answered."""
+
+
+class RollCall:
+    """A roll call: which ranks still answer, after Horovod has failed on some rank? Pure: time is an argument.
+
+    Args:
+        ranks: that are to answer.
+        now: when it begins (s).
+        limit: seconds that ranks have to answer.
+
+    Attributes:
+        missing: ranks that have not answered.
+        errors: what Horovod said, by the ranks it said it to; the first report first.
+        limit: as given.
+    """
+
+    def __init__(self, ranks: Collection[int], now: float, limit: float) -> None:
+        self.missing = set(ranks)
+        self.errors: dict[int, str] = {}
+        self.limit = limit
+        self._began = now
+
+    def present(self, rank: int, error: str | None = None) -> None:
+        """``rank`` has answered, or has reported that Horovod failed there."""
+        self.missing.discard(rank)
+        if error is not None:
+            self.errors.setdefault(rank, error)
+
+    def deadline(self) -> float:
+        """When it is over, if nothing else comes."""
+        return self._began + (max(self.limit, SETTLE) if self.missing else SETTLE)
+
+
+# -- commits of elastic training ------------------------------------------------------------------------------
+
+
+class CommitCounts:
+    """The number of commits of each rank, from which follows the commit at which all ranks stop.
+
+    Args:
+        size: the number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._asked = False
+        self._made: dict[int, int] = {}
+
+    def ask(self) -> list[Command]:
+        """Return what all ranks are asked once hosts have come or gone: nothing, if they were asked before."""
+        if self._asked:
+            return []
+        self._asked = True
+        return [CountCommits()]
+
+    def count(self, rank: int, made: int) -> list[Command] | None:
+        """Take in a rank's answer; returns what all are told then, and None if nobody has asked it."""
+        if not self._asked or rank in self._made:
+            return None
+        self._made[rank] = made
+        return [StopAtCommit(max(self._made.values()) + 1)] if len(self._made) == self._size else []

@@ -1,12 +1,16 @@
-"""Are there file descriptors enough for all connections? Looked at when a job starts.
+"""File descriptors of this process: whether there are enough for all connections, and which a forked child closes.
 
-A leaf module.
+A leaf module: it imports nothing of the package.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
+import socket
+
+# -- are there enough? ----------------------------------------------------------------------------------------
 
 EACH = 2
 """Descriptors for a connection from below: its own, and one while it tries several addresses."""
@@ -45,3 +49,36 @@ def _open_now() -> int:
         return len(os.listdir("/proc/self/fd"))
     except OSError:  # (not Linux)
         return 0
+
+
+# -- in a forked child ----------------------------------------------------------------------------------------
+
+
+def release_connections(port: int) -> None:
+    """Close this process's copies of all TCP sockets that have ``port`` at either end (Linux; elsewhere: nothing).
+
+    A forked child calls it: if it held them, the end of its parent's connections would be noticed late. Each descriptor
+    stays open, as one of /dev/null: a library that still knows its number must not meet another file there.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for descriptor in descriptors:
+            if _has_port(descriptor, port):
+                os.dup2(nothing, descriptor)
+        os.close(nothing)
+
+
+def _has_port(descriptor: int, port: int) -> bool:
+    try:
+        copy = socket.socket(fileno=os.dup(descriptor))
+    except OSError:  # no socket, or one that was closed meanwhile
+        return False
+    with copy:
+        if copy.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        if copy.getsockname()[1] == port:
+            return True
+        with contextlib.suppress(OSError):  # one that listens has no other end
+            return bool(copy.getpeername()[1] == port)
+    return False

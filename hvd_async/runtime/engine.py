@@ -13,25 +13,26 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from hvd_async.errors import CollectiveFailedError, EngineError, HvdAsyncError, RankLostError, WaitTimeoutError
 from hvd_async.runtime import time_limits
-from hvd_async.runtime.commits import Commits
-from hvd_async.runtime.drain import Participant, drain
-from hvd_async.runtime.failure_causes import cause_of, error_of
-from hvd_async.runtime.forking import release_connections
+from hvd_async.runtime.descriptors import release_connections
 from hvd_async.runtime.interfaces import Channel, Collectives, Gone, Handle, Vector
 from hvd_async.runtime.log import warn
-from hvd_async.runtime.messages import (
+from hvd_async.runtime.nested_calls import unfinished_until_it_returns
+from hvd_async.runtime.protocol import (
     CallRoll,
     Close,
     Command,
+    CommitsMade,
     CountCommits,
     Event,
     Failed,
     JobFailed,
     Leaving,
     NoSuchOptimizer,
+    OptimizerCommand,
     Present,
     RankLost,
     RegisterOptimizer,
@@ -39,7 +40,6 @@ from hvd_async.runtime.messages import (
     Unregister,
     Welcome,
 )
-from hvd_async.runtime.nested_calls import unfinished_until_it_returns
 
 OPTIMIZERS = 1 << 16
 """Numbers that each process set has for its optimizers."""
@@ -429,3 +429,172 @@ class Engine:
             self._channel.send(Failed(f"{type(error).__name__}: {error}"))
         with self.changed:
             self.changed.notify_all()
+
+
+# -- drains ---------------------------------------------------------------------------------------------------
+
+
+class Participant(Protocol):
+    """One optimizer's engine-side half.
+
+    Attributes:
+        last_done: the rank that was last to be done in the last drain, -1 before there was one.
+        deleted: whether the optimizer was deleted; only its engine-side half is left, and serves the other ranks.
+    """
+
+    last_done: int
+    deleted: bool
+
+    def on_command(self, command: OptimizerCommand) -> None:
+        """Carry out a command for this optimizer (engine thread)."""
+
+    def delete(self) -> None:
+        """The optimizer was deleted (any thread)."""
+
+    def check_finished(self, flush: bool) -> None:
+        """Raise, if this rank cannot finish now, with a drain (``flush``) or a cut (training thread)."""
+
+    def announce_finished(self, flush: bool) -> None:
+        """Say that this rank is done with this optimizer, to drain (``flush``) or to cut it (training thread)."""
+
+    def apply_available(self) -> bool:
+        """Apply what was received, without waiting; return whether that is all (training thread, as the rest)."""
+
+    @property
+    def has_available(self) -> bool:
+        """Whether ``apply_available`` would do something, or has done all."""
+
+    def complete_drain(self) -> None:
+        """All was received: end the drain or cut."""
+
+
+class DrainingEngine(Protocol):
+    """The part of the engine that a drain uses.
+
+    Attributes:
+        asked: optimizers that other ranks have opened, and that this rank is asked for while it waits in a drain.
+    """
+
+    asked: list[Any]
+
+    def take_asked(self) -> list[Participant]:
+        """Open the optimizers that other ranks have asked for, as far as this process has them; return these."""
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Wait until ``ready()``."""
+
+
+def drain(engine: DrainingEngine, live: list[Participant], flush: bool, leaving: bool) -> None:
+    """Drain (or, without ``flush``, cut) optimizers, and those that other ranks open meanwhile.
+
+    A rank has finished with all of them or with none, and serves all at once. If it waited in the first one's drain for
+    ranks that are busy with both, its second would keep those waiting, and pile up rounds.
+
+    Args:
+        engine: theirs.
+        live: the optimizers, in one order on all ranks: ends communicate.
+        flush: drain; else cut.
+        leaving: the process is ending: what a step would still have completed goes as it is, with a warning.
+    """
+    if not leaving:
+        for participant in live:
+            participant.check_finished(flush)
+    for participant in live:
+        participant.announce_finished(flush)
+    left = list(live)
+
+    def may_go_on() -> bool:
+        return bool(engine.asked) or any(one.has_available or one.deleted for one in left)
+
+    while True:
+        found = engine.take_asked()
+        for participant in found:
+            participant.announce_finished(flush)
+        live, left = live + found, left + found
+        left = [participant for participant in left if not (participant.deleted or participant.apply_available())]
+        if not (left or engine.asked):  # what is asked for comes before the end that it belongs to
+            break
+        engine.wait(may_go_on)
+    for participant in live:
+        if not participant.deleted:
+            participant.complete_drain()
+
+
+# -- commits of elastic training ------------------------------------------------------------------------------
+
+
+class Commits:
+    """A rank's part in the choice of the commit at which all ranks stop, since hosts have come or gone.
+
+    All ranks have to stop at the same commit: one that continued would call a collective of the user's that the others
+    never reach. Horovod notifies rank 0 alone. Rank 0 notifies the coordinator, which asks every rank how many commits
+    it has made, and names the one after the highest. No rank waits for it, but for a rank that has answered and comes
+    to its next commit meanwhile.
+
+    It lives as long as the engine. Its fields change while the engine's ``changed`` is held.
+
+    Attributes:
+        made: since the engine was started, which all ranks do at the same place of their program.
+        stop_at: the number of the one at which all stop; None while there is none.
+    """
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.stop_at: int | None = None
+        self._asked = False
+
+    def answer(self) -> CommitsMade:
+        """Return what the coordinator asks for (engine thread)."""
+        self._asked = True
+        return CommitsMade(self.made)
+
+    def commit(self, engine: Engine) -> bool:
+        """Count a commit; returns whether all ranks stop at it.
+
+        Args:
+            engine: this rank's.
+        """
+        with engine.changed:
+            self.made += 1
+            asked = self._asked
+        if asked:
+            engine.wait(lambda: self.stop_at is not None, lambda: "all ranks to say how many commits they have made")
+        return self.stop_at is not None and self.made >= self.stop_at
+
+
+# -- why a job cannot go on -----------------------------------------------------------------------------------
+
+CAUSE_WAIT = 10.0
+"""Seconds that a rank waits to hear why, longer than one that is gone may stay unnoticed."""
+
+
+def error_of(message: RankLost | JobFailed | Gone) -> HvdAsyncError:
+    """Return the error that a rank raises for this command, or for the end of its connection to the coordinator."""
+    match message:
+        case RankLost(rank, host, reason, context, handed_over):
+            return RankLostError(rank, host, reason, context, handed_over)
+        case JobFailed(problem):
+            return CollectiveFailedError(problem)
+        case Gone(reason, host):
+            return RankLostError(0, host, reason)
+
+
+def cause_of(error: Exception, channel: Channel) -> Exception:
+    """Horovod says that a collective failed, not why: have the coordinator find out who is gone, if anybody is.
+
+    Args:
+        error: Horovod's.
+        channel: to the coordinator.
+
+    Returns:
+        The error to raise: Horovod's own, if no rank is to blame for all that is known.
+    """
+    channel.send(Failed(f"{type(error).__name__}: {error}", horovod=True))
+    deadline = time.monotonic() + time_limits.dead_after() + CAUSE_WAIT
+    while (left := deadline - time.monotonic()) > 0:
+        match channel.receive(left):
+            case JobFailed():
+                return error
+            case RankLost() | Gone() as message:
+                return error_of(message)
+    return error

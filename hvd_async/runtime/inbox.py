@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from hvd_async.runtime.messages import Drained
+from hvd_async.runtime.protocol import Drained
 
 
 class Inbox:

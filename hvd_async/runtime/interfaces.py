@@ -10,7 +10,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from hvd_async.runtime.messages import Command, Event
+from hvd_async.runtime.protocol import Command, Event
 
 Vector: TypeAlias = Any
 """A flat (1-D) array of the binding's framework: NumPy, torch or TensorFlow. The core only uses ``+=`` and ``[-1]``."""

@@ -17,12 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from hvd_async.errors import EngineError, NotInitializedError
-from hvd_async.runtime.drain import Participant
-from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.engine import Engine, Participant
 from hvd_async.runtime.exit_status import exit_status
-from hvd_async.runtime.family import Family
 from hvd_async.runtime.interfaces import Channel, Collectives
-from hvd_async.runtime.messages import HostsChanged, RegisterOptimizer
+from hvd_async.runtime.protocol import Family, HostsChanged, RegisterOptimizer
 from hvd_async.runtime.rendezvous import Control, rendezvous
 
 LOST = "HorovodInternalError: ranks were lost"

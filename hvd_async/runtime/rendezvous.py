@@ -1,8 +1,8 @@
 """How the ranks meet: keys and addresses by a Horovod allgather, then each connects to the coordinator on rank 0.
 
-In a large job (``relay_tree``) a second allgather tells of relays, which some ranks have started, and a rank connects
-to that of its host. There, and where tensors are on a GPU, the coordinator has a process of its own: as a thread it
-would compete for rank 0's interpreter lock, which is needed to launch kernels.
+In a large job (``relays``) a second allgather carries the addresses of relays, which some ranks have started, and a
+rank connects to that of its host. There, and where tensors are on a GPU, the coordinator has a process of its own: as a
+thread it would compete for rank 0's interpreter lock, which is needed to launch kernels.
 """
 
 from __future__ import annotations
@@ -19,19 +19,16 @@ import zmq
 
 import hvd_async
 from hvd_async.errors import EngineError, RankLostError, ranks_text
-from hvd_async.runtime import relay_tree, time_limits
+from hvd_async.runtime import time_limits
 from hvd_async.runtime.addresses import own_addresses, reachable
-from hvd_async.runtime.cards import Card, RelayCard, above_of, relay_setup_of, setup_of
-from hvd_async.runtime.codec import Codec
-from hvd_async.runtime.control_process import ControlProcess, Door, Setup
+from hvd_async.runtime.control_process import Above, ControlProcess, Door, Setup
 from hvd_async.runtime.coordinator import Coordinator
 from hvd_async.runtime.descriptors import shortage
-from hvd_async.runtime.failure_causes import error_of
-from hvd_async.runtime.family import Family
+from hvd_async.runtime.engine import error_of
 from hvd_async.runtime.interfaces import Channel, Collectives, Gone
-from hvd_async.runtime.messages import Hello, JobFailed, RankLost, Welcome
-from hvd_async.runtime.relay_tree import Tree
-from hvd_async.runtime.transport import NearChannel, ZmqChannel, ZmqHub
+from hvd_async.runtime.protocol import Codec, Family, Hello, JobFailed, RankLost, Welcome
+from hvd_async.runtime.relays import Child, Tree, direct_tree, plan_tree
+from hvd_async.runtime.transport import LOOPBACK, NearChannel, ZmqChannel, ZmqHub
 
 T = TypeVar("T")
 MARGIN = 10.0
@@ -112,7 +109,7 @@ def rendezvous(collectives: Collectives, families: Sequence[Family]) -> Meeting:
         cards = _exchange_cards(collectives, keys[0], server, problem, large)
         large = cards[0].large
         places = [card.place or f"rank {rank}" for rank, card in enumerate(cards)]
-        tree = relay_tree.plan(places) if large else relay_tree.direct(len(cards))
+        tree = plan_tree(places) if large else direct_tree(len(cards))
         controls: list[Control] = []
         relays: list[RelayCard] = []
         if large:
@@ -266,3 +263,71 @@ def _handshake(channel: ZmqChannel, collectives: Collectives, coordinator: str, 
             case RankLost() | JobFailed() | Gone() as message:
                 raise error_of(message)
     raise EngineError(f"{coordinator} did not answer within {time.monotonic() - began:.0f} s")
+
+
+# -- what the cards say ---------------------------------------------------------------------------------------
+
+
+class Card(msgspec.Struct, frozen=True):
+    """A rank's part of the allgather; ``server``, ``port`` and ``addresses`` only rank 0.
+
+    ``place`` is the same where 127.0.0.1 is the same; empty if that is not known. ``version`` is the library's, which
+    the first one did not tell. ``problem``: why this rank cannot go on. ``large``: whether there are relays, as rank 0
+    has decided.
+    """
+
+    public: bytes
+    host: str
+    server: bytes
+    port: int
+    addresses: list[str]
+    place: str = ""
+    version: str = "an early one"
+    problem: str = ""
+    large: bool = False
+
+
+class RelayCard(msgspec.Struct, frozen=True):
+    """How a rank's relay can be reached; ``door`` is None where it has none. ``problem``: why it could not be started,
+    or the coordinator cannot serve so many."""
+
+    door: Door | None
+    addresses: list[str]
+    problem: str = ""
+
+
+def above_of(owner: int | None, cards: Sequence[Card], relays: Sequence[RelayCard], place: str) -> Above:
+    """How a rank's relay, or the coordinator if the rank is None, can be reached from a machine."""
+    first = cards[0]
+    if owner is None:
+        near, door, addresses = cards[0].place, Door(first.server, first.port), first.addresses
+    else:
+        known = relays[owner].door
+        assert known is not None
+        near, door, addresses = cards[owner].place, known, relays[owner].addresses
+    return Above([LOOPBACK] * bool(near and near == place) + addresses, door.port, door.public)
+
+
+def setup_of(
+    children: Sequence[Child],
+    cards: Sequence[Card],
+    relays: Sequence[RelayCard],
+    places: Sequence[str],
+    place: str,
+) -> Setup:
+    """Return the setup of the coordinator, or of a relay, on a machine: who may connect to it."""
+    keys = []
+    for child in children:
+        door = relays[child.owner].door if child.relay else None
+        keys.append(cards[child.owner].public if door is None else door.upward)
+    local = bool(cards[children[0].owner].place) and all(places[child.owner] == place for child in children)
+    return Setup(list(children), keys, local, [card.host for card in cards])
+
+
+def relay_setup_of(
+    rank: int, tree: Tree, cards: Sequence[Card], relays: Sequence[RelayCard], places: Sequence[str]
+) -> Setup:
+    """Return the setup of a rank's relay: who may connect to it, and whom it connects to."""
+    setup = setup_of(tree.relays[rank], cards, relays, places, places[rank])
+    above = above_of(tree.above(rank), cards, relays, cards[rank].place)
+    return msgspec.structs.replace(setup, hosts=[], above=above)

@@ -1,28 +1,565 @@
-"""The control plane on ZeroMQ: the coordinator's end and a rank's.
+"""The control plane on ZeroMQ: its sockets, connections from below, and the ends of the coordinator and of a rank.
 
 Each rank makes a key pair; the public keys travel by a Horovod allgather (``rendezvous``), and only those are let in.
-Rank 0, where the coordinator is a thread of its process, has no socket: the same messages go by memory.
-Both ends queue what they send until they next listen: a rank sends one message for all events since it last slept, and
-gets one with all commands that these, and others', have led to.
+Rank 0, where the coordinator is a thread of its process, has no socket: the same messages go by memory. Both ends queue
+what they send until they next listen: a rank sends one message for all events since it last slept, and receives one
+with all commands that these, and others', have led to.
+
+Sockets are encrypted by CURVE, bounded, watched by a monitor, and polled by the system. The monitor reports a
+connection that has ended: a killed process closes it at once; a frozen host or a cut link is found by ZeroMQ's own
+heartbeats. ZeroMQ's I/O thread answers these, so a rank that is merely slow, or holds Python's interpreter lock for
+long, is never declared lost.
+
+What strangers can do is bounded. No connection is accepted before the keys are known, or once all ranks are connected;
+unauthenticated connections meanwhile are few, for a limited time; no message is longer than ``LARGEST``. A connection
+that sends an unreadable message is closed for good; one that floods is read in turn with the others, and waits when too
+many of its messages are unread.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
+import math
+import select
+import socket
+import struct
+import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import zmq
+import zmq.auth.thread
+from zmq.utils.monitor import recv_monitor_message
 
 from hvd_async.errors import EngineError
-from hvd_async.runtime.codec import Codec, DecodeError, encode, packed
+from hvd_async.runtime import time_limits
 from hvd_async.runtime.interfaces import Gone
-from hvd_async.runtime.messages import Command, Event
-from hvd_async.runtime.relay_tree import Child, direct
-from hvd_async.runtime.relayed import Upward
-from hvd_async.runtime.router import DIED, Router
-from hvd_async.runtime.sockets import LARGEST, Endpoint, NearEnd, Sleeper
+from hvd_async.runtime.protocol import Codec, Command, DecodeError, Event, encode, packed
+from hvd_async.runtime.relays import Child, Upward, decode_upward, direct_tree, encode_ranks
+
+# -- sockets and sleep ----------------------------------------------------------------------------------------
+
+READABLE = int(zmq.POLLIN)
+MILLISECOND = 0.001
+"""The unit of the system's poll, in seconds. Its select counts microseconds."""
+SELECTABLE = 1024
+"""Lower descriptors only are known to select."""
+LINGER_MS = 2_000
+LONGEST_SILENCE = 86_400.0
+"""Seconds; ZeroMQ counts milliseconds in 32 bits."""
+LARGEST = 16 << 20
+"""Bytes of a message: those that open a model have some 100 for each of its parameters, all others are small."""
+HANDSHAKE_MS = 15_000
+"""Who has not shown its key by then is put out."""
+MOST_UNREAD = 1 << 16
+"""Messages of one connection; it is not listened to, not even to its heartbeats, until some of them have been read."""
+
+
+class Waker:
+    """Lets any thread end a poll: a socket pair, of which one end is polled."""
+
+    def __init__(self) -> None:
+        self.receiver, self._sender = socket.socketpair()
+        self.receiver.setblocking(False)
+        self._sender.setblocking(False)
+
+    def wake(self) -> None:
+        """End the poll that is under way, or the next one."""
+        with contextlib.suppress(BlockingIOError, OSError):  # full: it is awake already; closed: nobody sleeps
+            self._sender.send(b"!")
+
+    def clear(self) -> None:
+        """Forget what has woken it."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            self.receiver.recv(4096)  # (whatever is left ends the next poll)
+
+    def close(self) -> None:
+        """Close both ends."""
+        self.receiver.close()
+        self._sender.close()
+
+
+class Endpoint:
+    """A socket and the monitor that tells of its connections.
+
+    Args:
+        kind: ZeroMQ's type of the socket.
+        watched: events of connections that the monitor tells.
+        context: to share its I/O thread; else the endpoint has one of its own.
+
+    Attributes:
+        descriptors: to poll. They only say that something has changed since the sockets were last used.
+        unsure: whether there may be a message: a descriptor is ready, or a socket was used since both were empty.
+    """
+
+    def __init__(self, kind: int, watched: int, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
+        self._own_context = context is None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context() if context is None else context
+        self._socket = _made(self._context, kind)
+        self._monitor = self._socket.get_monitor_socket(watched)
+        self.descriptors = int(self._socket.get(zmq.FD)), int(self._monitor.get(zmq.FD))
+        self.unsure = True
+        self.closed = False
+
+    def is_readable(self) -> bool:
+        """Whether the socket has something to read, or the monitor something to tell."""
+        self.unsure = self.unsure and (_readable(self._socket) or _readable(self._monitor))
+        return self.unsure
+
+    def note(self, ready: Collection[int]) -> bool:
+        """Record the descriptors that a poll has found ready; return ``unsure``."""
+        self.unsure = self.unsure or any(descriptor in ready for descriptor in self.descriptors)
+        return self.unsure
+
+    def has_message(self) -> bool:
+        """Whether the socket has something to read."""
+        return _readable(self._socket)
+
+    def monitored(self) -> Iterator[tuple[int, int]]:
+        """Yield the monitor's events that are there: (event, value)."""
+        self.unsure = True
+        while _readable(self._monitor):
+            told = recv_monitor_message(self._monitor)
+            yield told["event"], told["value"]
+
+    def close(self, linger: int | None = None) -> None:
+        """Close it; calling it again does nothing.
+
+        Args:
+            linger: milliseconds that what was not sent yet may take; None: two seconds.
+        """
+        if not self.closed:
+            self.closed = True
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._socket.close(linger)
+            if self._own_context:
+                self._context.term()
+
+
+class NearEnd:
+    """One end of a connection between two threads of a process, with the interface of a socket's end.
+
+    Attributes:
+        wake: ends the wait of the thread that reads this end.
+        closed: whether it was closed here.
+    """
+
+    descriptors: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self.wake: Callable[[], None] = lambda: None
+        self.closed = False
+        self._messages: deque[bytes] = deque()
+        self._other: NearEnd | None = None
+        self._ended = False
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is another end."""
+        return self._other is not None
+
+    def connect(self, other: NearEnd) -> None:
+        """Connect two ends, whose ``wake`` is set already."""
+        self._other, other._other = other, self
+
+    def send(self, payload: bytes) -> None:
+        """Send a message; never blocks."""
+        assert self._other is not None
+        self._other._messages.append(payload)
+        self._other.wake()
+
+    def read(self) -> list[bytes] | None:
+        """Return the next message, as a list of one; None if there is none."""
+        return [self._messages.popleft()] if self._messages else None
+
+    def is_readable(self) -> bool:
+        """Whether there is a message, or the other end was closed and ``refused`` has not reported it yet."""
+        return bool(self._messages) or self._ended
+
+    def note(self, ready: Collection[int]) -> bool:
+        """Return ``is_readable``: a poll reports nothing about it."""
+        return self.is_readable()
+
+    def refused(self) -> bool | None:
+        """Return False, once, if the other end was closed and sends nothing more; else None."""
+        if not self._ended:
+            return None
+        self._ended = False
+        return False
+
+    def close(self, linger: int | None = None) -> None:
+        """Close it, after what was sent; calling it again does nothing."""
+        if not self.closed:
+            self.closed = True
+            if self._other is not None:
+                self._other._ended = True
+                self._other.wake()
+
+
+class Sleeper:
+    """Waits until an endpoint may have something, or another thread wakes it.
+
+    The poll is the system's: ZeroMQ's own looks at each socket four times, and wakes up cold. A descriptor of ZeroMQ's
+    says nothing of what was there before its socket was last used; so before the next sleep the sockets are asked.
+    """
+
+    def __init__(self, *endpoints: Endpoint | NearEnd) -> None:
+        self._endpoints = endpoints
+        self._waker = Waker()
+        self._poller = select.poll()
+        self._woken = self._waker.receiver.fileno()
+        self._descriptors = [self._woken, *(one for endpoint in endpoints for one in endpoint.descriptors)]
+        for descriptor in self._descriptors:
+            self._poller.register(descriptor, select.POLLIN)
+        self._sleeps = self._wake_pending = False
+
+    def wake(self) -> None:
+        """From any thread: end the wait that is under way, or the next one."""
+        self._wake_pending = True
+        if self._sleeps:  # (set before the sleeper looks whether a wake is pending: one of the two sees the other)
+            self._waker.wake()
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait for so many seconds at the most, for ever if None; returns whether an endpoint may have something."""
+        readable = any(endpoint.is_readable() for endpoint in self._endpoints)
+        self._sleeps = True
+        ready = self._ready(0.0 if readable or self._wake_pending else timeout)
+        self._wake_pending = False  # (first: who wakes it between these two lines leaves a byte for the next wait)
+        self._sleeps = False
+        if self._woken in ready:
+            self._waker.clear()
+        return any(endpoint.note(ready) for endpoint in self._endpoints)
+
+    def _ready(self, timeout: float | None) -> list[int]:
+        """The descriptors of which there is something to say, after so many seconds at the most."""
+        if timeout is not None and 0 < timeout < MILLISECOND and max(self._descriptors) < SELECTABLE:
+            return select.select(self._descriptors, (), (), timeout)[0]
+        milliseconds = None if timeout is None else math.ceil(timeout / MILLISECOND)
+        return [descriptor for descriptor, _ in self._poller.poll(milliseconds)]
+
+    def close(self) -> None:
+        """Close the waker."""
+        self._waker.close()
+
+
+def _made(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    made = context.socket(kind)
+    made.linger = LINGER_MS
+    made.sndhwm = 0  # never drop: what is on its way is bounded by the protocol
+    made.rcvhwm = MOST_UNREAD
+    made.setsockopt(zmq.MAXMSGSIZE, LARGEST)
+    made.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    # Silence shows by a heartbeat that is not answered, so the interval until it is sent counts too.
+    silence_ms = min(time_limits.dead_after(), LONGEST_SILENCE) * 1000
+    made.setsockopt(zmq.HEARTBEAT_IVL, round(silence_ms / 5))
+    made.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(silence_ms * 4 / 5))
+    return made
+
+
+def _readable(asked: zmq.Socket[bytes]) -> bool:
+    """Whether a socket has something to read."""
+    return bool(int(asked.get(zmq.EVENTS)) & READABLE)
+
+
+# -- the listening socket -------------------------------------------------------------------------------------
+
+
+ATTACH_FILTER, DETACH_FILTER = 26, 27
+"""Linux's SO_ATTACH_FILTER and SO_DETACH_FILTER, which Python does not name."""
+DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
+"""A packet filter of one instruction: keep 0 bytes of it."""
+BACKLOG = 4096
+"""All ranks of a large job may come at once."""
+LOOPBACK = "127.0.0.1"
+
+
+class ListeningSocket:
+    """A TCP port, reserved; connections are refused until ``open``, and while it is shut.
+
+    ZeroMQ accepts every connection, and a silent one keeps its file descriptor until its handshake has timed out. So
+    the port is only reserved until the ranks' keys are known, and shut again once all of them are connected: on Linux
+    the kernel then drops new connections, while open ones continue. (Unbinding would end these too.) Elsewhere the keys
+    alone decide.
+
+    Attributes:
+        port: its number.
+    """
+
+    def __init__(self) -> None:
+        self._socket = _bound("", 0)
+        self.port: int = self._socket.getsockname()[1]
+        self._shut = False
+
+    def open(self, local: bool) -> int:
+        """Listen: on the loopback interface alone, or on all.
+
+        Returns:
+            The file descriptor to take connections from; it is the caller's to close.
+        """
+        if local:
+            reserved = self._socket
+            self._socket = _bound(LOOPBACK, self.port)
+            reserved.close()
+        self._socket.listen(BACKLOG)
+        return self._socket.dup().detach()
+
+    def shut(self, shut: bool) -> None:
+        """Take no more connections, or take them again."""
+        if shut == self._shut or not sys.platform.startswith("linux"):
+            return
+        self._shut = shut
+        with contextlib.suppress(OSError):  # a sandbox without filters: the keys decide
+            if shut:
+                code = array.array("B", DROP_ALL)
+                program = struct.pack("HL", 1, code.buffer_info()[0])  # (which the kernel copies)
+                self._socket.setsockopt(socket.SOL_SOCKET, ATTACH_FILTER, program)
+            else:
+                self._socket.setsockopt(socket.SOL_SOCKET, DETACH_FILTER, 0)
+
+    def close(self) -> None:
+        """Give the port back; calling it again does nothing."""
+        self._socket.close()
+
+
+def _bound(address: str, port: int) -> socket.socket:
+    """A socket that does not listen yet, on an IPv4 address or, without one, on all of IPv4 and IPv6."""
+    both = not address and socket.has_dualstack_ipv6()
+    made = socket.socket(socket.AF_INET6 if both else socket.AF_INET)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # (beside the one that only reserves the port)
+        if both:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        made.setblocking(False)  # else one that connects and leaves at once would block the thread that answers
+        made.bind((address, port))
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+# -- connections from below -----------------------------------------------------------------------------------
+
+KNOCKING = 64
+"""Connections that may be open at a time of which it is not known whose they are, beside three of each child (a rank
+tries several addresses, each with a connection of its own)."""
+PASS = 256
+"""Messages that are read at a time before they are looked at, one of each connection in turn."""
+DIED = "died: its connection to the coordinator ended without a goodbye"
+RELAY_DIED = "died, or the relay beside it: the relay's connection to the coordinator ended without a goodbye"
+CUT_OFF = "was cut off: the relay on its host has ended"
+
+
+@dataclass(eq=False)
+class _Connection:
+    """One TCP connection; whose it is, a child's number, shows when something has been said on it."""
+
+    child: int | None = None
+
+
+class Router(Endpoint):
+    """Connections from below. ``allow`` names the keys once they are known; nobody is listened to before.
+
+    Attributes:
+        public: its CURVE public key (Z85).
+        port: the TCP port, reserved; it listens there once keys are allowed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(zmq.ROUTER, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._children: tuple[Child, ...] = ()
+        self._numbers: dict[str, int] = {}
+        """Children by their public key."""
+        self._reached_by: dict[int, int] = {}
+        """Children by the ranks behind them."""
+        self._identities: dict[int, bytes] = {}
+        """ZeroMQ's names of the children that have said something."""
+        self._connections: dict[int, _Connection] = {}
+        """Those that are open, by file descriptor; the numbers come back, so one that has ended must not stay."""
+        self._ended: dict[int, _Connection] = {}
+        self._gone: list[_Connection] = []
+        """Those that have ended and were not told, as something that was said on them may be unread."""
+        self._door = ListeningSocket()
+        self.port = self._door.port
+        self._guard = zmq.auth.thread.ThreadAuthenticator(self._context)
+        self._guard.start()
+        self._guard.configure_curve_callback("*", credentials_provider=self)
+        self.public, secret = zmq.curve_keypair()
+        self._socket.curve_server = True
+        self._socket.curve_publickey, self._socket.curve_secretkey = self.public, secret
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks are behind all children."""
+        return len(self._reached_by)
+
+    @property
+    def owes(self) -> bool:
+        """Whether a connection has ended that was not told yet."""
+        return bool(self._gone)
+
+    def allow(self, children: Sequence[Child], keys: Sequence[bytes], local: bool = False) -> None:
+        """Let in exactly these, until all of them have spoken.
+
+        Args:
+            children: who they are.
+            keys: their public keys (Z85), in the same order.
+            local: whether all of them are on this machine.
+        """
+        self._children = tuple(children)
+        self._numbers = {key.decode(): number for number, key in enumerate(keys)}
+        self._reached_by = {rank: number for number, child in enumerate(children) for rank in child.behind}
+        self._socket.setsockopt(zmq.USE_FD, self._door.open(local))
+        self._socket.bind(f"tcp://*:{self.port}")
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """The authenticator asks, in its own thread: is this public key (Z85) one of ours?"""
+        return key.decode() in self._numbers
+
+    # -- downward ---------------------------------------------------------------------------------------------
+
+    def deliver(self, ranks: Sequence[int] | None, payload: bytes) -> None:
+        """Send commands on; never blocks. To one that has not spoken yet nothing can be sent.
+
+        Args:
+            ranks: that they are for; None: all.
+            payload: the commands, in their wire form.
+        """
+        if ranks is None or len(ranks) == self.ranks:
+            header = encode_ranks(None)
+            for number, identity in self._identities.items():
+                self._send(identity, header if self._children[number].relay else None, payload)
+            return
+        by_child: dict[int, list[int]] = {}
+        for rank in ranks:
+            by_child.setdefault(self._reached_by[rank], []).append(rank)
+        for number, some in by_child.items():
+            known = self._identities.get(number)
+            if known is not None:
+                self._send(known, encode_ranks(some) if self._children[number].relay else None, payload)
+
+    def _send(self, identity: bytes, header: bytes | None, payload: bytes) -> None:
+        self.unsure = True
+        self._socket.send(identity, zmq.SNDMORE)
+        if header is not None:
+            self._socket.send(header, zmq.SNDMORE)
+        self._socket.send(payload)
+
+    # -- upward -----------------------------------------------------------------------------------------------
+
+    def read(self) -> list[Upward]:
+        """Take in what the socket and its monitor have: all of it, or so much that it is time to look at it.
+
+        Each lags behind the other. A child's probe of the port, or a stranger, may have had a descriptor just before
+        the child's own connection got it; so messages find their connection only when the monitor has told of every one
+        opened and ended before.
+        """
+        heard: list[tuple[int, Upward | list[Upward], int]] = []
+        most = max(PASS, 2 * len(self._children))
+        before = len(self._gone)
+        told = True
+        while told:
+            heard += self._read(most - len(heard))
+            told = False
+            for kind, descriptor in self.monitored():
+                told = True
+                if kind == zmq.EVENT_ACCEPTED:
+                    self._connections[descriptor] = _Connection()
+                elif (connection := self._connections.pop(descriptor, None)) is not None:
+                    self._ended[descriptor] = connection
+                    self._gone.append(connection)
+        found: list[Upward] = []
+        for number, message, descriptor in heard:
+            connection = self._connections.get(descriptor) or self._ended.get(descriptor)
+            if connection is not None:
+                connection.child = number
+            found += message if isinstance(message, list) else [message]
+        unread = {connection.child for connection in self._gone[before:]} | {number for number, *_ in heard} | {None}
+        found += self._tell_gone(unread if len(heard) == most else set())
+        self._open_or_shut()
+        return found
+
+    def _tell_gone(self, unread: Collection[int | None]) -> list[Upward]:
+        """Tell whose connections have ended, after what they said before that.
+
+        Args:
+            unread: those of whom something may be unread. (Each in turn is read, so of one that was not heard in a
+                whole pass there is nothing.)
+        """
+        found: list[Upward] = []
+        for connection in self._gone:
+            if connection.child is not None and connection.child not in unread:
+                found += self._without(connection.child)
+        self._gone = [connection for connection in self._gone if connection.child in unread]
+        if not self._gone:
+            self._ended.clear()
+        return found
+
+    def _without(self, number: int) -> list[Upward]:
+        """Return what there is to say of the ranks behind a child whose connection has ended."""
+        child = self._children[number]
+        first, *others = child.behind
+        return [
+            Upward([first], b"", RELAY_DIED if child.relay else DIED),
+            *([Upward(others, b"", CUT_OFF)] if others else []),
+        ]
+
+    def _open_or_shut(self) -> None:
+        """Let nobody in once all have spoken, nor while many are there that have not said whose they are."""
+        if not self._numbers:
+            return
+        if len(self._identities) == len(self._children):
+            self._door.shut(True)
+            return
+        knocking = sum(connection.child is None for connection in self._connections.values())
+        most = KNOCKING + 3 * len(self._children)
+        if knocking >= most:
+            self._door.shut(True)
+        elif knocking <= most // 2:
+            self._door.shut(False)
+
+    def _read(self, most: int) -> list[tuple[int, Upward | list[Upward], int]]:
+        """The messages that are there, so many at the most: child, content, file descriptor."""
+        heard: list[tuple[int, Upward | list[Upward], int]] = []
+        while len(heard) < most and self.has_message():
+            identity = self._socket.recv(zmq.NOBLOCK)
+            frames = [self._socket.recv(copy=False)]
+            while frames[-1].more:
+                frames.append(self._socket.recv(copy=False))
+            number = self._numbers[str(frames[-1].get("User-Id"))]  # the guard let nobody else in
+            self._identities[number] = identity
+            heard.append((number, self._content(number, frames), int(frames[-1].get(zmq.SRCFD))))
+        return heard
+
+    def _content(self, number: int, frames: Sequence[zmq.Frame]) -> Upward | list[Upward]:
+        """A child's message. (Dropping one would leave others to wait for what it said.)"""
+        child = self._children[number]
+        if len(frames) != 1:
+            return _broken(child, f"a message that cannot be read (it has {len(frames)} frames)")
+        if not child.relay:
+            return Upward([child.owner], frames[0].bytes)
+        try:
+            messages = decode_upward(frames[0].bytes)
+        except DecodeError as error:
+            return _broken(child, f"a message that cannot be read ({error})")
+        strangers = [rank for message in messages for rank in message.ranks if self._reached_by.get(rank) != number]
+        return _broken(child, f"messages of ranks {strangers} that are not behind it") if strangers else messages
+
+    def close(self, linger: int | None = None) -> None:
+        if not self.closed:
+            self._guard.stop()
+        super().close(linger)
+        self._door.close()
+
+
+def _broken(child: Child, what: str) -> Upward:
+    return Upward([child.owner], b"", f"broke the protocol: it sent {what}")
+
+
+# -- the two ends of the control plane ------------------------------------------------------------------------
 
 ENDED = "died: the connection to the coordinator ended, unless it was this rank that stood still or was cut off"
 RELAY_ENDED = "; or it was the relay beside {relay}, by which this rank's messages go"
@@ -69,7 +606,7 @@ class ZmqHub:
             children: ranks and relays; if there are none, all ranks. Rank 0 is not among them if it is ``connect``ed.
         """
         self._soon = len(keys) // PATIENCE
-        self.router.allow(children or direct(len(keys)).root, keys, local)
+        self.router.allow(children or direct_tree(len(keys)).root, keys, local)
 
     def connect(self, end: NearEnd) -> None:
         """Connect rank 0, of this process."""

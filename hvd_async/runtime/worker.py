@@ -12,7 +12,7 @@ from hvd_async.runtime.collective_calls import CollectiveCalls, Combined
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.inbox import Inbox
 from hvd_async.runtime.interfaces import Vector
-from hvd_async.runtime.messages import (
+from hvd_async.runtime.protocol import (
     Accepted,
     Config,
     Drained,

@@ -17,7 +17,7 @@ from hvd_async.algorithms.eager.config import (
     VersionTaken,
 )
 from hvd_async.algorithms.eager.machine import EagerStateMachine
-from hvd_async.runtime.messages import Command, Drained, OptimizerEvent
+from hvd_async.runtime.protocol import Command, Drained, OptimizerEvent
 from hvd_async.simulation.job import Job, Rank, Setup, Wait
 from hvd_async.simulation.network import ring_bytes, sent_bytes
 

@@ -27,7 +27,7 @@ from hvd_async.algorithms.gossip.config import (
 from hvd_async.algorithms.gossip.machine import GossipStateMachine
 from hvd_async.algorithms.gossip.outer import Rhythm
 from hvd_async.algorithms.gossip.plan import GossipPlan
-from hvd_async.runtime.messages import Command, Drained
+from hvd_async.runtime.protocol import Command, Drained
 from hvd_async.simulation.job import Delayed, Job, Rank, Setup, Wait
 from hvd_async.simulation.network import ring_bytes, sent_bytes
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from hvd_async.runtime.messages import Command, Config, Drained, Finished, Hyper, OptimizerEvent, Registered
-from hvd_async.runtime.state_machine import StateMachine
+from hvd_async.runtime.machine import StateMachine
+from hvd_async.runtime.protocol import Command, Config, Drained, Finished, Hyper, OptimizerEvent, Registered
 from hvd_async.simulation.network import Network
 from hvd_async.simulation.schedule import Schedule
 

@@ -11,7 +11,7 @@ import numpy as np
 from hvd_async.algorithms.leader.config import LeaderConfig, LeaderOptions, PullDone, StartPull, StepTaken
 from hvd_async.algorithms.leader.machine import LeaderStateMachine
 from hvd_async.algorithms.leader.selection import ALL_RANKS, CENTER, NO_LEADER
-from hvd_async.runtime.messages import Command, Drained
+from hvd_async.runtime.protocol import Command, Drained
 from hvd_async.simulation.job import Job, Rank, Setup, Wait
 from hvd_async.simulation.network import ring_bytes, sent_bytes
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvd_async.algorithms.eager.gradient_format import ReducedRound
 from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.runtime.log import warn
-from hvd_async.runtime.messages import Hyper
+from hvd_async.runtime.protocol import Hyper
 from hvd_async.tensorflow.bucket_layout import Layout
 
 

@@ -16,10 +16,10 @@ from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import eager
 from hvd_async.optimizers.agreement import Buffers
-from hvd_async.runtime.compatibility import STATE
 from hvd_async.runtime.log import users_line
-from hvd_async.runtime.messages import Hyper
+from hvd_async.runtime.machine import STATE
 from hvd_async.runtime.process_sets import RankGroup
+from hvd_async.runtime.protocol import Hyper
 from hvd_async.tensorflow.apply_round import RoundTransform, Update, settings
 from hvd_async.tensorflow.bucket_layout import Layout, Terms, accumulated, partition
 from hvd_async.tensorflow.compression import Codec

@@ -16,11 +16,11 @@ from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import eager
 from hvd_async.optimizers.agreement import Buffers
-from hvd_async.runtime.compatibility import STATE
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.log import users_line
-from hvd_async.runtime.messages import Hyper
+from hvd_async.runtime.machine import STATE
 from hvd_async.runtime.process_sets import RankGroup
+from hvd_async.runtime.protocol import Hyper
 from hvd_async.torch import hyperparameters, streams
 from hvd_async.torch.bucket_layout import MIB, Layout, differentiable, memory_order
 from hvd_async.torch.buffers import NamedBuffers

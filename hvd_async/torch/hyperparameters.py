@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvd_async.runtime.messages import Hyper
+from hvd_async.runtime.protocol import Hyper
 from hvd_async.torch import streams
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from hvd_async import testing
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Channel, Gone
-from hvd_async.runtime.messages import Command, Event
+from hvd_async.runtime.protocol import Command, Event
 
 PATIENCE = 60.0
 """Seconds to wait for other threads before the test fails."""

@@ -13,7 +13,7 @@ import torch
 import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
 from hvd_async.runtime.lifecycle import local_engine
-from hvd_async.runtime.messages import Finished
+from hvd_async.runtime.protocol import Finished
 from hvd_async.testing import Cluster
 from tests.conformance.ends_table import make_torch as make
 from tests.conformance.ends_table import step_torch as step

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from hvd_async.runtime.interfaces import Gone
-from hvd_async.runtime.messages import Hello
+from hvd_async.runtime.protocol import Hello
 from hvd_async.runtime.transport import ZmqChannel, ZmqHub
 from hvd_async.testing import CODEC
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from hvd_async.runtime.codec import Codec
 from hvd_async.runtime.interfaces import Gone
-from hvd_async.runtime.messages import Event
+from hvd_async.runtime.protocol import Codec, Event
 from hvd_async.runtime.transport import ZmqChannel, ZmqHub
 
 

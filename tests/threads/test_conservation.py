@@ -14,7 +14,7 @@ from hvd_async.algorithms.eager.config import EagerConfig, GradientReady, StartR
 from hvd_async.algorithms.eager.gradient_format import ReducedRound
 from hvd_async.algorithms.eager.rank import NAMES_IN_RING, EagerWorker, RoundsInFlight
 from hvd_async.runtime.lifecycle import local_engine
-from hvd_async.runtime.messages import Command, Event
+from hvd_async.runtime.protocol import Command, Event
 from hvd_async.testing import Cluster, MemoryCollectives
 from tests.conftest import LONG_RUN
 from tests.covering import covering

@@ -19,14 +19,12 @@ from hvd_async.algorithms.eager.config import GradientReady, StartRound, StepEnt
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.errors import EngineError
 from hvd_async.runtime.addresses import own_addresses, reachable
-from hvd_async.runtime.codec import encode
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Channel, Collectives, Gone
 from hvd_async.runtime.lifecycle import Lifecycle, use_engine
-from hvd_async.runtime.messages import Hello, Leaving, Welcome
+from hvd_async.runtime.protocol import Hello, Leaving, Welcome, encode
 from hvd_async.runtime.rendezvous import Control, rendezvous
-from hvd_async.runtime.router import DIED
-from hvd_async.runtime.transport import ENDED, NearChannel, ZmqChannel
+from hvd_async.runtime.transport import DIED, ENDED, NearChannel, ZmqChannel
 from hvd_async.testing import CODEC, InjectedError, MemoryCollectives, Switchboard
 from tests.threads.prompt_ends import PromptChannel, PromptHub
 from tests.threads.workload import check_promises, plan, work

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from hvd_async.runtime import sockets
+from hvd_async.runtime import transport
 
 
 class Poller:
@@ -22,9 +22,9 @@ class Poller:
 
 
 @pytest.fixture
-def sleeper() -> Iterator[sockets.Sleeper]:
-    endpoint = sockets.Endpoint(zmq.DEALER, zmq.EVENT_DISCONNECTED)
-    made = sockets.Sleeper(endpoint)
+def sleeper() -> Iterator[transport.Sleeper]:
+    endpoint = transport.Endpoint(zmq.DEALER, zmq.EVENT_DISCONNECTED)
+    made = transport.Sleeper(endpoint)
     yield made
     made.close()
     endpoint.close()
@@ -39,14 +39,14 @@ def test_a_timeout_is_rounded_up_to_whole_milliseconds(sleeper, timeout, millise
 
 def test_one_of_less_than_a_millisecond_is_not(monkeypatch, sleeper):
     timeouts = []
-    monkeypatch.setattr(sockets.select, "select", lambda *asked: timeouts.append(asked[-1]) or ([], [], []))
+    monkeypatch.setattr(transport.select, "select", lambda *asked: timeouts.append(asked[-1]) or ([], [], []))
     assert not sleeper.wait(0.0002)
     assert timeouts == [0.0002]
 
 
-@pytest.mark.parametrize("selectable", [sockets.SELECTABLE, 0])
+@pytest.mark.parametrize("selectable", [transport.SELECTABLE, 0])
 def test_whoever_waits_so_shortly_is_woken_too(monkeypatch, sleeper, selectable):
-    monkeypatch.setattr(sockets, "SELECTABLE", selectable)
+    monkeypatch.setattr(transport, "SELECTABLE", selectable)
     for _ in range(3):
         sleeper.wake()
         assert not sleeper.wait(0.0002), "no endpoint has anything"
@@ -69,7 +69,7 @@ def test_waking_an_awake_sleeper_makes_no_system_call_and_skips_its_next_sleep(s
 
 def test_sockets_are_asked_again_only_after_they_were_used(monkeypatch, sleeper):
     asked: list[object] = []
-    monkeypatch.setattr(sockets, "_readable", lambda one: bool(asked.append(one)))
+    monkeypatch.setattr(transport, "_readable", lambda one: bool(asked.append(one)))
     sleeper._poller = Poller()
     for _ in range(3):
         assert not sleeper.wait(0.001)

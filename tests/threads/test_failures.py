@@ -11,12 +11,11 @@ import pytest
 
 import hvd_async.runtime.coordinator
 import hvd_async.runtime.engine
-import hvd_async.runtime.roll_call
 from hvd_async.algorithms.eager.config import EagerConfig, GradientReady, StepEntered
 from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.errors import CollectiveFailedError, EngineError, RankLostError, ReplicaMismatchError, WaitTimeoutError
 from hvd_async.runtime.lifecycle import local_engine
-from hvd_async.runtime.messages import Event
+from hvd_async.runtime.protocol import Event
 from hvd_async.testing import Cluster, InjectedError, MemoryCollectives
 from tests.threads.workload import Plan, check_promises, plan, run, work
 
@@ -212,7 +211,7 @@ def _breaking(*ranks: int, on: Callable[[], object] = lambda: None) -> Callable[
 
 
 def test_where_horovod_fails_and_all_are_there_nobody_is_blamed(monkeypatch):
-    monkeypatch.setattr(hvd_async.runtime.roll_call, "SETTLE", 0.05)
+    monkeypatch.setattr(hvd_async.runtime.coordinator, "SETTLE", 0.05)
     one = plan("all", 0, [4, 4, 4])
     outcomes = Cluster(3, wrap=_breaking(1)).outcomes(work(one))
     assert type(outcomes[1]) is InjectedError

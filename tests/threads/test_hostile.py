@@ -18,7 +18,7 @@ import zmq
 from hvd_async.algorithms.leader.config import StepTaken
 from hvd_async.errors import EngineError
 from hvd_async.runtime.interfaces import Gone
-from hvd_async.runtime.messages import Hello, Leaving
+from hvd_async.runtime.protocol import Hello, Leaving
 from tests.threads.test_control import WAIT, Wire, wire
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,10 +70,10 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
 import zmq
 from hvd_async.testing import CODEC
-from hvd_async.runtime import sockets
-sockets.HANDSHAKE_MS = 60_000
+from hvd_async.runtime import transport
+transport.HANDSHAKE_MS = 60_000
 from hvd_async.runtime.transport import ZmqChannel, ZmqHub
-from hvd_async.runtime.messages import Hello
+from hvd_async.runtime.protocol import Hello
 WAIT = 10.0
 hub, keys = ZmqHub(CODEC), [zmq.curve_keypair() for _ in range(2)]
 hub.allow([public for public, _ in keys])
@@ -173,9 +173,9 @@ import msgspec
 from hvd_async.testing import CODEC
 from hvd_async.runtime.transport import ZmqChannel
 from hvd_async.errors import EngineError
-from hvd_async.runtime.messages import Hello
+from hvd_async.runtime.protocol import Hello
 from hvd_async.algorithms.leader.config import (StepTaken)
-from hvd_async.runtime.codec import encode, packed
+from hvd_async.runtime.protocol import encode, packed
 port, server, public, secret, count = sys.argv[1:]
 channel = ZmqChannel(CODEC, "127.0.0.1", int(port), server.encode(), (public.encode(), secret.encode()))
 event = packed([msgspec.Raw(encode(StepTaken(0, 1.0)))])

@@ -16,17 +16,15 @@ import zmq
 from hvd_async.algorithms.eager.config import GradientReady
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.errors import EngineError
-from hvd_async.runtime import addresses, control_process, descriptors, relay_tree
+from hvd_async.runtime import addresses, control_process, descriptors, relays
 from hvd_async.runtime import rendezvous as meeting
-from hvd_async.runtime.control_process import ControlProcess, Setup
+from hvd_async.runtime.control_process import ControlProcess, Relay, Setup
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Channel, Collectives, Gone
-from hvd_async.runtime.messages import CallRoll, CountCommits, Hello, Welcome
-from hvd_async.runtime.relay import Relay
-from hvd_async.runtime.relay_tree import Child
+from hvd_async.runtime.protocol import CallRoll, CountCommits, Hello, Welcome
+from hvd_async.runtime.relays import Child
 from hvd_async.runtime.rendezvous import Control, rendezvous
-from hvd_async.runtime.router import CUT_OFF, DIED, RELAY_DIED, Router
-from hvd_async.runtime.transport import Uplink
+from hvd_async.runtime.transport import CUT_OFF, DIED, RELAY_DIED, Router, Uplink
 from hvd_async.testing import CODEC, MemoryCollectives
 from tests.threads.prompt_ends import PromptChannel, PromptHub
 from tests.threads.test_control import WAIT, live_once, on_ranks, until
@@ -178,7 +176,7 @@ def descendants() -> list[psutil.Process]:
 @pytest.mark.parametrize("fan_out", [32, 2])
 def test_whole_training_by_way_of_relays(monkeypatch, hosts_of_two, fan_out):
     """With relays on three of four hosts; and with one of these above another."""
-    monkeypatch.setattr(relay_tree.plan, "__defaults__", (fan_out,))
+    monkeypatch.setattr(relays.plan_tree, "__defaults__", (fan_out,))
     one = plan("solo", 2, [6, 4, 6, 5, 6, 6, 6, 6], slow=2, buckets=2)
     train = work(one)
     check_promises(one, on_ranks(8, lambda collectives: live_once(collectives, train)))  # type: ignore[arg-type]

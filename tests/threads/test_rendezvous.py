@@ -16,11 +16,11 @@ import zmq
 
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.errors import EngineError, RankLostError
-from hvd_async.runtime import addresses, cards, time_limits
+from hvd_async.runtime import addresses, time_limits
 from hvd_async.runtime import rendezvous as meeting
 from hvd_async.runtime.addresses import reachable
 from hvd_async.runtime.interfaces import Channel
-from hvd_async.runtime.messages import Hello
+from hvd_async.runtime.protocol import Hello
 from hvd_async.runtime.rendezvous import rendezvous
 from hvd_async.runtime.transport import ZmqChannel
 from hvd_async.testing import CODEC
@@ -204,7 +204,7 @@ def test_versions_that_differ_are_told_on_every_rank(monkeypatch, other, said):
 
 def test_an_older_version_reads_a_newer_card():
     """So that it ends too: it finds nobody at the port, and says so."""
-    card = cards.Card(b"k", "h", b"s", 5, ["a"], "place", "9.9.9")
+    card = meeting.Card(b"k", "h", b"s", 5, ["a"], "place", "9.9.9")
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(card), type=OldCard).port == 5
 
 
@@ -230,7 +230,7 @@ def test_the_limit_of_the_start_can_be_chosen(monkeypatch):
 
     def meet(collectives: Any) -> Any:
         if collectives.rank == 1:  # it tells its card, and never comes
-            collectives.allgather_bytes(msgspec.msgpack.encode(cards.Card(
+            collectives.allgather_bytes(msgspec.msgpack.encode(meeting.Card(
                 zmq.curve_keypair()[0], "away", b"", 0, [], meeting.machine(), meeting.hvd_async.__version__)),
                 "hvd_async.rendezvous")  # fmt: skip
             return None
@@ -250,7 +250,7 @@ def test_a_coordinator_that_has_died_since_the_ranks_met_is_lost_in_an_elastic_j
 
     def meet(collectives: Any) -> Any:
         if collectives.rank == 0:  # it tells its card, and dies
-            card = cards.Card(b"k", "away", b"s", port, ["127.0.0.1"], "p", meeting.hvd_async.__version__)
+            card = meeting.Card(b"k", "away", b"s", port, ["127.0.0.1"], "p", meeting.hvd_async.__version__)
             return collectives.allgather_bytes(msgspec.msgpack.encode(card), "hvd_async.rendezvous")
         return rendezvous(collectives, FAMILIES)
 

@@ -15,7 +15,7 @@ import pytest
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.runtime.coordinator import Coordinator
 from hvd_async.runtime.interfaces import Gone
-from hvd_async.runtime.messages import CallRoll, Command, Failed, Hello, JobFailed, Leaving, Present, RankLost, Welcome
+from hvd_async.runtime.protocol import CallRoll, Command, Failed, Hello, JobFailed, Leaving, Present, RankLost, Welcome
 from hvd_async.runtime.transport import ZmqChannel
 from tests.threads.test_control import WAIT, Wire, until
 
@@ -25,7 +25,7 @@ RANK = """
 import sys
 from hvd_async.testing import CODEC
 from hvd_async.runtime.transport import ZmqChannel
-from hvd_async.runtime.messages import CallRoll, Hello, Present
+from hvd_async.runtime.protocol import CallRoll, Hello, Present
 from hvd_async.runtime.interfaces import Gone
 port, server, public, secret = sys.argv[1:]
 channel = ZmqChannel(CODEC, "127.0.0.1", int(port), server.encode(), (public.encode(), secret.encode()), "first")

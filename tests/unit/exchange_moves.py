@@ -12,7 +12,7 @@ from hvd_async.algorithms.gossip.config import (
 )
 from hvd_async.algorithms.gossip.machine import GossipStateMachine
 from hvd_async.algorithms.gossip.plan import make_plan
-from hvd_async.runtime.messages import Accepted, Command, OptimizerEvent, Registered
+from hvd_async.runtime.protocol import Accepted, Command, OptimizerEvent, Registered
 
 SGP = make_plan(3).config
 

@@ -16,8 +16,8 @@ from hvd_async.algorithms.eager.config import (
     VersionTaken,
 )
 from hvd_async.algorithms.eager.quorum import initiator, needed
-from hvd_async.runtime.messages import Command, Drained, OptimizerEvent
-from hvd_async.runtime.state_machine import StateMachine
+from hvd_async.runtime.machine import StateMachine
+from hvd_async.runtime.protocol import Command, Drained, OptimizerEvent
 from tests.unit.explore_world import Book, Program, Rank, World
 
 

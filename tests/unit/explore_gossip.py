@@ -19,8 +19,8 @@ from hvd_async.algorithms.gossip.config import (
     WaitingForMessage,
 )
 from hvd_async.algorithms.gossip.plan import GossipPlan
-from hvd_async.runtime.messages import Command, Drained, OptimizerEvent
-from hvd_async.runtime.state_machine import StateMachine
+from hvd_async.runtime.machine import StateMachine
+from hvd_async.runtime.protocol import Command, Drained, OptimizerEvent
 from tests.unit.explore_gossip_state import GossipBook, GossipRank
 from tests.unit.explore_world import Program, World
 

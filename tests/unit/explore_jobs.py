@@ -12,7 +12,7 @@ from hvd_async.algorithms.gossip.machine import GossipStateMachine
 from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.algorithms.leader.config import LeaderConfig
 from hvd_async.algorithms.leader.machine import LeaderStateMachine
-from hvd_async.runtime.state_machine import StateMachine
+from hvd_async.runtime.machine import StateMachine
 from tests.unit.explore_eager import EagerWorld
 from tests.unit.explore_gossip import GossipWorld
 from tests.unit.explore_leader import LeaderWorld, Losses

@@ -9,8 +9,8 @@ from typing import Any
 
 from hvd_async.algorithms.leader.config import LeaderConfig, PullDone, StartPull, StepTaken
 from hvd_async.algorithms.leader.selection import ALL_RANKS, CENTER, NO_LEADER
-from hvd_async.runtime.messages import Command, Drained, OptimizerEvent
-from hvd_async.runtime.state_machine import StateMachine
+from hvd_async.runtime.machine import StateMachine
+from hvd_async.runtime.protocol import Command, Drained, OptimizerEvent
 from tests.unit.explore_world import Book, Program, Rank, World
 
 Losses = tuple[tuple[float | None, ...], ...]

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from hvd_async.runtime.messages import (
+from hvd_async.runtime.machine import StateMachine
+from hvd_async.runtime.protocol import (
     Accepted,
     CollectiveReady,
     Command,
@@ -28,7 +29,6 @@ from hvd_async.runtime.messages import (
     RunCollective,
     Unregister,
 )
-from hvd_async.runtime.state_machine import StateMachine
 
 Action = tuple[Any, ...]
 """Its kind, the place of a rank, and what else it takes."""

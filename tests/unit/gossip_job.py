@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from hvd_async.algorithms.gossip.config import StartExchange
 from hvd_async.algorithms.gossip.plan import GossipPlan
-from hvd_async.runtime.messages import Command, Drained, OptimizerEvent
+from hvd_async.runtime.protocol import Command, Drained, OptimizerEvent
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from hvd_async.algorithms.gossip.config import (
     WaitingForMessage,
 )
 from hvd_async.algorithms.gossip.machine import AHEAD
-from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, OptimizerEvent, Registered
+from hvd_async.runtime.protocol import Accepted, Command, Drained, Finished, OptimizerEvent, Registered
 
 EPSILON = 1e-9
 

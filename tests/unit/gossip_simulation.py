@@ -28,7 +28,7 @@ from hvd_async.algorithms.gossip.config import (
 from hvd_async.algorithms.gossip.machine import GossipStateMachine
 from hvd_async.algorithms.gossip.outer import Rhythm
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, OptimizerEvent, Registered
+from hvd_async.runtime.protocol import Accepted, Command, Drained, Finished, OptimizerEvent, Registered
 from tests.unit.gossip_job import Job, Rank
 from tests.unit.gossip_ledger import GossipLedger
 from tests.unit.simulation import snapshot

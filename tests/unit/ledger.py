@@ -17,7 +17,7 @@ from hvd_async.algorithms.eager.config import (
     VersionTaken,
 )
 from hvd_async.algorithms.eager.quorum import Quorum, initiator
-from hvd_async.runtime.messages import Command, Drained, Finished, Hyper, OptimizerEvent, Registered
+from hvd_async.runtime.protocol import Command, Drained, Finished, Hyper, OptimizerEvent, Registered
 
 CHOSEN = re.compile(r"quorum: \d+ of \d+ are in, (\d+) needed \(auto: .+\)")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hvd_async.algorithms.eager.config import EagerConfig, ExplainRound, GradientReady, StartRound, StepEntered
 from hvd_async.algorithms.eager.machine import EagerStateMachine
-from hvd_async.runtime.messages import Accepted, Command, Hyper, Registered
+from hvd_async.runtime.protocol import Accepted, Command, Hyper, Registered
 
 SOLO = EagerConfig("solo", 2, 0.0, 0, 1)
 PACED = EagerConfig("solo", 2, 0.0, 0, 1, "rounds")

@@ -16,7 +16,7 @@ from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.algorithms.gossip.machine import GossipStateMachine, MessageQueues, PairRequests
 from hvd_async.algorithms.leader import machine as leader
 from hvd_async.algorithms.leader.machine import LeaderStateMachine
-from hvd_async.runtime.state_machine import StateMachine
+from hvd_async.runtime.machine import StateMachine
 
 
 class Mutant(NamedTuple):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from hvd_async.algorithms.leader.config import LeaderConfig, PullDone, PullProgress, StartPull, StepTaken
-from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, OptimizerEvent, Registered
+from hvd_async.runtime.protocol import Accepted, Command, Drained, Finished, OptimizerEvent, Registered
 
 ALL, CENTRE, NOBODY = -1, -1, -2
 

@@ -21,7 +21,7 @@ from hvd_async.algorithms.gossip.config import AverageEntered, MessageQueued, Pa
 from hvd_async.algorithms.leader.config import LeaderConfig, PullDone, StartPull, StepTaken
 from hvd_async.algorithms.leader.machine import LeaderStateMachine
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, OptimizerEvent, Registered
+from hvd_async.runtime.protocol import Accepted, Command, Drained, Finished, OptimizerEvent, Registered
 from tests.unit.pull_ledger import ALL, NOBODY, PullLedger
 from tests.unit.simulation import snapshot
 

@@ -28,7 +28,7 @@ from hvd_async.algorithms.eager.config import (
 from hvd_async.algorithms.eager.machine import EagerStateMachine, ReceivedRounds, RoundCommands
 from hvd_async.algorithms.eager.quorum import AutoQuorum, Grace
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, Hyper, OptimizerEvent, Registered
+from hvd_async.runtime.protocol import Accepted, Command, Drained, Finished, Hyper, OptimizerEvent, Registered
 from tests.unit.ledger import Ledger
 
 Gradient = tuple[int, int, int]

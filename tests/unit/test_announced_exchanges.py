@@ -14,7 +14,7 @@ from hvd_async.algorithms.gossip.config import (
     senders_of,
 )
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.messages import Finished
+from hvd_async.runtime.protocol import Finished
 from tests.unit.simulation import snapshot
 from tests.unit.test_exchanges import play, timed
 

@@ -21,7 +21,7 @@ from hvd_async.algorithms.eager.quorum import (
     candidates,
     fresh_rate,
 )
-from hvd_async.runtime.messages import Finished
+from hvd_async.runtime.protocol import Finished
 from tests.conftest import examples
 from tests.unit.moves import opened, step, whys
 from tests.unit.virtual import Course, VirtualJob

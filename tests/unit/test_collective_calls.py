@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvd_async.runtime.collective_calls import CollectiveCalls
-from hvd_async.runtime.messages import RunCollective
+from hvd_async.runtime.protocol import RunCollective
 
 
 def submitted(*commands: RunCollective) -> list[str]:

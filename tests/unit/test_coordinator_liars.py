@@ -17,7 +17,7 @@ from hvd_async.algorithms.leader.config import LeaderConfig, PullProgress
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.runtime.coordinator import Coordinator
 from hvd_async.runtime.interfaces import Gone
-from hvd_async.runtime.messages import (
+from hvd_async.runtime.protocol import (
     Accepted,
     CallRoll,
     Command,

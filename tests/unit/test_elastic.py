@@ -20,7 +20,8 @@ from hvd_async.optimizers import elastic
 from hvd_async.optimizers.driver import GradientCounts, Standing
 from hvd_async.optimizers.elastic import INIT_FAILED, Report, plan
 from hvd_async.runtime import time_limits
-from hvd_async.runtime.commits import CommitCounts, Commits
+from hvd_async.runtime.coordinator import CommitCounts
+from hvd_async.runtime.engine import Commits
 from hvd_async.testing import InjectedError
 
 BUCKETS = 2

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hvd_async.runtime.messages import Finished, Registered
+from hvd_async.runtime.protocol import Finished, Registered
 from scripts.benchmarks.support.state_machines import Cost, Family, eager, measure
 
 FEW, MANY = 64, 4096

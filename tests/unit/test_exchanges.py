@@ -19,7 +19,7 @@ from hvd_async.algorithms.gossip.config import (
 from hvd_async.algorithms.gossip.machine import SMOOTHING, GossipStateMachine
 from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.messages import Accepted, Drained, Finished, OptimizerEvent, Registered, Rejected
+from hvd_async.runtime.protocol import Accepted, Drained, Finished, OptimizerEvent, Registered, Rejected
 from tests.unit.exchange_moves import SGP, exchange, opened, pairing, play, timed
 from tests.unit.simulation import snapshot
 

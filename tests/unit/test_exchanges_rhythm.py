@@ -14,7 +14,7 @@ import pytest
 from hvd_async.algorithms.gossip.config import ExchangeDone, MessageQueued, StartExchange, WaitingForMessage
 from hvd_async.algorithms.gossip.machine import GossipStateMachine
 from hvd_async.algorithms.gossip.plan import make_plan
-from hvd_async.runtime.messages import Registered
+from hvd_async.runtime.protocol import Registered
 
 RANKS, STEPS = 8, 16
 JITTER = 0.02

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hvd_async.runtime.state_machine import StateMachine
+from hvd_async.runtime.machine import StateMachine
 from tests.conftest import LONG_RUN
 from tests.unit import mutants
 from tests.unit.explore import BrokenLawError, explore

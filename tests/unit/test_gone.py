@@ -11,7 +11,8 @@ from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.algorithms.leader.config import LeaderConfig, PullDone, StartPull, StepTaken
 from hvd_async.algorithms.leader.machine import LeaderStateMachine
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.messages import (
+from hvd_async.runtime.machine import StateMachine
+from hvd_async.runtime.protocol import (
     CollectiveReady,
     Finished,
     NoSuchOptimizer,
@@ -19,7 +20,6 @@ from hvd_async.runtime.messages import (
     Registered,
     RunCollective,
 )
-from hvd_async.runtime.state_machine import StateMachine
 
 EAGER = EagerConfig("solo", 3, 0.0, 0, 1)
 

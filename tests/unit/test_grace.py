@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hvd_async.algorithms.eager.config import EagerConfig, GradientReady, StartRound, StepEntered
 from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.algorithms.eager.quorum import SHARE, Grace
-from hvd_async.runtime.messages import Registered
+from hvd_async.runtime.protocol import Registered
 
 STEP = 0.1
 

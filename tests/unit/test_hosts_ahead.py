@@ -8,7 +8,7 @@ from hvd_async.algorithms.gossip.config import STAGES, ExchangeDone, MessageQueu
 from hvd_async.algorithms.gossip.hosts import ALL_GATHER, GOSSIP, REDUCE_SCATTER
 from hvd_async.algorithms.gossip.machine import AHEAD
 from hvd_async.algorithms.gossip.plan import make_plan
-from hvd_async.runtime.messages import Command, Finished
+from hvd_async.runtime.protocol import Command, Finished
 from tests.unit.test_exchanges import opened
 
 

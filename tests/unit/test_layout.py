@@ -46,7 +46,7 @@ PURE = {
     "option",
 }
 """Files of a family that need no thread, socket or clock."""
-FOR_PURE = {"messages", "state_machine", "family"}
+FOR_PURE = {"protocol", "machine"}
 """What they may import of the runtime."""
 FRAMEWORKS = {"torch", "torchvision", "tensorflow", "keras", "horovod"}
 MAY = {

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hvd_async.algorithms.eager import config as eager
 from hvd_async.algorithms.gossip import config as gossip
 from hvd_async.algorithms.leader import config as leader
-from hvd_async.runtime import messages
-from hvd_async.runtime.codec import DecodeError, encode
+from hvd_async.runtime import protocol
+from hvd_async.runtime.protocol import DecodeError, encode
 from hvd_async.testing import CODEC
 
 NUMBERS = st.integers(0, 2**40)
@@ -76,8 +76,8 @@ FIRING = st.builds(
 )
 WHOLE = st.builds(eager.HostSteps, most=NUMBERS, others=st.dictionaries(NUMBERS, NUMBERS))
 KINDS = {int: NUMBERS, float: st.floats(0, 9), bool: st.booleans(), str: TEXT, eager.RoundTrigger: FIRING,
-         messages.Hyper: HYPER, messages.Hyper | None: st.none() | HYPER,
-         messages.C: CONFIG | GOSSIP | LEADER, messages.D | None: st.none() | PROGRESS,
+         protocol.Hyper: HYPER, protocol.Hyper | None: st.none() | HYPER,
+         protocol.C: CONFIG | GOSSIP | LEADER, protocol.D | None: st.none() | PROGRESS,
          leader.PullProgress | None: st.none() | PROGRESS, float | None: st.none() | st.floats(allow_nan=False),
          eager.HostSteps | None: st.none() | WHOLE,
          str | None: st.none() | TEXT, int | None: st.none() | NUMBERS, list[tuple[int, int]]: PAIRS,
@@ -142,8 +142,8 @@ def test_hyperparameters_travel_exactly(value):
 def test_quorum_keeps_its_type():
     for quorum in ("solo", 1, 1.0, 0.5):
         config = eager.EagerConfig(quorum, 1, 0.0, 0, 1)
-        opened = CODEC.decode_event(encode(messages.Registered(0, config, [], [])))
-        assert isinstance(opened, messages.Registered)
+        opened = CODEC.decode_event(encode(protocol.Registered(0, config, [], [])))
+        assert isinstance(opened, protocol.Registered)
         assert type(opened.config.quorum) is type(quorum)
 
 

@@ -8,7 +8,7 @@ from hvd_async.algorithms.gossip.config import (
     RankFinished,
     StartExchange,
 )
-from hvd_async.runtime.messages import Drained, Finished
+from hvd_async.runtime.protocol import Drained, Finished
 from tests.unit.exchange_moves import opened, pairing, play, timed
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from hvd_async.algorithms.gossip.config import ALGORITHMS as GOSSIP
 from hvd_async.algorithms.leader.config import ALGORITHMS as LEADERS
-from hvd_async.runtime.messages import Command
-from hvd_async.runtime.state_machine import StateMachine
+from hvd_async.runtime.machine import StateMachine
+from hvd_async.runtime.protocol import Command
 from scripts.benchmarks.support.peer_machines import KINDS, Run, summary
 
 FEW, MANY = 64, 4096

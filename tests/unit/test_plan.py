@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from hvd_async import mixing, topology
 from hvd_async.algorithms.gossip.plan import ALGORITHMS, algorithms_of, make_plan
-from hvd_async.runtime.codec import encode
-from hvd_async.runtime.messages import Registered
+from hvd_async.runtime.protocol import Registered, encode
 from hvd_async.testing import CODEC
 from hvd_async.topology import Topology
 from tests.conftest import examples

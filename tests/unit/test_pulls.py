@@ -16,7 +16,7 @@ from hvd_async.algorithms.leader.config import LeaderConfig, PullDone, PullProgr
 from hvd_async.algorithms.leader.machine import LeaderStateMachine
 from hvd_async.algorithms.leader.selection import ALL_RANKS, CENTER, NO_LEADER
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, OptimizerEvent, Registered, Rejected
+from hvd_async.runtime.protocol import Accepted, Command, Drained, Finished, OptimizerEvent, Registered, Rejected
 from tests.conftest import examples
 from tests.unit.pull_simulation import Job, Simulation
 from tests.unit.simulation import snapshot

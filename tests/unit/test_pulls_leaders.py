@@ -8,7 +8,7 @@ import pytest
 
 from hvd_async.algorithms.leader.config import LeaderConfig, PullDone, PullProgress, StartPull
 from hvd_async.algorithms.leader.selection import ALL_RANKS
-from hvd_async.runtime.messages import Drained, Finished
+from hvd_async.runtime.protocol import Drained, Finished
 from tests.unit.test_pulls import PAIRS, TRIO, opened, play, replace_config, steps
 
 

@@ -8,15 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_async.runtime.relay_tree import FAN_OUT, Child, Tree, direct, plan
-from hvd_async.runtime.relayed import (
+from hvd_async.runtime.relays import (
+    FAN_OUT,
+    Child,
     DecodeError,
+    Tree,
     Upward,
     decode_ranks,
     decode_upward,
+    direct_tree,
     encode_ranks,
     encode_upward,
     merged,
+    plan_tree,
 )
 
 PLACES = st.lists(st.sampled_from("abcdefghij"), min_size=1, max_size=40)
@@ -35,7 +39,7 @@ def below(tree: Tree, children: tuple[Child, ...]) -> list[int]:
 
 @given(PLACES, st.integers(2, 5))
 def test_each_rank_is_reached_once_and_nobody_has_too_many_below(places, fan_out):
-    tree = plan(places, fan_out)
+    tree = plan_tree(places, fan_out)
     assert sorted(below(tree, tree.root)) == [*range(len(places))]
     hosts = Counter(places)
     assert len(tree.root) <= fan_out + hosts[places[0]]
@@ -51,27 +55,27 @@ def test_each_rank_is_reached_once_and_nobody_has_too_many_below(places, fan_out
 
 
 def test_a_relay_for_each_host_but_the_coordinators():
-    tree = plan(["a", "a", "b", "b", "b", "c"])
+    tree = plan_tree(["a", "a", "b", "b", "b", "c"])
     assert tree.root == (Child(0, (0,), False), Child(1, (1,), False), Child(2, (2, 3, 4), True), Child(5, (5,), False))
     assert tree.relays == {2: tuple(Child(rank, (rank,), False) for rank in (2, 3, 4))}
     assert (tree.parent(1), tree.parent(3), tree.parent(5), tree.above(2)) == (None, 2, None, None)
 
 
 def test_relays_below_relays_above_many_hosts():
-    tree = plan([str(rank // 2) for rank in range(10)], fan_out=2)
+    tree = plan_tree([str(rank // 2) for rank in range(10)], fan_out=2)
     assert [child.behind for child in tree.root] == [(0,), (1,), (2, 3, 4, 5), (6, 7, 8, 9)]
     assert tree.relays[2] == (Child(2, (2,), False), Child(3, (3,), False), Child(4, (4, 5), True))
     assert (tree.above(4), tree.above(2), tree.parent(5)) == (2, None, 4)
 
 
 def test_a_thousand_hosts_of_eight():
-    tree = plan([str(rank // 8) for rank in range(8192)])
+    tree = plan_tree([str(rank // 8) for rank in range(8192)])
     assert len(tree.root) <= FAN_OUT + 8
     assert sorted(below(tree, tree.root)) == [*range(8192)]
 
 
 def test_a_small_job_has_no_relays():
-    assert direct(3) == Tree(tuple(Child(rank, (rank,), False) for rank in range(3)), {})
+    assert direct_tree(3) == Tree(tuple(Child(rank, (rank,), False) for rank in range(3)), {})
 
 
 MESSAGES = st.lists(

@@ -6,7 +6,7 @@ import pytest
 
 from hvd_async.algorithms.eager.config import EagerConfig, GradientReady, ReportReceived, RoundsReceived, StepEntered
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.messages import Finished
+from hvd_async.runtime.protocol import Finished
 from tests.unit.moves import SOLO, kinds, opened, step
 
 TWO = EagerConfig("solo", 2, 0.0, 0, 2)

@@ -22,7 +22,7 @@ from hvd_async.algorithms.eager.config import (
 )
 from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.messages import Accepted, Drained, Finished, OptimizerDeleted, Registered, Rejected
+from hvd_async.runtime.protocol import Accepted, Drained, Finished, OptimizerDeleted, Registered, Rejected
 from tests.conftest import examples
 from tests.unit.moves import SOLO, kinds, opened, step, whys
 from tests.unit.simulation import Job, Simulation

@@ -7,7 +7,7 @@ import pytest
 from hvd_async.algorithms.eager.config import EagerConfig, GradientReady, StartRound, StepEntered, VersionTaken
 from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.messages import Accepted, Drained, Finished, Registered
+from hvd_async.runtime.protocol import Accepted, Drained, Finished, Registered
 from tests.unit.moves import PACED, SOLO, opened, step
 from tests.unit.simulation import snapshot
 

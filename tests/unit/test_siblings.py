@@ -8,9 +8,8 @@ from typing import Any
 
 from hvd_async.algorithms.eager.config import EagerConfig
 from hvd_async.algorithms.eager.machine import EagerStateMachine
-from hvd_async.runtime.messages import Finished, OptimizerDeleted, OptimizerEvent, Registered
-from hvd_async.runtime.siblings import Siblings
-from hvd_async.runtime.state_machine import StateMachine
+from hvd_async.runtime.machine import Siblings, StateMachine
+from hvd_async.runtime.protocol import Finished, OptimizerDeleted, OptimizerEvent, Registered
 from tests.conftest import examples
 
 CONFIG = EagerConfig("solo", 2, 0.0, 0, 1)

@@ -16,7 +16,7 @@ from hvd_async.algorithms.leader.machine import LeaderStateMachine, StepClock
 from hvd_async.algorithms.leader.rank import StepReports
 from hvd_async.algorithms.leader.selection import ALL_RANKS, NO_LEADER
 from hvd_async.errors import EngineError, ProtocolError
-from hvd_async.runtime.messages import Command, Drained, Finished, OptimizerEvent
+from hvd_async.runtime.protocol import Command, Drained, Finished, OptimizerEvent
 from tests.conftest import examples
 from tests.unit.simulation import snapshot
 from tests.unit.test_pulls import PAIRS, configs, opened

@@ -16,7 +16,7 @@ from hvd_async.algorithms.eager.config import (
     VersionTaken,
 )
 from hvd_async.algorithms.eager.machine import EagerStateMachine
-from hvd_async.runtime.messages import Accepted, Command, Registered
+from hvd_async.runtime.protocol import Accepted, Command, Registered
 
 
 @dataclass

@@ -13,8 +13,7 @@ import msgspec
 from hvd_async.algorithms.eager.extrapolation import rounds_ahead
 from hvd_async.algorithms.eager.quorum import AUTO, Quorum, check_quorum, parse_quorum, waits_for_all
 from hvd_async.algorithms.option import BUFFERS, Real, Whole, check_hosts, check_one_of, option
-from hvd_async.runtime.family import Algorithm
-from hvd_async.runtime.messages import Config, Hyper, OptimizerCommand, OptimizerEvent
+from hvd_async.runtime.protocol import Algorithm, Config, Hyper, OptimizerCommand, OptimizerEvent
 
 # -- configuration that ranks share, and messages ----------------------------------------------------------------------
 

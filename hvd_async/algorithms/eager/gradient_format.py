@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvd_async.runtime.interfaces import Vector
-from hvd_async.runtime.messages import Hyper
+from hvd_async.runtime.protocol import Hyper
 
 # -- buckets: gradients that travel together ---------------------------------------------------------------------------
 

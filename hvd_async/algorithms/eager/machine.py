@@ -56,8 +56,8 @@ from hvd_async.algorithms.eager.config import (
 from hvd_async.algorithms.eager.quorum import AutoQuorum, Grace, RoundQuorum, check_quorum
 from hvd_async.algorithms.option import check_hosts
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.messages import Command, Hyper, OptimizerEvent
-from hvd_async.runtime.state_machine import StateMachine
+from hvd_async.runtime.machine import StateMachine
+from hvd_async.runtime.protocol import Command, Hyper, OptimizerEvent
 
 # -- hosts whose ranks take each step together -------------------------------------------------------------------------
 # A gradient of such a rank counts as arrived when those of all ranks of its host have been handed over.

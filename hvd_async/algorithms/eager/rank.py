@@ -40,7 +40,7 @@ from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.inbox import Inbox
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.log import warn
-from hvd_async.runtime.messages import Drained, Hyper, OptimizerCommand
+from hvd_async.runtime.protocol import Drained, Hyper, OptimizerCommand
 from hvd_async.runtime.uninterrupted import Uninterrupted
 from hvd_async.runtime.worker import Worker
 from hvd_async.stats import Stats

@@ -22,7 +22,7 @@ from hvd_async.algorithms.gossip.rank import GossipWorker, check_weight
 from hvd_async.algorithms.kept import Kept
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
-from hvd_async.runtime.messages import Drained, OptimizerCommand
+from hvd_async.runtime.protocol import Drained, OptimizerCommand
 
 # -- when a rank, or a host, requests an averaging, and when it waits for one ------------------------------------------
 

@@ -12,8 +12,7 @@ from hvd_async.algorithms.gossip import outer
 from hvd_async.algorithms.gossip.quasi_global import Smoothing
 from hvd_async.algorithms.option import BUFFERS, Real, Whole, check_one_of, option, read_by_epoch
 from hvd_async.mixing import SCHEMES
-from hvd_async.runtime.family import Algorithm
-from hvd_async.runtime.messages import Config, OptimizerCommand, OptimizerEvent
+from hvd_async.runtime.protocol import Algorithm, Config, OptimizerCommand, OptimizerEvent
 from hvd_async.topology import NAMED, WITH_PEERS
 
 # -- configuration that ranks share, and messages ----------------------------------------------------------------------

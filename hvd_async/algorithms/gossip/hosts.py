@@ -23,7 +23,7 @@ from hvd_async.algorithms.gossip.rank import MEAN, GossipWorker, Links, Received
 from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
-from hvd_async.runtime.messages import Drained, OptimizerCommand, RunCollective
+from hvd_async.runtime.protocol import Drained, OptimizerCommand, RunCollective
 
 # -- steps of a host ---------------------------------------------------------------------------------------------------
 

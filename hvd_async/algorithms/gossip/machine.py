@@ -61,8 +61,8 @@ from hvd_async.algorithms.gossip.config import (
     spans_of,
 )
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.messages import Command, OptimizerEvent, Registered
-from hvd_async.runtime.state_machine import StateMachine
+from hvd_async.runtime.machine import StateMachine
+from hvd_async.runtime.protocol import Command, OptimizerEvent, Registered
 
 # -- queued messages ---------------------------------------------------------------------------------------------------
 # Messages that ranks have queued and no exchange has taken: each rank's in order, and the first ones by their step.

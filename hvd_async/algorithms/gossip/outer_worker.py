@@ -27,7 +27,7 @@ from hvd_async.algorithms.kept import Kept
 from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
-from hvd_async.runtime.messages import Hyper
+from hvd_async.runtime.protocol import Hyper
 from hvd_async.stats import GossipStats
 
 ANCHOR, ERROR, RATES = "outer anchor", "outer error", "inner learning rates"

@@ -47,7 +47,7 @@ from hvd_async.algorithms.kept import Kept
 from hvd_async.errors import GradientLossError, ReplicaStateError, ranks_text
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Handle, Vector
-from hvd_async.runtime.messages import Drained, OptimizerCommand
+from hvd_async.runtime.protocol import Drained, OptimizerCommand
 from hvd_async.runtime.worker import Worker
 from hvd_async.stats import GossipStats
 

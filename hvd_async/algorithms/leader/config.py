@@ -13,8 +13,7 @@ from hvd_async.algorithms.leader.easgd import EASGD
 from hvd_async.algorithms.leader.lsgd import LSGD
 from hvd_async.algorithms.leader.selection import SPREADS, Strength, Strengths
 from hvd_async.algorithms.option import BUFFERS, Real, Whole, check_one_of, option, options_of
-from hvd_async.runtime.family import Algorithm
-from hvd_async.runtime.messages import Config, OptimizerCommand, OptimizerEvent
+from hvd_async.runtime.protocol import Algorithm, Config, OptimizerCommand, OptimizerEvent
 
 # -- configuration that ranks share, and messages ----------------------------------------------------------------------
 

@@ -29,8 +29,8 @@ from typing import Any
 from hvd_async.algorithms.leader.config import ALGORITHMS, LeaderConfig, PullDone, PullProgress, StartPull, StepTaken
 from hvd_async.algorithms.leader.selection import ALL_RANKS, CENTER, NO_LEADER, pick_leader
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.messages import Command, OptimizerEvent
-from hvd_async.runtime.state_machine import StateMachine
+from hvd_async.runtime.machine import StateMachine
+from hvd_async.runtime.protocol import Command, OptimizerEvent
 
 
 @dataclass

@@ -21,8 +21,8 @@ from hvd_async.algorithms.leader.config import ALGORITHMS, LeaderConfig, PullDon
 from hvd_async.algorithms.leader.selection import ALL_RANKS, CENTER, NO_LEADER, LossWindow, Strengths
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Vector
-from hvd_async.runtime.messages import Drained, OptimizerCommand
 from hvd_async.runtime.process_sets import RankGroup, SingleRank
+from hvd_async.runtime.protocol import Drained, OptimizerCommand
 from hvd_async.runtime.worker import Worker
 from hvd_async.stats import LeaderStats
 

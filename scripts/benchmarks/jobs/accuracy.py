@@ -17,7 +17,7 @@ import numpy as np
 from hvd_async.algorithms.eager.config import StartRound
 from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.runtime.interfaces import Vector
-from hvd_async.runtime.messages import Command
+from hvd_async.runtime.protocol import Command
 
 from ..support.arms import MUTANT
 from .shared.arm import average

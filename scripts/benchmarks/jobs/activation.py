@@ -15,7 +15,7 @@ import torch
 
 from hvd_async.algorithms.eager.config import EagerConfig, ExplainRound, GradientReady, StartRound, StepEntered
 from hvd_async.runtime.engine import Engine
-from hvd_async.runtime.messages import Accepted, Command, Drained, Finished, Registered
+from hvd_async.runtime.protocol import Accepted, Command, Drained, Finished, Registered
 from hvd_async.torch.collectives import LIFECYCLE
 
 from .shared.arm import Arm

@@ -18,9 +18,21 @@ import zmq
 
 from hvd_async.algorithms.eager.config import EagerConfig, StartRound, StepEntered
 from hvd_async.algorithms.registry import FAMILIES
-from hvd_async.runtime.codec import Codec, encode, packed
 from hvd_async.runtime.descriptors import shortage
-from hvd_async.runtime.messages import Accepted, Close, Command, Event, Finished, Hello, Leaving, Registered, Welcome
+from hvd_async.runtime.protocol import (
+    Accepted,
+    Close,
+    Codec,
+    Command,
+    Event,
+    Finished,
+    Hello,
+    Leaving,
+    Registered,
+    Welcome,
+    encode,
+    packed,
+)
 from hvd_async.runtime.transport import Uplink
 
 LIMIT = 120.0

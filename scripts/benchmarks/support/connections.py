@@ -17,10 +17,10 @@ from typing import IO, Any, NamedTuple
 import psutil
 import zmq
 
-from hvd_async.runtime import relay_tree
-from hvd_async.runtime.cards import Card, RelayCard, above_of, relay_setup_of, setup_of
 from hvd_async.runtime.control_process import ControlProcess
-from hvd_async.runtime.listener import LOOPBACK
+from hvd_async.runtime.relays import direct_tree, plan_tree
+from hvd_async.runtime.rendezvous import Card, RelayCard, above_of, relay_setup_of, setup_of
+from hvd_async.runtime.transport import LOOPBACK
 
 SCRIPTS = Path(__file__).resolve().parents[2]
 CLIENTS = 2
@@ -101,7 +101,7 @@ def _control_plane(
     """Start the coordinator and the relays; yields the coordinator's process, what each client has to know, and how
     many relays there are."""
     places = [str(rank // per_host) for rank in range(ranks)]
-    tree = relay_tree.plan(places) if relays else relay_tree.direct(ranks)
+    tree = plan_tree(places) if relays else direct_tree(ranks)
     keys = [zmq.curve_keypair() for _ in range(ranks)]
     with contextlib.ExitStack() as undo:
         coordinator = ControlProcess("coordinator")

@@ -29,9 +29,8 @@ from hvd_async.algorithms.gossip.machine import GossipStateMachine
 from hvd_async.algorithms.leader.config import LeaderConfig, PullDone, StartPull, StepTaken
 from hvd_async.algorithms.leader.machine import LeaderStateMachine
 from hvd_async.algorithms.leader.selection import ALL_RANKS
-from hvd_async.runtime.codec import encode
-from hvd_async.runtime.messages import Command, Config, Registered
-from hvd_async.runtime.state_machine import StateMachine
+from hvd_async.runtime.machine import StateMachine
+from hvd_async.runtime.protocol import Command, Config, Registered, encode
 from hvd_async.topology import bipartite_exponential
 
 HOST = 8

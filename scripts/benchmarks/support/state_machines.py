@@ -14,9 +14,8 @@ from typing import Any
 
 from hvd_async.algorithms.eager.config import EagerConfig, GradientReady, StepEntered, VersionTaken
 from hvd_async.algorithms.eager.machine import EagerStateMachine
-from hvd_async.runtime.codec import encode
-from hvd_async.runtime.messages import Command, Config, Finished, Hyper, OptimizerEvent, Registered
-from hvd_async.runtime.state_machine import StateMachine
+from hvd_async.runtime.machine import StateMachine
+from hvd_async.runtime.protocol import Command, Config, Finished, Hyper, OptimizerEvent, Registered, encode
 
 Machine = StateMachine[Any]
 Sent = tuple[int, OptimizerEvent]

@@ -17,7 +17,7 @@ from table import Share
 
 from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.runner.stragglers import parse_inject
-from hvd_async.runtime.messages import Command, Finished, OptimizerEvent
+from hvd_async.runtime.protocol import Command, Finished, OptimizerEvent
 
 BINDINGS = {"torch": ("torch_common", "torch_names"), "tensorflow": ("tf_common", "tf_names")}
 """Modules of each framework: what the jobs for both need of it; its own part of ``names.py``."""

@@ -1,15 +1,20 @@
-"""Messages that every optimizer needs, whatever its algorithm; a family adds its own (``algorithms/*/messages.py``).
+"""What ranks and the coordinator say to each other: messages, the families that add their own, and the wire format.
 
-All are frozen msgspec structs; ``codec`` has their wire format. Events go from a rank to the coordinator and say what
-is so, commands from the coordinator to a rank and say what to do. The sender of an event is known from its
-authenticated connection, so no event names its own rank.
+All messages are frozen msgspec structs. Events go from a rank to the coordinator and state a fact; commands go from the
+coordinator to a rank and say what to do. The sender of an event is known from its authenticated connection, so no event
+names its own rank. The messages here serve every optimizer; a family adds its own (``algorithms/*/config.py``).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, Union
 
 import msgspec
+
+if TYPE_CHECKING:
+    from hvd_async.runtime.machine import StateMachine
 
 Number: TypeAlias = bool | int | float | None
 if TYPE_CHECKING:
@@ -242,3 +247,132 @@ OPTIMIZER_COMMANDS = (Accepted, Rejected, RunCollective, RegisterOptimizer, Unre
 
 Event: TypeAlias = Hello | Failed | Present | HostsChanged | CommitsMade | Leaving | OptimizerEvent
 Command: TypeAlias = Welcome | RankLost | CallRoll | CountCommits | StopAtCommit | JobFailed | Close | OptimizerCommand
+
+
+# -- families and algorithms ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of algorithms: its messages and its state machine.
+
+    Attributes:
+        name: "eager", "gossip", "leader".
+        config: what all ranks of its optimizers must have in common.
+        events: its own, from rank to coordinator.
+        commands: its own, from coordinator to rank.
+        state_machine: what the coordinator runs for one optimizer.
+        details: the family's own content of ``Drained``; None if there is none.
+    """
+
+    name: str
+    config: type[Config]
+    events: tuple[type[OptimizerEvent], ...]
+    commands: tuple[type[OptimizerCommand], ...]
+    state_machine: type[StateMachine[Any]]
+    details: type[msgspec.Struct] | None = None
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One algorithm, as data; a family may add fields of its own.
+
+    Attributes:
+        name: "sgp".
+        family: the name of its family.
+        options: its own options and their defaults; all others are refused.
+        sends: what ranks send each other.
+        waits_for: whom a step waits for; "period" stands for all ranks, after so many steps and not after each.
+        symmetric_graph: whether both ends of each edge of its graph must send.
+        about: what sets it apart, for people: a clause that its name begins.
+        compressions: how messages may travel.
+    """
+
+    name: str
+    family: str
+    options: Mapping[str, Any]
+    sends: Literal["gradients", "weights"]
+    waits_for: Literal["all", "quorum", "neighbours", "nobody", "period"]
+    symmetric_graph: bool = False
+    about: str = ""
+    compressions: tuple[str, ...] = ("none",)
+
+
+# -- the wire format ------------------------------------------------------------------------------------------
+
+DecodeError = msgspec.DecodeError
+_encoder = msgspec.msgpack.Encoder()
+M = TypeVar("M")
+
+
+def encode(message: Event | Command) -> bytes:
+    """Return one event's or command's wire form."""
+    return _encoder.encode(message)
+
+
+def packed(encoded: Sequence[msgspec.Raw]) -> bytes:
+    """Return the message that carries these events or commands, each in its wire form."""
+    return _encoder.encode(encoded)
+
+
+class Codec:
+    """Reads the messages of the runtime and of these families, and no others.
+
+    Attributes:
+        events: the union of all that a rank may send.
+        commands: the union of all that the coordinator may.
+    """
+
+    def __init__(self, families: Sequence[Family]) -> None:
+        configs: Any = Union[tuple(family.config for family in families)]  # noqa: UP007  (made when it runs)
+        details: Any = Union[(None, *(family.details for family in families if family.details is not None))]
+        own_events = [event for family in families for event in family.events]
+        own_commands = [command for family in families for command in family.commands]
+        self.events: Any = Union[(*JOB_EVENTS, *OPTIMIZER_EVENTS, Registered[configs], *own_events)]
+        self.commands: Any = Union[(*JOB_COMMANDS, *OPTIMIZER_COMMANDS, Drained[details], *own_commands)]
+        several: Any = list  # (made when it runs)
+        self._event: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(self.events)
+        self._command: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(self.commands)
+        self._events: msgspec.msgpack.Decoder[list[Event]] = msgspec.msgpack.Decoder(several[self.events])
+        self._commands: msgspec.msgpack.Decoder[list[Command]] = msgspec.msgpack.Decoder(several[self.commands])
+
+    def decode_event(self, data: bytes) -> Event:
+        """Return the event in ``data``.
+
+        Raises:
+            DecodeError: it is none.
+        """
+        return _decode(self._event, data)
+
+    def decode_command(self, data: bytes) -> Command:
+        """Return the command in ``data``.
+
+        Raises:
+            DecodeError: it is none.
+        """
+        return _decode(self._command, data)
+
+    def decode_events(self, data: bytes) -> list[Event]:
+        """Return the events that a rank's message carries.
+
+        Raises:
+            DecodeError: it is none.
+        """
+        return _decode(self._events, data)
+
+    def decode_commands(self, data: bytes) -> list[Command]:
+        """Return the commands that a message of the coordinator carries.
+
+        Raises:
+            DecodeError: it is none.
+        """
+        return _decode(self._commands, data)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[M], data: bytes) -> M:
+    try:
+        return decoder.decode(data)
+    except DecodeError:
+        raise
+    except Exception as error:  # text that is not UTF-8, nesting without end, a key that cannot be one
+        raise DecodeError(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,670 @@
+"""Base of the coordinator's state machines: registration, ends, and collectives at ends.
+
+A machine takes events and the time ``now`` in, and gives commands out; no clock, no I/O. Its subclasses add what lies
+between registration and an end: rounds of partial allreduce (eager), exchanges of messages (gossip), pulls (leader).
+
+The laws of ends, whatever the algorithm:
+
+1. *One end for all.* When every rank has finished, one command says so to all of them, and whether it is a drain (some
+   rank called ``drain``) or a cut (all called ``cut``); every rank ends as the command says.
+2. *Departed is for good.* A rank whose optimizer was deleted or discarded, or whose process is leaving, counts as
+   finished in this end and in all later ones: no rank waits for it, and its engine serves. If it still had pending
+   gradients, the next end is a drain.
+3. *Collectives at ends*, and those that users call between them, run when all ranks that still have the optimizer wait
+   in them, and over these ranks (``CollectiveQueue``).
+4. *Unregistered by all at once.* When no rank has the optimizer any more, one command makes all ranks forget it.
+
+The cost of an event does not depend on the number of ranks: sets of ranks are updated, not rebuilt. Only what happens
+once for all ranks (all have registered, have finished, or wait in a collective) takes time in proportion to them.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, Generic, TypeVar
+
+from hvd_async.errors import ProtocolError, ranks_text
+from hvd_async.runtime.protocol import (
+    Accepted,
+    CollectiveReady,
+    Command,
+    Drained,
+    Finished,
+    NoSuchOptimizer,
+    OptimizerDeleted,
+    OptimizerEvent,
+    Registered,
+    RegisterOptimizer,
+    Rejected,
+    RunCollective,
+    Unregister,
+)
+
+C = TypeVar("C")
+
+
+class StateMachine(abc.ABC, Generic[C]):
+    """One optimizer, as the coordinator sees it.
+
+    Args:
+        optimizer: the number all its messages carry.
+        ranks: that share it.
+    """
+
+    def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
+        self._optimizer, self.ranks = optimizer, tuple(ranks)
+        self._opened: dict[int, Registered[Any]] = {}
+        self._lowest: int | None = None
+        """The lowest rank that has opened."""
+        self._config: C | None = None
+        self._refused = False
+        self._done: dict[int, None] = {}
+        """Ranks that have finished, in order; departed ones stay."""
+        self._absent: set[int] = set()
+        self._present = set(self.ranks)
+        self._computing = set(self.ranks)
+        self._opening: set[int] = set()
+        self._draining: set[int] = set()
+        self._flush = False
+        self._whole = True
+        self._produced: dict[int, list[int]] = {}
+        self._drained: dict[int, list[int]] = {}
+        """``_produced`` at the last drain."""
+        self._shown: dict[int, int] = {}
+        """Rounds that each rank's user code has seen before they were applied, since the last end."""
+        self._collectives = CollectiveQueue(optimizer)
+        self._asked: set[int] = set()
+        """Ranks that were asked to register it."""
+
+    # -- what the coordinator calls ---------------------------------------------------------------------------
+
+    def handed_over(self) -> list[int]:
+        """Return how many gradients each rank has handed over, in order; empty where none are averaged."""
+        return []
+
+    def handle(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+        """Take in one event of ``rank`` at time ``now`` (s, any origin).
+
+        Returns:
+            Commands, each for its ``recipients``, in the order in which they must be sent.
+
+        Raises:
+            ProtocolError: the event is not allowed now; nothing has changed.
+        """
+        if not self.shares(rank):
+            raise ProtocolError(f"rank {rank} does not share optimizer {self._optimizer} of {self.ranks}")
+        if isinstance(event, Registered):
+            return self._on_registered(rank, event, now)
+        if isinstance(event, NoSuchOptimizer):
+            return self._on_no_such_optimizer(rank)
+        if rank not in self._opened:
+            raise ProtocolError(f"rank {rank} sent {type(event).__name__} before it opened optimizer {self._optimizer}")
+        if rank in self._absent:  # of what its engine had begun before
+            return [] if self._refused else self._on_event_of_absent(rank, event, now)
+        if isinstance(event, OptimizerDeleted):
+            return self._on_deleted(rank, event, now)
+        if self._refused:
+            return []
+        if isinstance(event, CollectiveReady):
+            self._collectives.add(rank, event)
+            return self._due_collectives()
+        if isinstance(event, Finished):
+            return self._on_finished(rank, event, now)
+        return self._on_event(rank, event, now)
+
+    def recipients(self, command: Command) -> Sequence[int]:
+        """Return the ranks that a command is for: all that share the optimizer, unless others had no use for it."""
+        return (command.rank,) if isinstance(command, RegisterOptimizer) else self.ranks
+
+    def shares(self, rank: int) -> bool:
+        """Whether ``rank`` is one of those that share the optimizer."""
+        return rank in self._present or rank in self._absent
+
+    @property
+    def over(self) -> bool:
+        """Whether no rank has the optimizer any more."""
+        return not self._present
+
+    @property
+    def present(self) -> AbstractSet[int]:
+        """The ranks that still have the optimizer."""
+        return self._present
+
+    @property
+    def draining(self) -> AbstractSet[int]:
+        """The ranks that wait in a drain or cut."""
+        return self._draining
+
+    @property
+    def computing(self) -> AbstractSet[int]:
+        """The ranks that a drain or cut has to wait for."""
+        return self._computing
+
+    @property
+    def opening(self) -> AbstractSet[int]:
+        """The ranks that have opened, are not done, and wait for others to open."""
+        return self._opening
+
+    @property
+    def only_drains(self) -> bool:
+        """Whether all ranks that have opened are done, and wait for others to open."""
+        return self.open_to_ranks and bool(self._opened) and not self._opening
+
+    @property
+    def first_opened(self) -> bool:
+        """Whether just one of the ranks that still have the optimizer has opened it."""
+        return len(self._opened) - len(self._absent) == 1
+
+    @property
+    def open_to_ranks(self) -> bool:
+        """Whether ranks may still register."""
+        return self._config is None and not self._refused
+
+    def ask_to_register(self, rank: int) -> list[Command]:
+        """Have ``rank``, which waits in a drain and has not opened, register the optimizer; once."""
+        if rank in self._asked or not self.awaits_registration_of(rank) or self._refused:
+            return []
+        self._asked.add(rank)
+        assert self._lowest is not None
+        opened = self._opened[self._lowest]
+        return [RegisterOptimizer(self._optimizer, rank, opened.names, opened.members)]
+
+    @abc.abstractmethod
+    def tick(self, now: float) -> list[Command]:
+        """Send what only waited for time to pass."""
+
+    @abc.abstractmethod
+    def deadline(self) -> float | None:
+        """When ``tick`` should be called next, None if there is nothing to wait for."""
+
+    def take_notice(self) -> str | None:
+        """Return a notice for people that was not given yet; None if there is none."""
+        return None
+
+    def roll_call(self, fired_before: float) -> list[Command]:
+        """Return the commands that find out which rank delays a collective commanded before that time."""
+        return []
+
+    def awaits_registration_of(self, rank: int) -> bool:
+        """Whether ranks wait for ``rank`` to open."""
+        if self._refused or len(self._opened) == len(self._absent):  # (whoever has departed had opened)
+            return False
+        return rank not in self._opened and self.shares(rank)
+
+    def blocked_on(self) -> tuple[str, frozenset[int]] | None:
+        """Return what ranks wait for, and which ranks are missing; None if none waits."""
+        everyone = frozenset(self.ranks)
+        if self._refused or not self._opened:
+            return None
+        if self._config is None:
+            return "the first step or drain", everyone - frozenset(self._opened)
+        collective = self._collectives.waiting(self.present)
+        if collective is not None:
+            return collective
+        inside = self._blocked_on()
+        if inside is None and self.draining:
+            return "drain", everyone - self._done.keys()
+        return inside
+
+    # -- what a subclass supplies -----------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _on_all_registered(self, config: Any) -> C:
+        """All ranks have registered and match; returns the configuration, typed."""
+
+    @abc.abstractmethod
+    def _on_event(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+        """An event that is neither ``Registered`` nor ``Finished``."""
+
+    @abc.abstractmethod
+    def _blocked_on(self) -> tuple[str, frozenset[int]] | None:
+        """``blocked_on`` between registration and the end."""
+
+    def _check_finished(self, rank: int) -> None:
+        """Raise ProtocolError, if ``rank`` cannot be done now."""
+
+    def _forget(self, rank: int) -> None:
+        """``rank`` has departed: it waits for nothing any more."""
+
+    def _on_event_of_absent(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
+        """An event of a departed rank, whose engine may still report collectives."""
+        return []
+
+    @abc.abstractmethod
+    def _on_rank_finished(self, rank: int, now: float) -> list[Command]:
+        """``rank`` has finished, others have not; also called before all have registered."""
+
+    @abc.abstractmethod
+    def _on_all_finished(self, rank: int, now: float) -> tuple[list[Command], int]:
+        """All have finished, ``rank`` last: return what is left to send and the last round's number; start afresh."""
+
+    def _details(self) -> Any:
+        """Return ``Drained.details``, the family's own; None if it has none."""
+        return None
+
+    # -- opening and ends -------------------------------------------------------------------------------------
+
+    def _on_registered(self, rank: int, event: Registered[Any], now: float) -> list[Command]:
+        if rank in self._opened:
+            raise ProtocolError(f"rank {rank} opened optimizer {self._optimizer} twice")
+        self._opened[rank] = event
+        self._opening.add(rank)
+        self._lowest = rank if self._lowest is None else min(self._lowest, rank)
+        if len(self._opened) < len(self.ranks):
+            return []
+        problem = mismatch(self._opened)
+        if problem is not None:
+            self._refused = True
+            return [Rejected(self._optimizer, problem)]
+        self._opening.clear()
+        self._config = self._on_all_registered(event.config)
+        finished = self._drain(rank, now) if len(self._done) == len(self.ranks) else []
+        return [Accepted(self._optimizer), *finished]
+
+    def _running(self, rank: int, event: OptimizerEvent) -> C:
+        if self._config is None:
+            raise ProtocolError(f"rank {rank} sent {type(event).__name__} before all ranks had opened")
+        if rank in self._done:
+            raise ProtocolError(f"rank {rank} sent {type(event).__name__} although it is done")
+        return self._config
+
+    def _active(self) -> AbstractSet[int]:
+        return self._computing
+
+    def _note_done(self, rank: int) -> None:
+        self._done[rank] = None
+        self._computing.discard(rank)
+        self._opening.discard(rank)
+
+    def _on_finished(self, rank: int, event: Finished, now: float) -> list[Command]:
+        if rank in self._done:
+            raise ProtocolError(f"rank {rank} sent Finished although it is done")
+        self._check_finished(rank)
+        self._check_produced(rank, event.produced)
+        self._note_done(rank)
+        self._draining.add(rank)
+        self._flush = self._flush or event.flush
+        self._produced[rank] = event.produced
+        self._shown[rank] = event.shown
+        if len(self._done) < len(self.ranks) or self._config is None:
+            return [*self._on_rank_finished(rank, now), *self._due_collectives()]
+        return self._drain(rank, now)
+
+    def _check_produced(self, rank: int, produced: list[int]) -> None:
+        counts = self._opened[rank].config.counts
+        before = self._produced.get(rank, [0] * counts)
+        if len(produced) != counts or any(a < b for a, b in zip(produced, before, strict=True)):
+            raise ProtocolError(f"rank {rank} has produced {produced} gradients a bucket, earlier {before}")
+
+    def _on_deleted(self, rank: int, event: OptimizerDeleted, now: float) -> list[Command]:
+        """Law 2."""
+        self._check_produced(rank, event.produced)
+        if event.produced != self._drained.get(rank, [0] * len(event.produced)):
+            self._flush = True
+        self._whole = False
+        self._produced[rank] = event.produced
+        self._absent.add(rank)
+        self._present.discard(rank)
+        self._draining.discard(rank)
+        self._forget(rank)
+        self._collectives.remove(rank)
+        was_done = rank in self._done
+        self._note_done(rank)
+        if self.over:
+            return [Unregister(self._optimizer)]
+        commands = self._due_collectives()
+        if self._config is None or self._refused:
+            return commands
+        if len(self._done) == len(self.ranks):
+            return commands if was_done else [*commands, *self._drain(rank, now)]
+        return [*commands, *([] if was_done else self._on_rank_finished(rank, now))]
+
+    def _due_collectives(self) -> list[Command]:
+        return [*self._collectives.due(self._present, self._draining)]
+
+    def _on_no_such_optimizer(self, rank: int) -> list[Command]:
+        if rank not in self._asked:
+            raise ProtocolError(f"rank {rank} has no optimizer {self._optimizer}, for which nobody asked it")
+        if not self.awaits_registration_of(rank):  # the ranks that waited for it have departed meanwhile
+            return []
+        self._refused = True
+        others = ranks_text(self._opened)
+        problem = (
+            f"{others} opened an optimizer while rank {rank} waits in drain(), hvd.join() or at its end, and rank "
+            f"{rank} has wrapped none like it: wrap the same optimizers on every rank, keep them until all have "
+            f"drained, and call drain() equally often on every rank"
+        )
+        return [Rejected(self._optimizer, problem)]
+
+    def _drain(self, rank: int, now: float) -> list[Command]:
+        """All ranks have finished, ``rank`` last: end, and begin anew with the departed ranks finished already."""
+        commands, rounds = self._on_all_finished(rank, now)
+        last = next((r for r in reversed(self._done) if r not in self._absent), rank)
+        produced = [sum(counts) for counts in zip(*self._produced.values(), strict=True)]
+        gone = sorted(self._absent)
+        shown = {r: self._shown.get(r, 0) for r in self.ranks if r not in self._absent}
+        most = max(shown, key=shown.__getitem__)
+        mend = most if min(shown.values()) < shown[most] else None
+        commands.append(
+            Drained(self._optimizer, rounds, produced, last, self._flush, self._details(), self._whole, mend, gone)
+        )
+        if self._flush:
+            self._drained, self._whole = dict(self._produced), not gone
+        self._shown.clear()
+        self._flush = False
+        self._done = dict.fromkeys(gone)
+        self._computing = set(self._present)
+        self._draining.clear()
+        for rank in gone:
+            commands += self._on_rank_finished(rank, now)
+        return commands
+
+
+# -- collectives at ends --------------------------------------------------------------------------------------
+
+KINDS = ("sum", "broadcast", "compare")
+"""``compare``: no tensor travels; the coordinator compares names and checksums."""
+SAME = (
+    "every rank that still has the optimizer calls its collectives (drain, cut, consensus, consensus_distance, switch) "
+    "in the same order"
+)
+
+
+@dataclass
+class CollectiveQueue:
+    """Collectives in which the ranks of one optimizer wait: each runs when every rank that still has it waits there.
+
+    No rank waits for one whose optimizer is gone (deleted, discarded, or its process is leaving); the engine of such a
+    rank takes part with zeros, since Horovod needs every member. A rank waits in one collective at a time, and numbers
+    its own from 1.
+
+    Attributes:
+        optimizer: the number all its messages carry.
+        ready: the ranks that wait, and in what.
+        last: number of each rank's last collective.
+    """
+
+    optimizer: int
+    ready: dict[int, CollectiveReady] = field(default_factory=dict)
+    last: dict[int, int] = field(default_factory=dict)
+
+    def add(self, rank: int, event: CollectiveReady) -> None:
+        """``rank`` waits in a collective.
+
+        Raises:
+            ProtocolError: it waits in one already, or this is not its next.
+        """
+        if event.kind not in KINDS or event.length < 0:
+            raise ProtocolError(f"rank {rank} wants a collective {event.kind!r} of {event.length} elements")
+        last = self.last.get(rank, 0)
+        if rank in self.ready or event.index != last + 1:
+            raise ProtocolError(f"rank {rank} is in collective {event.index} after {last}")
+        self.last[rank] = event.index
+        self.ready[rank] = event
+
+    def remove(self, rank: int) -> None:
+        """``rank`` has the optimizer no more."""
+        self.ready.pop(rank, None)
+
+    def due(self, present: AbstractSet[int], draining: AbstractSet[int] = frozenset()) -> list[RunCollective]:
+        """The collective that may run now, if there is one; or why it never will.
+
+        Args:
+            present: ranks that still have the optimizer.
+            draining: those that wait in a drain or cut.
+        """
+        if not self.ready or len(self.ready) + len(draining) < len(present):  # (looked at by each event: not by rank)
+            return []
+        if not present <= self.ready.keys() | draining:
+            return []
+        ready, self.ready = dict(sorted(self.ready.items())), {}
+        first = next(iter(ready.values()))
+        root = first.root if first.root in ready else next(iter(ready))
+        problem, ranks = _problem(ready, draining - ready.keys()), list(ready)
+        return [RunCollective(self.optimizer, first.kind, first.what, first.length, first.dtype, root, ranks, problem)]
+
+    def waiting(self, present: AbstractSet[int]) -> tuple[str, frozenset[int]] | None:
+        """Return the collective that ranks wait in, and the ranks it takes; None if none waits."""
+        if not self.ready:
+            return None
+        return next(iter(self.ready.values())).what, frozenset(present - self.ready.keys())
+
+
+def _problem(ready: dict[int, CollectiveReady], elsewhere: AbstractSet[int]) -> str | None:
+    """Why the ranks' calls are not one and the same collective, or which replicas differ; None if all is well."""
+    lowest, first = next(iter(ready.items()))
+    if elsewhere:
+        return f"rank {lowest} is in {first.what} while {ranks_text(elsewhere)} wait(s) in drain() or cut(): {SAME}"
+    for rank, event in ready.items():
+        own, other = ((one.kind, one.what, one.length, one.dtype, one.root) for one in (first, event))
+        if own != other:
+            return (
+                f"rank {lowest} is in {first.what} ({first.length} x {first.dtype or 'checksums'}) while rank {rank} "
+                f"is in {event.what} ({event.length} x {event.dtype or 'checksums'}): {SAME}"
+            )
+    if first.kind != "compare":
+        return None
+    difference = differing_replicas({rank: (event.names, event.checksums) for rank, event in ready.items()})
+    if difference is None:
+        return None
+    ranks, name = difference
+    return (
+        f"replicas differ after {first.what}: {ranks_text(ranks)} from rank {lowest}, first in {name!r}. Weights or "
+        f"optimizer state were changed on some ranks alone: call load_state_dict() and the like on every rank, or on "
+        f"rank 0 before hvd.broadcast_parameters() and hvd.broadcast_optimizer_state() (torch), or "
+        f"hvd.broadcast_variables() (TensorFlow); call these now to make replicas equal. Another cause is a "
+        f"round_transform= whose sums depend on the number of threads: set the same number on all ranks"
+    )
+
+
+# -- do the ranks' optimizers match? --------------------------------------------------------------------------
+
+STATE = "optimizer state: "
+"""Prefix of the names of the optimizer's own state in ``Registered``; all other names are parameters."""
+
+
+MOST_BUCKETS = 1 << 16
+
+
+def fault_of(rank: int, opened: Registered[Any], size: int) -> str | None:
+    """Return why ``opened`` cannot be, whatever the other ranks say; None if it can.
+
+    Args:
+        rank: whose it is.
+        size: ranks in the job.
+    """
+    members = opened.members  # (none are all: what that costs must not depend on how many these are)
+    if members and not (
+        rank in members and len(set(members)) == len(members) and 0 <= min(members) <= max(members) < size
+    ):
+        return f"it shares an optimizer with the ranks {members}, of {size}"
+    if len(opened.names) != len(opened.checksums):
+        return f"it named {len(opened.names)} parameters, with {len(opened.checksums)} checksums"
+    if not 0 < opened.config.counts <= MOST_BUCKETS:
+        return f"it has {opened.config.counts} buckets of gradients, of {MOST_BUCKETS} at the most"
+    return None
+
+
+def mismatch(opened: dict[int, Registered[Any]]) -> str | None:
+    """How the ranks' optimizers differ, and what mends it; None if they agree."""
+    lowest = min(opened)
+    first = opened[lowest]
+    for rank in sorted(opened):
+        other = opened[rank]
+        if other.members != first.members:
+            return (
+                f"the ranks share this optimizer with different ranks: rank {lowest} with {first.members}, rank {rank} "
+                f"with {other.members}. Pass the same process_set on every rank of it."
+            )
+        if other.config != first.config:
+            return (
+                f"the ranks wrapped their optimizers differently: rank {lowest} has {first.config}, rank {rank} "
+                f"has {other.config}. Pass the same arguments on every rank."
+            )
+        if other.names != first.names:
+            pairs = zip_longest(first.names, other.names, fillvalue="nothing")
+            own, others = next(pair for pair in pairs if pair[0] != pair[1])
+            return (
+                f"the ranks train different parameters, or with other settings: rank {lowest} has {own!r} where rank "
+                f"{rank} has {others!r} (of {len(first.names)} and {len(other.names)} entries). Build the same model "
+                f"on every rank, with the same optimizer, and let every rank's optimizers take their first step in "
+                f"the same order."
+            )
+    difference = differing_replicas({rank: (one.names, one.checksums) for rank, one in opened.items()})
+    if difference is None:
+        return None
+    differing, name = difference
+    if name.startswith(STATE):
+        return (
+            f"the optimizer's state differs before the first step: {ranks_text(differing)} from rank {lowest}, first "
+            f"in {name!r}. Call hvd.broadcast_optimizer_state(optimizer, root_rank=0) in torch, or use the Keras "
+            f"BroadcastGlobalVariablesCallback(0) of hvd_async.tensorflow.keras, before training; and load checkpoints "
+            f"on every rank or on rank 0 alone before that call."
+        )
+    return (
+        f"the weights differ before the first step: {ranks_text(differing)} from rank {lowest}, first in {name!r}. "
+        f"Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) in torch, "
+        f"hvd.broadcast_variables(model.variables, root_rank=0) or the Keras BroadcastGlobalVariablesCallback(0) of "
+        f"hvd_async.tensorflow.keras in TensorFlow, before training. (Horovod's own does not work on Keras 3.) If it "
+        f"was called, something has changed weights on each rank since then, such as an optimizer that is not wrapped "
+        f"or the first half of SAM."
+    )
+
+
+def differing_replicas(replicas: dict[int, tuple[list[str], list[int]]]) -> tuple[list[int], str] | None:
+    """Which ranks' (names, checksums) are not the lowest rank's, and the first name that differs; None if all agree."""
+    names, checksums = replicas[min(replicas)]
+    differing = [rank for rank in sorted(replicas) if replicas[rank] != (names, checksums)]
+    if not differing:
+        return None
+    pairs = zip_longest(zip(names, checksums, strict=True), zip(*replicas[differing[0]], strict=True))
+    name = next(str((own or other)[0]) for own, other in pairs if own != other)
+    return differing, name
+
+
+# -- optimizers that the same ranks share ---------------------------------------------------------------------
+
+Machine = StateMachine[Any]
+
+
+@dataclass
+class _Pair:
+    """An optimizer that is not open on all ranks, and one with ranks in a drain.
+
+    Attributes:
+        not_draining: ranks that wait for others to open the first, and are in no drain of the second.
+        not_opening: ranks that the drain of the second waits for, and that do not wait for others to open the first.
+        unasked: ranks that came to that drain and were not asked to open the first yet.
+    """
+
+    not_draining: int
+    not_opening: int
+    unasked: list[int]
+
+
+class Siblings:
+    """Optimizers of one group of ranks, and which of them wait for ranks that have finished with others.
+
+    A rank that has finished with one of its optimizers has finished with all, but says so of each, and may not have
+    registered one that other ranks wait in. They would wait for each other for ever, so it is asked to register it:
+
+    1. when it is about to finish with an optimizer: those with which others have finished, or are about to
+       (``to_open``);
+    2. when a drain of one optimizer only waits for ranks that wait for others to register another one (``after``).
+
+    Both compare sets of ranks, for each pair of an optimizer that some ranks have not registered and one with ranks in
+    a drain. The ranks that keep them apart are counted as events come, so no event looks at all ranks. There are few
+    such pairs, and mostly none: optimizers are registered when a job begins, and drained when it ends.
+
+    ``before`` and ``after`` frame each event that changes which ranks have an optimizer.
+    """
+
+    def __init__(self) -> None:
+        self._opening: dict[int, Machine] = {}
+        """Not open on all ranks, by number."""
+        self._draining: dict[int, Machine] = {}
+        """With ranks in a drain or cut, by number."""
+        self._pairs: dict[tuple[int, int], _Pair] = {}
+        """By the numbers of one that is opening, and one that is draining."""
+        self._was = (False, False, False)
+
+    def to_open(self, drained: int) -> list[Machine]:
+        """Return what a rank that is about to be done with optimizer ``drained`` has to open before."""
+        return [
+            machine
+            for number, machine in self._opening.items()
+            if machine.only_drains or (machine.opening and self._all_drain(number, drained))
+        ]
+
+    def _all_drain(self, number: int, drained: int) -> bool:
+        pair = self._pairs.get((number, drained))
+        return pair is not None and not pair.not_draining
+
+    def awaiting(self, rank: int) -> int | None:
+        """Return the number of an optimizer whose ranks wait for ``rank`` to open it; None if there is none."""
+        return next((number for number, machine in self._opening.items() if machine.awaits_registration_of(rank)), None)
+
+    def before(self, machine: Machine, rank: int) -> None:
+        """An event of ``rank`` is about to reach an optimizer's state machine."""
+        self._was = _standing(machine, rank)
+
+    def after(self, number: int, machine: Machine, rank: int) -> list[tuple[Machine, int]]:
+        """It has reached optimizer ``number``: return the optimizers that are to be opened now, each with a rank."""
+        opens, drains = machine.open_to_ranks and not machine.over, bool(machine.draining)
+        self._keep(self._opening, 0, number, machine if opens else None)
+        self._keep(self._draining, 1, number, machine if drains else None)
+        keys = [(number, other) for other in self._draining] if opens else []
+        keys += [(other, number) for other in self._opening] if drains else []
+        found: list[tuple[Machine, int]] = []
+        for key in keys:
+            if key[0] == key[1]:
+                continue  # (whoever drains an optimizer has opened it)
+            if key in self._pairs:
+                self._count(key, number, _standing(machine, rank), rank)
+            else:
+                self._pairs[key] = self._pair(key)
+            found += self._stuck(key)
+        return found
+
+    def _keep(self, members: dict[int, Machine], place: int, number: int, machine: Machine | None) -> None:
+        if machine is not None:
+            members[number] = machine
+        elif members.pop(number, None) is not None:
+            self._pairs = {key: pair for key, pair in self._pairs.items() if key[place] != number}
+
+    def _pair(self, key: tuple[int, int]) -> _Pair:
+        opening, draining = self._opening[key[0]], self._draining[key[1]]
+        return _Pair(
+            len(opening.opening - draining.draining),
+            len(draining.computing - opening.opening),
+            list(draining.draining),
+        )
+
+    def _count(self, key: tuple[int, int], number: int, now: tuple[bool, bool, bool], rank: int) -> None:
+        """An event of ``rank`` has changed where it stands with optimizer ``number``, and nothing else of the pair."""
+        pair, opening, draining = self._pairs[key], self._opening[key[0]], self._draining[key[1]]
+        computes, opens, drains = (after - before for before, after in zip(self._was, now, strict=True))
+        if number == key[0]:
+            pair.not_draining += opens * (rank not in draining.draining)
+            pair.not_opening -= opens * (rank in draining.computing)
+            return
+        pair.not_draining -= drains * (rank in opening.opening)
+        pair.not_opening += computes * (rank not in opening.opening)
+        if drains > 0:
+            pair.unasked.append(rank)
+
+    def _stuck(self, key: tuple[int, int]) -> list[tuple[Machine, int]]:
+        pair, opening, draining = self._pairs[key], self._opening[key[0]], self._draining[key[1]]
+        if pair.not_opening or not draining.computing:
+            return []
+        unasked, pair.unasked = pair.unasked, []
+        return [(opening, rank) for rank in sorted(unasked) if rank in draining.draining]
+
+
+def _standing(machine: Machine, rank: int) -> tuple[bool, bool, bool]:
+    """Return whether a rank computes, waits for others to open, and waits in a drain."""
+    return rank in machine.computing, rank in machine.opening, rank in machine.draining
