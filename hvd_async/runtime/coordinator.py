@@ -18,7 +18,7 @@ from typing import Any
 from hvd_async.errors import ProtocolError, ranks_text
 from hvd_async.runtime.interfaces import Gone, Hub
 from hvd_async.runtime.log import printable, warn
-from hvd_async.runtime.machine import Siblings, StateMachine, fault_of
+from hvd_async.runtime.machine import StateMachine, fault_of, registrations_due, to_register_before
 from hvd_async.runtime.protocol import (
     CallRoll,
     Close,
@@ -89,10 +89,10 @@ class Coordinator:
         """Ranks that had left when their connection ended, and how it did."""
         self._roll: RollCall | None = None
         self._machines: dict[int, StateMachine[Any]] = {}
-        self._siblings: dict[tuple[int, ...], Siblings] = {}
-        """By the ranks that share them."""
-        self._siblings_of: dict[int, Siblings] = {}
-        """By the number of an optimizer."""
+        self._groups: dict[tuple[int, ...], dict[int, StateMachine[Any]]] = {}
+        """The machines of each group of ranks."""
+        self._group_of: dict[int, dict[int, StateMachine[Any]]] = {}
+        """The same, by the number of an optimizer."""
         self._ended: set[int] = set()
         """Numbers of optimizers that no rank has any more; engines may still report their last collectives."""
         self._waits: dict[str, tuple[object, float]] = {}
@@ -228,28 +228,31 @@ class Coordinator:
             kind = self._kinds[type(event.config)]
             machine = kind(event.optimizer, event.members or range(self._size))
             self._machines[event.optimizer] = machine
-            self._siblings_of[event.optimizer] = self._siblings.setdefault(machine.ranks, Siblings())
+            self._group_of[event.optimizer] = self._groups.setdefault(machine.ranks, {})
+            self._group_of[event.optimizer][event.optimizer] = machine
         if isinstance(event, Registered) and not machine.shares(rank):
             self._break(
                 f"rank {rank} shares optimizer {event.optimizer} with {event.members or 'all ranks'}, and others "
                 f"share it with {list(machine.ranks)}: pass the same process_set on every rank of it"
             )
             return
-        siblings = self._siblings_of[event.optimizer]
+        group = self._group_of[event.optimizer]
         if isinstance(event, Finished):
-            for other in siblings.to_open(event.optimizer):
-                self._command(other, other.ask_to_register(rank))
-        siblings.before(machine, rank)
+            self._ask(to_register_before(rank, machine, group.values()))
         self._dispatch(machine, (rank,), event, now)
         if self._over:
             return
         if machine.over:
-            del self._machines[event.optimizer], self._siblings_of[event.optimizer]
+            del self._machines[event.optimizer], self._group_of[event.optimizer], group[event.optimizer]
             self._ended.add(event.optimizer)
-        for other, draining in siblings.after(event.optimizer, machine, rank):
-            self._command(other, other.ask_to_register(draining))
+        self._ask(registrations_due(machine, group.values()))
         if isinstance(event, Registered):
             self._check_left_of(event.optimizer, machine)
+
+    def _ask(self, due: list[tuple[StateMachine[Any], int]]) -> None:
+        """Ask ranks to register optimizers."""
+        for machine, rank in due:
+            self._command(machine, machine.ask_to_register(rank))
 
     def _dispatch(self, machine: StateMachine[Any], ranks: Sequence[int], event: OptimizerEvent, now: float) -> None:
         """Have an optimizer's state machine handle an event of several ranks."""
@@ -270,8 +273,8 @@ class Coordinator:
 
     def _check_left(self, rank: int) -> None:
         """A rank that has left will never open what others wait for."""
-        for siblings in self._siblings.values():
-            if (number := siblings.awaiting(rank)) is not None:
+        for number, machine in self._machines.items():
+            if machine.awaits_registration_of(rank):
                 self._lose_unopened(rank, number)
                 return
 

@@ -21,7 +21,7 @@ once for all ranks (all have registered, have finished, or wait in a collective)
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -163,6 +163,10 @@ class StateMachine(abc.ABC, Generic[C]):
     def open_to_ranks(self) -> bool:
         """Whether ranks may still register."""
         return self._config is None and not self._refused
+
+    def unasked(self, ranks: AbstractSet[int]) -> AbstractSet[int]:
+        """Return those of ``ranks`` that have not registered the optimizer, and were not asked to."""
+        return ranks - self._asked - self._opened.keys()
 
     def ask_to_register(self, rank: int) -> list[Command]:
         """Have ``rank``, which waits in a drain and has not opened, register the optimizer; once."""
@@ -551,120 +555,36 @@ def differing_replicas(replicas: dict[int, tuple[list[str], list[int]]]) -> tupl
 Machine = StateMachine[Any]
 
 
-@dataclass
-class _Pair:
-    """An optimizer that is not open on all ranks, and one with ranks in a drain.
+def to_register_before(rank: int, finished: Machine, machines: Collection[Machine]) -> list[tuple[Machine, int]]:
+    """Return the optimizers that ranks must register before ``rank`` finishes with ``finished``, each with such a rank.
 
-    Attributes:
-        not_draining: ranks that wait for others to open the first, and are in no drain of the second.
-        not_opening: ranks that the drain of the second waits for, and that do not wait for others to open the first.
-        unasked: ranks that came to that drain and were not asked to open the first yet.
+    That may end the drain of ``finished``. Then nobody would ask the ranks in it for an optimizer that others only wait
+    to drain, or that only ranks in that drain wait to step.
+
+    Args:
+        rank: the rank that is about to finish.
+        finished: the optimizer with which it does.
+        machines: all optimizers of the ranks that share it.
     """
-
-    not_draining: int
-    not_opening: int
-    unasked: list[int]
+    found = [one for one in machines if one.only_drains or (one.opening and one.opening <= finished.draining)]
+    return [(one, other) for one in found for other in sorted(one.unasked(finished.draining | {rank}))]
 
 
-class Siblings:
-    """Optimizers of one group of ranks, and which of them wait for ranks that have finished with others.
+def registrations_due(changed: Machine, machines: Collection[Machine]) -> list[tuple[Machine, int]]:
+    """Return the optimizers to be registered now, each with a rank in a drain that must do it; once for each rank.
 
-    A rank that has finished with one of its optimizers has finished with all, but says so of each, and may not have
-    registered one that other ranks wait in. They would wait for each other for ever, so it is asked to register it:
+    A rank that drains may not have registered an optimizer that others wait in. If its drain only waits for these, they
+    would wait for each other for ever. (Sets of ranks are compared only while some ranks register one optimizer and
+    others drain another.)
 
-    1. when it is about to finish with an optimizer: those with which others have finished, or are about to
-       (``to_open``);
-    2. when a drain of one optimizer only waits for ranks that wait for others to register another one (``after``).
-
-    Both compare sets of ranks, for each pair of an optimizer that some ranks have not registered and one with ranks in
-    a drain. The ranks that keep them apart are counted as events come, so no event looks at all ranks. There are few
-    such pairs, and mostly none: optimizers are registered when a job begins, and drained when it ends.
-
-    ``before`` and ``after`` frame each event that changes which ranks have an optimizer.
+    Args:
+        changed: the optimizer that has handled an event; only deadlocks in which it takes part are new.
+        machines: all optimizers of the ranks that share it.
     """
-
-    def __init__(self) -> None:
-        self._opening: dict[int, Machine] = {}
-        """Not open on all ranks, by number."""
-        self._draining: dict[int, Machine] = {}
-        """With ranks in a drain or cut, by number."""
-        self._pairs: dict[tuple[int, int], _Pair] = {}
-        """By the numbers of one that is opening, and one that is draining."""
-        self._was = (False, False, False)
-
-    def to_open(self, drained: int) -> list[Machine]:
-        """Return what a rank that is about to be done with optimizer ``drained`` has to open before."""
-        return [
-            machine
-            for number, machine in self._opening.items()
-            if machine.only_drains or (machine.opening and self._all_drain(number, drained))
-        ]
-
-    def _all_drain(self, number: int, drained: int) -> bool:
-        pair = self._pairs.get((number, drained))
-        return pair is not None and not pair.not_draining
-
-    def awaiting(self, rank: int) -> int | None:
-        """Return the number of an optimizer whose ranks wait for ``rank`` to open it; None if there is none."""
-        return next((number for number, machine in self._opening.items() if machine.awaits_registration_of(rank)), None)
-
-    def before(self, machine: Machine, rank: int) -> None:
-        """An event of ``rank`` is about to reach an optimizer's state machine."""
-        self._was = _standing(machine, rank)
-
-    def after(self, number: int, machine: Machine, rank: int) -> list[tuple[Machine, int]]:
-        """It has reached optimizer ``number``: return the optimizers that are to be opened now, each with a rank."""
-        opens, drains = machine.open_to_ranks and not machine.over, bool(machine.draining)
-        self._keep(self._opening, 0, number, machine if opens else None)
-        self._keep(self._draining, 1, number, machine if drains else None)
-        keys = [(number, other) for other in self._draining] if opens else []
-        keys += [(other, number) for other in self._opening] if drains else []
-        found: list[tuple[Machine, int]] = []
-        for key in keys:
-            if key[0] == key[1]:
-                continue  # (whoever drains an optimizer has opened it)
-            if key in self._pairs:
-                self._count(key, number, _standing(machine, rank), rank)
-            else:
-                self._pairs[key] = self._pair(key)
-            found += self._stuck(key)
-        return found
-
-    def _keep(self, members: dict[int, Machine], place: int, number: int, machine: Machine | None) -> None:
-        if machine is not None:
-            members[number] = machine
-        elif members.pop(number, None) is not None:
-            self._pairs = {key: pair for key, pair in self._pairs.items() if key[place] != number}
-
-    def _pair(self, key: tuple[int, int]) -> _Pair:
-        opening, draining = self._opening[key[0]], self._draining[key[1]]
-        return _Pair(
-            len(opening.opening - draining.draining),
-            len(draining.computing - opening.opening),
-            list(draining.draining),
-        )
-
-    def _count(self, key: tuple[int, int], number: int, now: tuple[bool, bool, bool], rank: int) -> None:
-        """An event of ``rank`` has changed where it stands with optimizer ``number``, and nothing else of the pair."""
-        pair, opening, draining = self._pairs[key], self._opening[key[0]], self._draining[key[1]]
-        computes, opens, drains = (after - before for before, after in zip(self._was, now, strict=True))
-        if number == key[0]:
-            pair.not_draining += opens * (rank not in draining.draining)
-            pair.not_opening -= opens * (rank in draining.computing)
-            return
-        pair.not_draining -= drains * (rank in opening.opening)
-        pair.not_opening += computes * (rank not in opening.opening)
-        if drains > 0:
-            pair.unasked.append(rank)
-
-    def _stuck(self, key: tuple[int, int]) -> list[tuple[Machine, int]]:
-        pair, opening, draining = self._pairs[key], self._opening[key[0]], self._draining[key[1]]
-        if pair.not_opening or not draining.computing:
-            return []
-        unasked, pair.unasked = pair.unasked, []
-        return [(opening, rank) for rank in sorted(unasked) if rank in draining.draining]
-
-
-def _standing(machine: Machine, rank: int) -> tuple[bool, bool, bool]:
-    """Return whether a rank computes, waits for others to open, and waits in a drain."""
-    return rank in machine.computing, rank in machine.opening, rank in machine.draining
+    pairs = [*((changed, other) for other in machines), *((one, changed) for one in machines)]
+    return [
+        (one, rank)
+        for one, other in pairs
+        if one.opening and other.draining and other.computing and other.computing <= one.opening
+        for rank in sorted(one.unasked(other.draining))
+    ]
