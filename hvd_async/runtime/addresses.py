@@ -1,4 +1,4 @@
-"""Addresses: those of this host, best guess first, and which of another host's takes connections."""
+"""The addresses of this host, best guess first, and which address of another host accepts connections."""
 
 from __future__ import annotations
 
@@ -16,41 +16,44 @@ import psutil
 from hvd_async.errors import EngineError
 
 STAGGER = 0.25
-"""Seconds between the beginnings of attempts at one address and the next."""
+"""Seconds between the starts of attempts at one address and at the next."""
 AGAIN = 0.1
-"""Seconds until an address that has refused is tried again: nobody may be listening yet."""
+"""Seconds until an address that has refused is tried again: its process may not be listening yet."""
 
 
 def own_addresses(told: bool = True) -> list[str]:
-    """This host's addresses, best guess first: HVD_ASYNC_ADDRESS, HOROVOD_GLOO_IFACE's, its name's, all others.
+    """Return the addresses of this host, best guess first.
+
+    The order is: HVD_ASYNC_ADDRESS alone if it is set; else those of HOROVOD_GLOO_IFACE, of the host's name, and all
+    others.
 
     Args:
-        told: whether HVD_ASYNC_ADDRESS counts, which is rank 0's address, also where it is set on all ranks.
+        told: whether HVD_ASYNC_ADDRESS applies. It is the address of rank 0, even where it is set on all ranks.
     """
     if told and os.environ.get("HVD_ASYNC_ADDRESS"):
         return [os.environ["HVD_ASYNC_ADDRESS"]]
     by_interface = {
         name: [a.address for a in found if a.family in (socket.AF_INET, socket.AF_INET6) and "%" not in a.address]
         for name, found in psutil.net_if_addrs().items()
-    }  # (what has a "%" is good for one link only, and named after this host's interface)
+    }  # (an address with "%" is valid on one link only, and named after an interface of this host)
     ordered = list(by_interface.get(os.environ.get("HOROVOD_GLOO_IFACE", ""), []))
     with contextlib.suppress(OSError):
         ordered.append(socket.gethostbyname(socket.gethostname()))
     ordered += [address for found in by_interface.values() for address in found]
-    # Those of this host alone come last, and IPv6 after IPv4, which more networks route.
+    # Loopback addresses come last, and IPv6 after IPv4, which more networks route.
     return sorted(dict.fromkeys(ordered), key=lambda a: (a.startswith("127.") or a == "::1", ":" in a))
 
 
 @dataclass
 class _Attempts:
-    """Attempts to connect that are under way, and those to come."""
+    """Attempts to connect, under way or scheduled."""
 
     due: list[tuple[float, str, Any]] = field(default_factory=list)
-    """When to try (s), address, what ``connect`` takes."""
+    """Scheduled attempts: time (s), address, argument of ``connect``."""
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 
     def begin(self, now: float) -> None:
-        """Start those that are due; one that fails at once comes again."""
+        """Start the attempts that are due; schedule one that fails at once again."""
         for attempt in [attempt for attempt in self.due if attempt[0] <= now]:
             self.due.remove(attempt)
             _, address, where = attempt
@@ -69,7 +72,7 @@ class _Attempts:
             trying.close()
 
     def wait(self, timeout: float) -> str | None:
-        """The address that has taken a connection, if one does within so many seconds."""
+        """Return the first address that accepts a connection; None if none does within ``timeout`` seconds."""
         for key, _ in self.selector.select(max(0.0, timeout)):
             assert isinstance(key.fileobj, socket.socket)
             failed = key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -82,7 +85,7 @@ class _Attempts:
         return None
 
     def close(self) -> None:
-        """Give up all that are under way."""
+        """Abandon all attempts."""
         for key in list(self.selector.get_map().values()):
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
@@ -90,16 +93,18 @@ class _Attempts:
 
 
 def reachable(addresses: Sequence[str], port: int, limit: float, whose: str = "the coordinator on rank 0") -> str:
-    """The first address on which ``port`` takes a TCP connection: they are tried side by side, each begun a little
-    after the one before it (RFC 8305), as the better ones come first.
+    """Return the first address on which ``port`` accepts a TCP connection.
+
+    Addresses are tried in parallel, each a little after the one before it (RFC 8305), as the better ones come first.
 
     Args:
-        addresses: IPv4, IPv6, or names.
-        limit: seconds; until then those that refuse are tried again.
-        whose: they are, for people.
+        addresses: IPv4 or IPv6 addresses, or names.
+        port: the TCP port.
+        limit: seconds, during which addresses that refuse are tried again.
+        whose: the owner of the addresses, for the error message.
 
     Raises:
-        EngineError: none does.
+        EngineError: no address accepts a connection within the limit.
     """
     began = time.monotonic()
     attempts = _Attempts()
@@ -121,7 +126,7 @@ def reachable(addresses: Sequence[str], port: int, limit: float, whose: str = "t
 
 
 def _resolved(addresses: Sequence[str], port: int) -> list[tuple[str, Any]]:
-    """Addresses as numbers, and as ``connect`` takes them; names that are not known are left out."""
+    """Return numeric addresses with the arguments of ``connect``, without unknown names."""
     found: dict[str, Any] = {}
     for address in addresses:
         with contextlib.suppress(OSError):

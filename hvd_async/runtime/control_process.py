@@ -34,27 +34,27 @@ from hvd_async.runtime.transport import LARGEST, LONGEST_SILENCE, Router, Sleepe
 
 T = TypeVar("T")
 REGISTRY = "hvd_async.algorithms.registry"
-"""Where the process finds the families of algorithms. (The runtime knows none.)"""
+"""The module from which the process imports the families of algorithms. (The runtime knows none.)"""
 PROGRAM = f"""import sys
 sys.path = [path for path in sys.path if path] + [sys.argv[1]]
 from {__name__} import main
 main(*sys.argv[2:])"""
-"""The process's program: as ``-m`` would run it, but that the working directory is not searched, and the standard
-library goes before the place of this package."""
+"""Program of the process: like ``-m``, but the working directory is not searched, and the standard library precedes the
+folder of this package."""
 STDIN, STDERR = 0, 2
 SPARE = 15.0
-"""Seconds that a process may take longer than the ranks have to answer, once its own rank has gone."""
+"""Seconds after which the process ends once its rank is gone, in addition to the time that ranks have to answer."""
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Launchers send these to all processes of a job: ranks may save a checkpoint then, for which they need this one."""
+"""Signals that launchers send to all processes of a job. Ranks may then save a checkpoint, and need this process."""
 
 
 class Door(msgspec.Struct, frozen=True):
-    """How a process can be reached.
+    """The public keys and the port of a process.
 
     Attributes:
-        public: its CURVE public key (Z85) to those below.
+        public: its CURVE public key (Z85) for connections from below.
         port: the TCP port for these.
-        upward: its CURVE public key to those above; empty of the coordinator.
+        upward: its CURVE public key for the connection upward; empty for the coordinator.
     """
 
     public: bytes
@@ -63,7 +63,7 @@ class Door(msgspec.Struct, frozen=True):
 
 
 class Above(msgspec.Struct, frozen=True):
-    """How those above a relay can be reached: addresses, port, and public key (Z85)."""
+    """The upper end of a relay's or a rank's connection: addresses, port, and public key (Z85)."""
 
     addresses: list[str]
     port: int
@@ -71,14 +71,14 @@ class Above(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """A process's setup, told by its rank.
+    """The setup of a process, which its rank sends.
 
     Attributes:
-        children: who may connect.
+        children: the ranks and relays that may connect.
         keys: their public keys (Z85), in the same order.
         local: whether all of them are on this machine.
-        hosts: of all ranks, in order; of the coordinator only.
-        above: of a relay.
+        hosts: for the coordinator, the hosts of all ranks, in order.
+        above: for a relay, the upper end of its connection.
     """
 
     children: list[Child]
@@ -89,32 +89,32 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class ControlProcess:
-    """A coordinator's, or a relay's, process, as its rank sees it.
+    """A rank's handle on the process of a coordinator or a relay.
 
     Args:
         role: "coordinator" or "relay".
 
     Attributes:
-        door: where it can be reached.
-        pid: the process's number.
+        door: its keys and port.
+        pid: the number of the process.
 
     Raises:
-        EngineError: it could not be started.
+        EngineError: the process could not be started.
     """
 
     def __init__(self, role: str) -> None:
         package, limit = str(Path(__file__).resolve().parents[2]), time_limits.connect_timeout()
         hear, talk = os.pipe()
         command = [sys.executable, "-c", PROGRAM, package, str(talk), role, REGISTRY]
-        with os.fdopen(hear, "rb") as told:
+        with os.fdopen(hear, "rb") as pipe:
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)  # it inherits that, until it ignores them
             try:
                 self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=STDERR, pass_fds=[talk])
             finally:
                 os.close(talk)
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            ready = select.select([told], [], [], min(limit, LONGEST_SILENCE))[0]
-            door = _read(told, Door) if ready else None
+            ready = select.select([pipe], [], [], min(limit, LONGEST_SILENCE))[0]
+            door = _read(pipe, Door) if ready else None
         if door is None:
             if not ready:
                 self._process.kill()
@@ -125,22 +125,22 @@ class ControlProcess:
         self.door, self.pid = door, self._process.pid
 
     def begin(self, setup: Setup) -> ControlProcess:
-        """Give it what it has to know."""
+        """Send it its setup."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended: ranks will find nobody there
+        with contextlib.suppress(BrokenPipeError):  # (it has ended: ranks will fail to connect)
             _write(self._process.stdin, setup)
         return self
 
     def join(self, timeout: float) -> None:
-        """Wait until it has come to its end by itself."""
+        """Wait at most ``timeout`` seconds for it to end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout)
 
     def stop(self, timeout: float = 0.0) -> None:
-        """Let go of it: it ends by itself, when all ranks have, or after a while.
+        """Close its input: it ends when all ranks have ended, or after a limited time.
 
         Args:
-            timeout: seconds to wait for it.
+            timeout: seconds to wait for that.
         """
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
@@ -148,7 +148,7 @@ class ControlProcess:
         self.join(timeout)
 
     def close(self) -> None:
-        """End it before it has begun."""
+        """End it before ``begin``."""
         self.stop()
 
 
@@ -159,7 +159,7 @@ def _write(stream: IO[bytes], message: msgspec.Struct) -> None:
 
 
 def _read(stream: IO[bytes], kind: type[T]) -> T | None:
-    """The next message; None if the stream ends first."""
+    """Return the next message; None if the stream ends first."""
     head = stream.read(8)
     if len(head) < 8:
         return None
@@ -172,7 +172,7 @@ def _read(stream: IO[bytes], kind: type[T]) -> T | None:
 
 
 def _end_after_rank() -> None:
-    """End this process some time after its rank has gone, if it has not come to its end before."""
+    """End this process some time after its rank is gone, if it has not ended before."""
 
     def watch() -> None:
         while os.read(STDIN, 1):  # (not by ``sys.stdin``: its lock would be held when the interpreter ends)
@@ -183,8 +183,8 @@ def _end_after_rank() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _told() -> Setup | None:
-    """The rank's setup; None if it has gone before."""
+def _receive_setup() -> Setup | None:
+    """Return the setup that the rank has sent; None if the rank is gone."""
     with os.fdopen(os.dup(STDIN), "rb") as stream:
         return _read(stream, Setup)
 
@@ -193,7 +193,7 @@ def _coordinate(talk: IO[bytes], registry: str) -> None:
     families = importlib.import_module(registry).FAMILIES
     hub = ZmqHub(Codec(families))
     _write(talk, Door(hub.public, hub.port))
-    setup = _told()
+    setup = _receive_setup()
     if setup is None:
         hub.close()
         return
@@ -208,7 +208,7 @@ def _coordinate(talk: IO[bytes], registry: str) -> None:
 def _relay(talk: IO[bytes]) -> None:
     router, keys = Router(), zmq.curve_keypair()
     _write(talk, Door(router.public, router.port, keys[0]))
-    setup = _told()
+    setup = _receive_setup()
     if setup is None or setup.above is None:
         router.close()
         return
@@ -222,10 +222,10 @@ def _relay(talk: IO[bytes]) -> None:
 
 
 def main(descriptor: str, role: str, registry: str) -> None:
-    """Be a coordinator or a relay.
+    """Run a coordinator or a relay.
 
     Args:
-        descriptor: of the pipe to the rank.
+        descriptor: file descriptor of the pipe to the rank.
         role: "coordinator" or "relay".
         registry: the module with the families of algorithms.
     """
@@ -242,9 +242,9 @@ def main(descriptor: str, role: str, registry: str) -> None:
 # -- the relay ------------------------------------------------------------------------------------------------
 
 GATHER = 0.001
-"""Seconds between two messages upward: what comes meanwhile goes in one."""
+"""Seconds between two messages upward: messages that arrive meanwhile are sent in one."""
 SIBLINGS = 0.0002
-"""Seconds that a message waits at the least for those of other ranks, which often come together."""
+"""Least time (s) that a message waits for the messages of other ranks, which often arrive together."""
 
 
 class Relay:
@@ -254,8 +254,8 @@ class Relay:
     runs until the connection upward ends.
 
     Args:
-        router: of the connections from below, with their keys.
-        uplink: to the coordinator, or to the relay above.
+        router: the connections from below, with their keys.
+        uplink: the connection to the coordinator, or to the relay above.
     """
 
     def __init__(self, router: Router, uplink: Uplink) -> None:
@@ -265,13 +265,13 @@ class Relay:
         self._next = 0.0
 
     def run(self) -> None:
-        """Pass messages on; then close."""
+        """Forward messages until the connection upward ends; then close."""
         try:
-            self._uplink.send(encode_upward([]))  # so that those above know where it is
+            self._uplink.send(encode_upward([]))  # (so that the router above learns the identity of this connection)
             while not self._is_over():
                 now = time.monotonic()
                 timeout = max(0.0, self._next - now) if self._waiting else None
-                self._sleeper.wait(0.0 if self._router.owes else timeout)
+                self._sleeper.wait(0.0 if self._router.has_disconnects else timeout)
                 if (heard := self._router.read()) and not self._waiting:
                     self._next = max(self._next, time.monotonic() + SIBLINGS)
                 self._waiting += heard
@@ -284,7 +284,7 @@ class Relay:
             self._sleeper.close()
 
     def _is_over(self) -> bool:
-        """Whether the connection upward has ended, after all that came by it was passed on."""
+        """Return whether the connection upward has ended; if so, forward what came by it first."""
         if self._uplink.refused() is None:
             return False
         self._pass_down()
@@ -296,7 +296,7 @@ class Relay:
                 header, payload = frames
                 ranks = decode_ranks(header)
             except (ValueError, DecodeError):
-                continue  # (from those above, whom nothing below can mend: they will miss an answer, and say so)
+                continue  # (a fault of the process above, which will miss an answer and report that)
             self._router.deliver(ranks, payload)
 
     def _pass_up(self) -> None:

@@ -44,26 +44,26 @@ from hvd_async.runtime.protocol import (
 )
 
 MOST_OPTIMIZERS = 1024
-"""At a time."""
+"""Optimizers at a time."""
 ENDS = (Registered, Finished, OptimizerDeleted, NoSuchOptimizer)
-"""Events of an optimizer that change which ranks have it, or are done with it."""
+"""Events that change which ranks have an optimizer, or have finished with it."""
 TOGETHER = 64
-"""Events that are handled before anything else is looked at."""
+"""Events that are handled before timers and warnings are looked at."""
 ROLL_CALL_MARGIN = 5.0
-"""Seconds that a rank which is silent has longer to answer than the hub gives it."""
+"""Seconds that a silent rank has to answer a roll call, beyond the limit of the hub."""
 
 
 class Coordinator:
-    """Runs until every rank has left, a rank is lost, or ``stop()``.
+    """Event loop that runs until every rank has left, a rank is lost, or ``stop()`` is called.
 
     Args:
         hub: the coordinator's end of the channels; the coordinator closes it.
-        families: of the algorithms that its ranks may run.
-        hosts: of the ranks, in order.
+        families: the families of algorithms that ranks may run.
+        hosts: the host of each rank, in order.
         warn_after: seconds of waiting for a rank before each warning.
-        connect_timeout: seconds in which every rank must have connected; one that has not is lost.
-        dead_after: seconds after which the hub takes a rank that is silent for gone; no shorter is a roll call.
-        clock: monotonic seconds.
+        connect_timeout: seconds within which every rank must have connected; one that has not is lost.
+        dead_after: seconds of silence before the hub declares a rank lost; also the minimum duration of a roll call.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Coordinator:
         self._started = clock()
         self._left: set[int] = set()
         self._absent: dict[int, str] = {}
-        """Ranks that had left when their connection ended, and how it did."""
+        """Ranks that had left when their connection ended, with the reason."""
         self._roll: RollCall | None = None
         self._machines: dict[int, StateMachine[Any]] = {}
         self._groups: dict[tuple[int, ...], dict[int, StateMachine[Any]]] = {}
@@ -106,13 +106,13 @@ class Coordinator:
         self._thread.start()
 
     def stop(self, timeout: float = 5.0) -> None:
-        """End the thread and close the hub, whatever the ranks are doing."""
+        """Stop the thread and close the hub, whatever the ranks are doing."""
         self._stopping.set()
         self._hub.wake()
         self._thread.join(timeout)
 
     def join(self, timeout: float) -> None:
-        """Wait until the coordinator has come to its end by itself; longer if that is when a roll call ends."""
+        """Wait ``timeout`` seconds for the coordinator to end; longer if a roll call is under way."""
         self._thread.join(timeout)
         if self._roll is not None:
             self._thread.join(max(self._roll.limit, SETTLE) + timeout)
@@ -138,7 +138,7 @@ class Coordinator:
             self._hub.close()
 
     def _handle(self, item: tuple[Sequence[int], Event | Gone] | None) -> float:
-        """Handle an event, and those that have come with it, or many of them; returns the time then."""
+        """Handle an event and those that have come with it, a limited number of them; return the time then."""
         now, handled = self._clock(), 0
         while item is not None and not self._over:
             ranks, event = item
@@ -151,7 +151,7 @@ class Coordinator:
                         self._on_event(rank, event, now)
             handled += len(ranks)
             if not self._hub.has_more:
-                self._hub.flush()  # (before anything else is looked at: ranks wait for it)
+                self._hub.flush()  # (before timers and warnings: ranks wait for it)
                 break
             if handled >= TOGETHER:
                 break
@@ -207,13 +207,15 @@ class Coordinator:
                 self._on_optimizer_event(rank, event, now)
 
     def _count_commits(self) -> None:
-        """Ask all ranks for their commits, when all are there to be asked, and hosts have come or gone."""
+        """Ask all ranks for their commits, once all are connected and hosts have come or gone."""
         if self._hosts_changed and len(self._connected) == self._size:
             self._send_all(self._commits.ask())
 
     def _on_optimizer_event(self, rank: int, event: OptimizerEvent, now: float) -> None:
-        """An event that begins or ends an optimizer on a rank, or of one that has not begun or has ended. The first
-        says who shares it, and what it is."""
+        """Handle an event that begins or ends an optimizer on a rank, or whose optimizer has not begun or has ended.
+
+        The first event of an optimizer says which ranks share it, and what it is.
+        """
         machine = self._machines.get(event.optimizer)
         if event.optimizer in self._ended:
             return
@@ -255,7 +257,7 @@ class Coordinator:
             self._command(machine, machine.ask_to_register(rank))
 
     def _dispatch(self, machine: StateMachine[Any], ranks: Sequence[int], event: OptimizerEvent, now: float) -> None:
-        """Have an optimizer's state machine handle an event of several ranks."""
+        """Let the state machine of an optimizer handle an event of several ranks."""
         for rank in ranks:
             try:
                 commands = machine.handle(rank, event, now)
@@ -272,14 +274,14 @@ class Coordinator:
             warn(f"optimizer {event.optimizer}, {notice}")
 
     def _check_left(self, rank: int) -> None:
-        """A rank that has left will never open what others wait for."""
+        """Lose a rank that has left without registering an optimizer that others wait in."""
         for number, machine in self._machines.items():
             if machine.awaits_registration_of(rank):
                 self._lose_unopened(rank, number)
                 return
 
     def _check_left_of(self, number: int, machine: StateMachine[Any]) -> None:
-        """Nor will those that had left before the first rank has opened it."""
+        """Lose a rank that had left before the first rank has registered this optimizer."""
         if machine.first_opened:
             for rank in self._left:
                 if machine.awaits_registration_of(rank):
@@ -290,7 +292,7 @@ class Coordinator:
         self._lose(rank, f"left without a step or drain() of optimizer {number}, which others wait for")
 
     def _command(self, machine: StateMachine[Any], commands: list[Command]) -> None:
-        """Send the commands of a state machine, each to the ranks that it is for."""
+        """Send the commands of a state machine, each to its recipients."""
         for command in commands:
             self._send([command], machine.recipients(command))
 
@@ -302,7 +304,7 @@ class Coordinator:
             self._hub.send(ranks, command)
 
     def _on_connection_ended(self, rank: int, reason: str) -> None:
-        """A rank's connection has ended. Of one that has left it matters only if Horovod fails."""
+        """Lose the rank of a connection that has ended; if the rank has left, only once Horovod fails."""
         if self._roll is not None and rank in self._roll.errors:
             return
         if rank in self._left and self._roll is None:
@@ -311,7 +313,7 @@ class Coordinator:
             self._lose(rank, reason)
 
     def _call_roll(self, rank: int, error: str, now: float) -> None:
-        """Horovod has failed on ``rank``, whoever it is that did not take part: ask all ranks."""
+        """Ask all ranks whether they are there, as Horovod has failed on ``rank``, which may not be to blame."""
         if self._roll is None:
             self._roll = RollCall(range(self._size), now, self._dead_after + ROLL_CALL_MARGIN)
             self._send_all([CallRoll()])
@@ -321,7 +323,7 @@ class Coordinator:
             return
 
     def _judge(self, now: float) -> None:
-        """Blame a rank that has not answered, else nobody."""
+        """At the end of a roll call, lose a rank that has not answered; if all have, blame none."""
         roll = self._roll
         if roll is None or self._over or now < roll.deadline():
             return
@@ -333,14 +335,14 @@ class Coordinator:
             self._break(f"{said}, and the job cannot go on; all ranks answer, so none is known to be lost")
 
     def _break(self, problem: str) -> None:
-        """Tell everybody what has ended the job, where nobody is known to be to blame."""
+        """End the job with a reason, where no rank is known to be to blame."""
         problem = printable(problem)
         warn(problem)
         self._send_all([JobFailed(problem)])
         self._over = True
 
     def _lose(self, rank: int, reason: str) -> None:
-        """Tell everybody that ``rank`` is lost, and what was under way; then it is over."""
+        """End the job as ``rank`` is lost; tell all ranks what was under way."""
         if self._over:
             return
         reason = printable(reason)
@@ -392,20 +394,20 @@ class Coordinator:
 # -- roll call ------------------------------------------------------------------------------------------------
 
 SETTLE = 2.0
-"""Seconds a roll call takes at the least: a rank that fails reports it itself, maybe just after it has answered."""
+"""Seconds that a roll call takes at least: a rank that fails reports it itself, maybe just after it has answered."""
 
 
 class RollCall:
     """A roll call: which ranks still answer, after Horovod has failed on some rank? Pure: time is an argument.
 
     Args:
-        ranks: that are to answer.
+        ranks: the ranks that have to answer.
         now: when it begins (s).
         limit: seconds that ranks have to answer.
 
     Attributes:
-        missing: ranks that have not answered.
-        errors: what Horovod said, by the ranks it said it to; the first report first.
+        missing: the ranks that have not answered.
+        errors: Horovod's error on each rank that has reported one, in the order of the reports.
         limit: as given.
     """
 
@@ -416,13 +418,13 @@ class RollCall:
         self._began = now
 
     def present(self, rank: int, error: str | None = None) -> None:
-        """``rank`` has answered, or has reported that Horovod failed there."""
+        """Note that ``rank`` has answered, or has reported that Horovod failed there."""
         self.missing.discard(rank)
         if error is not None:
             self.errors.setdefault(rank, error)
 
     def deadline(self) -> float:
-        """When it is over, if nothing else comes."""
+        """Return when it is over, if no rank answers any more."""
         return self._began + (max(self.limit, SETTLE) if self.missing else SETTLE)
 
 
@@ -442,14 +444,14 @@ class CommitCounts:
         self._made: dict[int, int] = {}
 
     def ask(self) -> list[Command]:
-        """Return what all ranks are asked once hosts have come or gone: nothing, if they were asked before."""
+        """Return the request to all ranks after hosts have come or gone; nothing if it was sent before."""
         if self._asked:
             return []
         self._asked = True
         return [CountCommits()]
 
     def count(self, rank: int, made: int) -> list[Command] | None:
-        """Take in a rank's answer; returns what all are told then, and None if nobody has asked it."""
+        """Note a rank's answer; return the commands to all ranks, or None if the rank was not asked."""
         if not self._asked or rank in self._made:
             return None
         self._made[rank] = made

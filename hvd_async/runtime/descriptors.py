@@ -13,17 +13,17 @@ import socket
 # -- are there enough? ----------------------------------------------------------------------------------------
 
 EACH = 2
-"""Descriptors for a connection from below: its own, and one while it tries several addresses."""
+"""Descriptors per connection from below: one for it, and one while the peer tries several addresses."""
 SPARE = 128
-"""For what else ZeroMQ and Python open."""
+"""Descriptors for other uses of ZeroMQ and Python."""
 
 
 def shortage(connections: int, here: bool = True) -> str:
-    """Return what is wrong, and what mends it, if a process may not open so many connections; else nothing.
+    """Return an error with a hint if a process may not open that number of connections; else an empty text.
 
     Args:
-        connections: how many.
-        here: whether it is this process: then a soft limit that is too low is raised, as far as the hard one lets it.
+        connections: the number of connections.
+        here: whether it is this process; then a soft limit that is too low is raised, within the hard limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = needed_for(connections)
@@ -40,7 +40,7 @@ def shortage(connections: int, here: bool = True) -> str:
 
 
 def needed_for(connections: int) -> int:
-    """Return how many descriptors this process needs for so many connections, those that it has open included."""
+    """Return the number of descriptors that this process needs for ``connections``, including those that are open."""
     return _open_now() + EACH * connections + SPARE
 
 

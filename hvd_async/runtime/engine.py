@@ -13,7 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from hvd_async.errors import CollectiveFailedError, EngineError, HvdAsyncError, RankLostError, WaitTimeoutError
 from hvd_async.runtime import time_limits
@@ -435,11 +435,11 @@ class Engine:
 
 
 class Participant(Protocol):
-    """One optimizer's engine-side half.
+    """What the engine needs of an optimizer: the interface of ``Worker``.
 
     Attributes:
-        last_done: the rank that was last to be done in the last drain, -1 before there was one.
-        deleted: whether the optimizer was deleted; only its engine-side half is left, and serves the other ranks.
+        last_done: the rank that finished last in the last drain, -1 before there was one.
+        deleted: whether the optimizer was deleted, and only serves the other ranks.
     """
 
     last_done: int
@@ -449,13 +449,13 @@ class Participant(Protocol):
         """Carry out a command for this optimizer (engine thread)."""
 
     def delete(self) -> None:
-        """The optimizer was deleted (any thread)."""
+        """Note that the optimizer was deleted (any thread)."""
 
     def check_finished(self, flush: bool) -> None:
-        """Raise, if this rank cannot finish now, with a drain (``flush``) or a cut (training thread)."""
+        """Raise if this rank cannot finish now, with a drain (``flush``) or a cut (training thread)."""
 
     def announce_finished(self, flush: bool) -> None:
-        """Say that this rank is done with this optimizer, to drain (``flush``) or to cut it (training thread)."""
+        """Announce that this rank has finished, to drain (``flush``) or to cut the optimizer (training thread)."""
 
     def apply_available(self) -> bool:
         """Apply what was received, without waiting; return whether that is all (training thread, as the rest)."""
@@ -465,36 +465,21 @@ class Participant(Protocol):
         """Whether ``apply_available`` would do something, or has done all."""
 
     def complete_drain(self) -> None:
-        """All was received: end the drain or cut."""
+        """End the drain or cut, after all was received."""
 
 
-class DrainingEngine(Protocol):
-    """The part of the engine that a drain uses.
-
-    Attributes:
-        asked: optimizers that other ranks have opened, and that this rank is asked for while it waits in a drain.
-    """
-
-    asked: list[Any]
-
-    def take_asked(self) -> list[Participant]:
-        """Open the optimizers that other ranks have asked for, as far as this process has them; return these."""
-
-    def wait(self, ready: Callable[[], bool]) -> None:
-        """Wait until ``ready()``."""
-
-
-def drain(engine: DrainingEngine, live: list[Participant], flush: bool, leaving: bool) -> None:
+def drain(engine: Engine, live: list[Participant], flush: bool, leaving: bool) -> None:
     """Drain (or, without ``flush``, cut) optimizers, and those that other ranks open meanwhile.
 
     A rank has finished with all of them or with none, and serves all at once. If it waited in the first one's drain for
     ranks that are busy with both, its second would keep those waiting, and pile up rounds.
 
     Args:
-        engine: theirs.
-        live: the optimizers, in one order on all ranks: ends communicate.
+        engine: the engine that serves them.
+        live: the optimizers, in the same order on all ranks, since ends communicate.
         flush: drain; else cut.
-        leaving: the process is ending: what a step would still have completed goes as it is, with a warning.
+        leaving: whether the process is ending; then a gradient that a step would have completed is sent as it is, with
+            a warning.
     """
     if not leaving:
         for participant in live:
@@ -512,7 +497,7 @@ def drain(engine: DrainingEngine, live: list[Participant], flush: bool, leaving:
             participant.announce_finished(flush)
         live, left = live + found, left + found
         left = [participant for participant in left if not (participant.deleted or participant.apply_available())]
-        if not (left or engine.asked):  # what is asked for comes before the end that it belongs to
+        if not (left or engine.asked):  # (a request precedes the end to which it belongs)
             break
         engine.wait(may_go_on)
     for participant in live:
@@ -534,8 +519,8 @@ class Commits:
     It lives as long as the engine. Its fields change while the engine's ``changed`` is held.
 
     Attributes:
-        made: since the engine was started, which all ranks do at the same place of their program.
-        stop_at: the number of the one at which all stop; None while there is none.
+        made: commits since the engine was started, which all ranks do at the same place of their program.
+        stop_at: the number of the commit at which all ranks stop; None if it is not known.
     """
 
     def __init__(self) -> None:
@@ -544,15 +529,15 @@ class Commits:
         self._asked = False
 
     def answer(self) -> CommitsMade:
-        """Return what the coordinator asks for (engine thread)."""
+        """Return the answer to ``CountCommits`` (engine thread)."""
         self._asked = True
         return CommitsMade(self.made)
 
     def commit(self, engine: Engine) -> bool:
-        """Count a commit; returns whether all ranks stop at it.
+        """Count a commit; return whether all ranks stop at it.
 
         Args:
-            engine: this rank's.
+            engine: this rank's engine.
         """
         with engine.changed:
             self.made += 1
@@ -565,7 +550,7 @@ class Commits:
 # -- why a job cannot go on -----------------------------------------------------------------------------------
 
 CAUSE_WAIT = 10.0
-"""Seconds that a rank waits to hear why, longer than one that is gone may stay unnoticed."""
+"""Seconds that a rank waits for the cause, in addition to those after which a silent rank is declared lost."""
 
 
 def error_of(message: RankLost | JobFailed | Gone) -> HvdAsyncError:
@@ -580,14 +565,14 @@ def error_of(message: RankLost | JobFailed | Gone) -> HvdAsyncError:
 
 
 def cause_of(error: Exception, channel: Channel) -> Exception:
-    """Horovod says that a collective failed, not why: have the coordinator find out who is gone, if anybody is.
+    """Let the coordinator find out which rank is lost: Horovod reports that a collective has failed, and not why.
 
     Args:
-        error: Horovod's.
-        channel: to the coordinator.
+        error: Horovod's error.
+        channel: the channel to the coordinator.
 
     Returns:
-        The error to raise: Horovod's own, if no rank is to blame for all that is known.
+        The error to raise: Horovod's own, if no rank is known to be lost.
     """
     channel.send(Failed(f"{type(error).__name__}: {error}", horovod=True))
     deadline = time.monotonic() + time_limits.dead_after() + CAUSE_WAIT

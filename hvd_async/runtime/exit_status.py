@@ -1,8 +1,9 @@
-"""How this process ends: normally, or on an error. Exit hooks are not told.
+"""How this process ends: normally or on an error, which Python does not report to exit hooks.
 
-An uncaught exception is in ``sys.last_value``, where an earlier one may be too (a notebook's cell). ``sys.exit(n)`` and
-``exit(n)`` raise an exception that may be caught. Both are told apart by what of the exception's way is left.
-(``raise SystemExit(n)`` leaves nothing: it counts as a normal end, after which the process has status n.)
+An uncaught exception is in ``sys.last_value``, but so may an earlier one be (of a notebook's cell). ``sys.exit(n)`` and
+``exit(n)`` raise an exception that may be caught. Both are distinguished by the traces that an exception leaves: the
+frame that it has reached, and the place where it was dropped. (``raise SystemExit(n)`` leaves none: it counts as a
+normal end, and the process has status n.)
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ _FAILED = 1
 
 
 class _Exit(SystemExit):
-    """``SystemExit`` as ``sys.exit`` raises it: it says when it has ended the process.
+    """``SystemExit`` as ``sys.exit`` raises it, which notes that it has ended the process.
 
-    The interpreter drops an uncaught one when no Python code runs any more; a caught one is dropped by code that runs.
+    The interpreter drops an uncaught one when no Python code runs any more; a caught one is dropped by running code.
     """
 
     def __init__(self, *arguments: object) -> None:
@@ -44,7 +45,7 @@ _Exit.__module__ = "builtins"
 
 
 def _uncaught(error: BaseException) -> bool:
-    """Whether nothing has run since in the outermost frame that the exception is known to have come to."""
+    """Return whether no code has run since the exception in the outermost frame that it has reached."""
     if error.__traceback__ is None:
         return False
     frame = error.__traceback__.tb_frame
@@ -52,16 +53,16 @@ def _uncaught(error: BaseException) -> bool:
 
 
 def _opname(frame: FrameType) -> str:
-    """The last instruction that a frame has run."""
+    """Return the name of the last instruction that a frame has run."""
     return dis.opname[frame.f_code.co_code[frame.f_lasti]]
 
 
 class ExitStatus:
-    """One a process.
+    """The way in which this process ends; there is one object.
 
     Attributes:
-        code: what an exception of ``sys.exit`` has ended the process with; None if none has.
-        raised: the last of these that was raised.
+        code: the code of the ``sys.exit`` that has ended the process; None if none has.
+        raised: the last exception that ``sys.exit`` has raised.
     """
 
     def __init__(self) -> None:
@@ -70,14 +71,14 @@ class ExitStatus:
         self._watching = self._failed = self._forked = False
 
     def watch(self) -> None:
-        """From now on know of ``sys.exit`` and ``exit``; calling it again does nothing."""
+        """Patch ``sys.exit`` and ``exit`` to note their use; calling it again does nothing."""
         if self._watching:
             return
         self._watching = True
         original = sys.exit
 
         def exit(status: Any = None, /) -> Any:
-            if threading.current_thread() is not threading.main_thread():  # it ends the thread only
+            if threading.current_thread() is not threading.main_thread():  # (it only ends the thread)
                 original(status)
             raise _Exit(status)
 
@@ -94,7 +95,7 @@ class ExitStatus:
             quitter.__call__ = quit  # type: ignore[method-assign]
 
     def error(self) -> str | None:
-        """Return the error that the process ends on, None if it ends normally; for exit hooks."""
+        """Return the error on which the process ends, None if it ends normally; for exit hooks."""
         last = getattr(sys, "last_value", None)
         if last is not None and _uncaught(last) and not hasattr(sys, "ps1"):
             return f"{type(last).__name__}: {last}"
@@ -104,14 +105,14 @@ class ExitStatus:
         return None if self.code in (None, 0) else f"sys.exit({self.code!r})"
 
     def fail(self) -> None:
-        """Have the process end with status 1, though Python takes its end for a normal one."""
+        """Let the process end with status 1, although Python considers its end normal."""
         self._failed = True
 
     def in_child(self) -> None:
-        """(In a forked child.) Have the process end without the destructors of C++ libraries, with the status it has.
+        """Let a forked child end without the destructors of C++ libraries, with its status.
 
-        Horovod's would take apart what the child shares with its parent (Gloo's epoll set), whose connections are dead
-        then. What ``raise SystemExit(n)`` would have for a status is lost: it is 0.
+        Horovod's destructors would change what the child shares with its parent (Gloo's epoll set), and end the
+        parent's connections. The status of ``raise SystemExit(n)`` is lost: it is 0.
         """
         self._forked = True
 
@@ -122,7 +123,7 @@ class ExitStatus:
         return self.code if isinstance(self.code, int) and self.code else _FAILED
 
     def enforce(self) -> None:
-        """The exit hook for both; the last of all hooks that were registered after this module was imported."""
+        """Enforce ``fail`` and ``in_child``, as the last exit hook of those registered after this module's import."""
         if self._failed or self._forked:
             logging.shutdown()
             flush_notices()

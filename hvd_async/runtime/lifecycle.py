@@ -1,8 +1,8 @@
 """The life of a process's engine: started by the first optimizer that steps, drained and stopped at the process's end.
 
-Ends are clean: a normal exit drains, and then serves the ranks that go on until all have left; an exception or a
-non-zero ``sys.exit`` tells the other ranks and is never taken for done (``exit_status``). A rank whose last drain fails
-ends with status 1. A forked child has no engine, and its end is nobody's business.
+Ends are clean. A normal exit drains, and then serves the other ranks until all have left. An exception or a non-zero
+``sys.exit`` is reported to the other ranks, and never counts as finished (``exit_status``). A rank whose last drain
+fails ends with status 1. A forked child has no engine, and its end does not concern the job.
 """
 
 from __future__ import annotations
@@ -24,55 +24,49 @@ from hvd_async.runtime.protocol import Family, HostsChanged, RegisterOptimizer
 from hvd_async.runtime.rendezvous import Control, rendezvous
 
 LOST = "HorovodInternalError: ranks were lost"
-"""The beginning of what the others are told where training goes on."""
+"""Beginning of the error that is sent to the other ranks where training continues."""
 
 
-class Drainable(Protocol):
-    """The driver of a wrapped optimizer.
+class Driver(Protocol):
+    """What the lifecycle needs of the driver of a wrapped optimizer, which holds it as ``_async``.
 
     Attributes:
-        discarded: whether the optimizer was given up on this rank.
+        discarded: whether the optimizer was discarded on this rank.
     """
 
     discarded: bool
 
     def leave(self) -> None:
-        """Keep what this rank has beside its weights: the engine has ended, and the ranks will be others."""
+        """Keep this rank's state other than weights: the engine has ended, and the membership will change."""
 
     def roll_back(self) -> None:
-        """Forget what is on its way: an earlier state is about to be loaded."""
+        """Forget what is in flight: an earlier state is about to be loaded."""
 
     def rejoin(self) -> Any:
-        """Have a new driver, for the ranks that there are now, go on from here; returns it."""
+        """Return a new driver for the current ranks, which continues from here."""
 
     def register(self, number: int | None = None) -> Participant:
-        """Tell the others that this rank's optimizer is there, without waiting for them."""
+        """Register the optimizer, without waiting for other ranks."""
 
     def is_asked_for(self, engine: Engine, asked: RegisterOptimizer) -> bool | None:
-        """Tell whether it is the optimizer that other ranks ask for; None if it may be, by its ranks alone."""
+        """Return whether it is the optimizer that other ranks request; None if only its ranks are the same."""
 
     def drain_all(self) -> int:
-        """Drain all optimizers of the process, of all process sets; returns the rank that was last to be done."""
-
-
-class Driven(Protocol):
-    """A wrapped optimizer, which holds its driver."""
-
-    _async: Any
+        """Drain all optimizers of the process, of all process sets; return the rank that finished last."""
 
 
 class Lifecycle:
-    """A binding's engine: none, or one that runs. ``local`` engines (a test's rank in a thread) take precedence.
+    """The engine of a binding: none, or one that runs. The engine of ``use_engine`` takes precedence.
 
     Args:
         make_collectives: makes the binding's data plane; Horovod is initialized when it is called.
-        families: of the algorithms that ranks may run.
-        world: this rank and the number of ranks, None before ``hvd.init()``; does not communicate.
-        horovod_hook: Horovod's own exit hook. In a forked child it would take apart what the child shares with its
-            parent: Gloo's epoll set, and then the parent's connections are dead.
+        families: the families of algorithms that ranks may run.
+        world: returns this rank and the number of ranks, None before ``hvd.init()``; does not communicate.
+        horovod_hook: Horovod's own exit hook. In a forked child it would change what the child shares with its parent
+            (Gloo's epoll set), and end the parent's connections.
 
     Attributes:
-        elastic: whether training goes on without ranks that are lost.
+        elastic: whether training continues without lost ranks.
     """
 
     def __init__(
@@ -87,13 +81,13 @@ class Lifecycle:
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._controls: tuple[Control, ...] = ()
-        self._wrapped: weakref.WeakValueDictionary[int, Driven] = weakref.WeakValueDictionary()
+        self._wrapped: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
         self._hooked = self._forked = False
         self.elastic = False
 
     def world(self) -> tuple[int, int]:
-        """This rank, and the number of ranks in the job; does not communicate.
+        """Return this rank, and the number of ranks in the job; does not communicate.
 
         Raises:
             NotInitializedError: ``hvd.init()`` was not called.
@@ -105,11 +99,11 @@ class Lifecycle:
         return world
 
     def size(self) -> int:
-        """The number of ranks in the job; as ``world``."""
+        """Return the number of ranks in the job; see ``world``."""
         return self.world()[1]
 
     def engine(self) -> Engine:
-        """The engine, started if there is none. One that has failed stays, and says why, until ``shutdown``.
+        """Return the engine; start it if there is none. One that has failed stays, and reports why, until ``shutdown``.
 
         Raises:
             EngineError: this process was forked from one that had an engine.
@@ -142,7 +136,7 @@ class Lifecycle:
         engine.start()
 
     def initialized(self) -> None:
-        """Horovod was initialized, perhaps once more in a job that is under way."""
+        """Note that Horovod was initialized, perhaps again in a running job."""
         if self._engine is not None:
             self._exit_before_horovod()
 
@@ -152,7 +146,7 @@ class Lifecycle:
         atexit.register(self._at_exit)
 
     def _after_fork(self) -> None:
-        """(In a forked child.) No thread of the engine's is here, and the other ranks are the parent's business."""
+        """Forget the engine in a forked child: its thread is not here, and its ranks are the parent's."""
         atexit.unregister(self._at_exit)
         atexit.unregister(self._horovod_hook)
         engine, self._engine, self._controls = self._engine, None, ()
@@ -162,36 +156,36 @@ class Lifecycle:
             engine.forked()
 
     def find(self, engine: Engine, asked: RegisterOptimizer) -> Participant | None:
-        """Open the optimizer that other ranks have opened and ``engine``'s has not; None if there is none.
+        """Register the optimizer that other ranks have registered and this one has not; None if there is none.
 
-        The first one made with the same parameters, or else the first that the same ranks share: these are told then
+        It is the first one with the same parameters, or else the first that the same ranks share: then the error says
         how it differs.
         """
-        held = self.wrapped()  # (so that none goes meanwhile)
+        held = self.wrapped()  # (so that none is deleted meanwhile)
         fits = [(driver.is_asked_for(engine, asked), driver) for driver in drivers(held)]
         same = [driver for fit, driver in fits if fit] + [driver for fit, driver in fits if fit is None]
         return same[0].register(asked.optimizer) if same else None
 
-    def add(self, optimizer: Driven) -> None:
-        """Remember an optimizer that was wrapped, as long as it lives."""
+    def add(self, optimizer: Any) -> None:
+        """Note an optimizer that was wrapped, by a weak reference."""
         self._wrapped[next(self._numbers)] = optimizer
 
-    def wrapped(self) -> list[Driven]:
-        """The optimizers of this process that are alive, in the order in which they were wrapped."""
+    def wrapped(self) -> list[Any]:
+        """Return the wrapped optimizers of this process that are alive, in the order of their wrapping."""
         return [optimizer for _, optimizer in sorted(self._wrapped.items())]
 
     def join(self) -> int | None:
-        """Drain every optimizer of this process; None if it has none, and no engine.
+        """Drain every optimizer of this process.
 
         Returns:
-            The last rank to join, of those that share this rank's optimizers.
+            The last rank to join, of those that share this rank's optimizers; None without optimizers and engine.
         """
-        held = self.wrapped()  # (so that none goes meanwhile)
+        held = self.wrapped()  # (so that none is deleted meanwhile)
         usable = [driver for driver in drivers(held) if not driver.discarded]
         for driver in usable:
-            driver.register()  # before the first waits: others may be waiting for this rank to open the second
-        # One drain is for all. One each would not do: an optimizer that nobody holds any more may be gone on one rank
-        # and wait for the garbage collector on another, which would then drain once more often.
+            driver.register()  # (before the first waits: others may wait for this rank to register the second)
+        # One drain serves all optimizers. One for each would fail: an unreferenced optimizer may be deleted on one rank
+        # and wait for the garbage collector on another, which would then drain once more.
         if usable:
             return usable[-1].drain_all()
         engine = local_engine() or self._engine
@@ -201,7 +195,7 @@ class Lifecycle:
         return max((participant.last_done for participant in engine.participants()), default=engine.rank)
 
     def settle(self) -> None:
-        """Drain the optimizers that have begun to train, if there are any; all ranks call it."""
+        """Drain the registered optimizers, if there are any; all ranks call it."""
         engine = local_engine() or self._engine
         if engine is not None and engine.failure is None:
             engine.drain()
@@ -210,7 +204,7 @@ class Lifecycle:
         """Drain, then stop the engine; all ranks call it, or end. Later optimizers start a new one.
 
         Args:
-            leaving: as of ``Engine.drain``.
+            leaving: see ``Engine.drain``.
         """
         engine = self._engine
         if engine is None:
@@ -220,9 +214,9 @@ class Lifecycle:
                 engine.drain(leaving=leaving)
                 engine.leave()
             elif not engine.told:
-                engine.check()  # it failed after the last call, so nobody has heard of it yet
+                engine.check()  # (it has failed after the last call, so the failure was not raised yet)
         except BaseException as error:
-            engine.stop(f"{type(error).__name__}: {error}")  # the others must not take this rank for dead
+            engine.stop(f"{type(error).__name__}: {error}")  # (so that this rank is not declared lost)
             raise
         finally:
             self._forget(engine)
@@ -234,7 +228,7 @@ class Lifecycle:
             self._forget(self._engine)
 
     def leave(self) -> None:
-        """Stop the engine, in order if no rank is lost: the ranks will be others."""
+        """Stop the engine before a membership change; in order if no rank is lost."""
         engine = self._engine
         if engine is not None and engine.failure is None:
             with contextlib.suppress(engine.collectives.failure):
@@ -242,20 +236,20 @@ class Lifecycle:
         self.abandon(f"{LOST}, and training goes on without them")
 
     def commit(self, hosts_changed: Callable[[], bool]) -> bool:
-        """Count a commit of elastic training; returns whether all ranks stop at it. Not a meeting of the ranks.
+        """Count a commit of elastic training; return whether all ranks stop at it. Ranks do not wait for each other.
 
         Args:
-            hosts_changed: tells, once, whether hosts have come or gone; asked for when the others can be told.
+            hosts_changed: returns, once, whether hosts have come or gone; called when that can be reported.
         """
         engine = local_engine() or self._engine
         if engine is None:
-            return False  # (nor has any other rank one: they start it at the same place of their program)
+            return False  # (no other rank has one either: they start it at the same place of their program)
         if hosts_changed():
             engine.call_soon(lambda: engine.send(HostsChanged()))
         return engine.commits.commit(engine)
 
     def roll_back(self) -> None:
-        """If a rank is lost, stop the engine and forget what is on its way."""
+        """If a rank is lost, stop the engine and forget what is in flight."""
         if self._engine is not None and self._engine.failure is not None:
             self.abandon(f"{LOST}, and training goes back to the last commit")
             for driver in drivers(self.wrapped()):
@@ -280,7 +274,7 @@ class Lifecycle:
             raise
 
 
-def drivers(optimizers: Sequence[Driven]) -> list[Drainable]:
+def drivers(optimizers: Sequence[Any]) -> list[Driver]:
     """Return the drivers of wrapped optimizers."""
     return [optimizer._async for optimizer in optimizers]
 
@@ -289,14 +283,14 @@ _local = threading.local()
 
 
 def local_engine() -> Engine | None:
-    """The engine that ``use_engine`` set for this thread."""
+    """Return the engine that ``use_engine`` has set for this thread; None if there is none."""
     engine: Engine | None = getattr(_local, "engine", None)
     return engine
 
 
 @contextlib.contextmanager
 def use_engine(engine: Engine) -> Iterator[None]:
-    """Make ``engine`` the one that optimizers of this thread use: ranks as threads in one process, for tests."""
+    """Let optimizers of this thread use ``engine``: for tests with ranks as threads of one process."""
     _local.engine = engine
     try:
         yield

@@ -1,8 +1,8 @@
-"""Warnings of the background threads: lines to stderr, each in one write, so that none is torn apart.
+"""Warnings of the background threads: lines on stderr, each written at once, so that lines do not mix.
 
-A leaf module. ``logging`` is not used: a line must be out even if the launcher kills the process a moment later. So
-whoever has something to say waits until it is written, but not for long: where nobody reads stderr, and the pipe is
-full, lines wait in a thread of their own, and training goes on.
+A leaf module. ``logging`` is not used: a line must be out even if the launcher kills the process a moment later. So the
+caller waits until its line is written, for a limited time: if nobody reads stderr, and the pipe is full, lines wait in
+a separate thread, and training continues.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from collections import deque
 from pathlib import Path
 
 MOST_LINES = 1000
-"""That wait for a reader; further ones are counted and dropped."""
+"""Limit of waiting lines; further ones are counted and dropped."""
 LONGEST = 4000
-"""Characters of a line."""
+"""Limit of the characters of a line."""
 PATIENCE = 0.2
-"""Seconds that a line may take to be written before whoever had it goes on."""
+"""Seconds that a caller waits for its line to be written."""
 GOODBYE = 1.0
 """Seconds that a process waits at its end for its last lines to be written."""
 PACKAGE = str(Path(__file__).parents[1])
 
 
 def printable(text: str, longest: int = LONGEST) -> str:
-    """``text`` as one line of bounded length, with nothing in it that would move a terminal's cursor."""
+    """Return ``text`` as a line of bounded length without control characters."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:longest])
     return line if len(line) <= longest and len(text) <= longest else f"{line[:longest]} [...]"
 
 
 class _Writer:
-    """Writes lines in order, by a thread that lives as long as there are any."""
+    """Writer of lines in order, with a thread that runs while there are any."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -43,7 +43,7 @@ class _Writer:
         self._busy = False
 
     def put(self, line: bytes) -> None:
-        """Write ``line`` after all before it; return when that is done, or is known to take longer."""
+        """Write ``line`` after all before it; return when it is written, or after ``PATIENCE``."""
         with self._changed:
             if len(self._lines) >= MOST_LINES:
                 self._dropped += 1
@@ -59,7 +59,7 @@ class _Writer:
         self.flush(PATIENCE)
 
     def flush(self, timeout: float) -> None:
-        """Wait until all is written, so many seconds at the most."""
+        """Wait at most ``timeout`` seconds until all lines are written."""
         with self._changed:
             self._changed.wait_for(lambda: not self._busy, timeout)
 
@@ -90,14 +90,14 @@ def _write(line: bytes) -> None:
     try:
         os.write(2, line)
     except OSError:
-        return  # stderr is closed: there is nobody to tell
+        return  # (stderr is closed)
 
 
 _writer = _Writer()
 
 
 def _renew() -> None:
-    """In a forked process, which has no thread but its own, and maybe a lock that nobody will give back."""
+    """Reset the writer in a forked child, which has no writer thread, and may have a lock that is never released."""
     global _writer
     _writer = _Writer()
 
@@ -106,7 +106,7 @@ os.register_at_fork(after_in_child=_renew)
 
 
 def flush_notices() -> None:
-    """Wait a little until what was said is written."""
+    """Wait at most ``GOODBYE`` seconds until all lines are written."""
     _writer.flush(GOODBYE)
 
 
@@ -114,13 +114,12 @@ atexit.register(flush_notices)
 
 
 def warn(text: str) -> None:
-    """Write ``hvd_async: text`` to the process's stderr."""
+    """Write ``hvd_async: text`` to stderr."""
     _writer.put(f"hvd_async: {printable(text)}\n".encode())
 
 
 def users_line() -> int:
-    """Return the ``stacklevel`` with which a warning of the caller names the line outside of this package that led to
-    it."""
+    """Return the ``stacklevel`` with which a warning of the caller names the user's line that has led to it."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith((PACKAGE, contextlib.__file__)):
         frame, level = frame.f_back, level + 1

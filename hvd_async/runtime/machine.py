@@ -48,18 +48,18 @@ C = TypeVar("C")
 
 
 class StateMachine(abc.ABC, Generic[C]):
-    """One optimizer, as the coordinator sees it.
+    """The coordinator's state machine of one optimizer.
 
     Args:
-        optimizer: the number all its messages carry.
-        ranks: that share it.
+        optimizer: the number that all its messages carry.
+        ranks: the ranks that share it.
     """
 
     def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
         self._optimizer, self.ranks = optimizer, tuple(ranks)
         self._opened: dict[int, Registered[Any]] = {}
         self._lowest: int | None = None
-        """The lowest rank that has opened."""
+        """The lowest rank that has registered."""
         self._config: C | None = None
         self._refused = False
         self._done: dict[int, None] = {}
@@ -75,7 +75,7 @@ class StateMachine(abc.ABC, Generic[C]):
         self._drained: dict[int, list[int]] = {}
         """``_produced`` at the last drain."""
         self._shown: dict[int, int] = {}
-        """Rounds that each rank's user code has seen before they were applied, since the last end."""
+        """Rounds that the user code of each rank has seen before they were applied, since the last end."""
         self._collectives = CollectiveQueue(optimizer)
         self._asked: set[int] = set()
         """Ranks that were asked to register it."""
@@ -87,7 +87,7 @@ class StateMachine(abc.ABC, Generic[C]):
         return []
 
     def handle(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
-        """Take in one event of ``rank`` at time ``now`` (s, any origin).
+        """Handle an event of ``rank`` at time ``now`` (s, any origin).
 
         Returns:
             Commands, each for its ``recipients``, in the order in which they must be sent.
@@ -103,7 +103,7 @@ class StateMachine(abc.ABC, Generic[C]):
             return self._on_no_such_optimizer(rank)
         if rank not in self._opened:
             raise ProtocolError(f"rank {rank} sent {type(event).__name__} before it opened optimizer {self._optimizer}")
-        if rank in self._absent:  # of what its engine had begun before
+        if rank in self._absent:  # its engine reports what it had begun before
             return [] if self._refused else self._on_event_of_absent(rank, event, now)
         if isinstance(event, OptimizerDeleted):
             return self._on_deleted(rank, event, now)
@@ -117,11 +117,11 @@ class StateMachine(abc.ABC, Generic[C]):
         return self._on_event(rank, event, now)
 
     def recipients(self, command: Command) -> Sequence[int]:
-        """Return the ranks that a command is for: all that share the optimizer, unless others had no use for it."""
+        """Return the ranks that receive a command: all that share the optimizer, unless others have no use for it."""
         return (command.rank,) if isinstance(command, RegisterOptimizer) else self.ranks
 
     def shares(self, rank: int) -> bool:
-        """Whether ``rank`` is one of those that share the optimizer."""
+        """Whether ``rank`` shares the optimizer."""
         return rank in self._present or rank in self._absent
 
     @property
@@ -136,27 +136,27 @@ class StateMachine(abc.ABC, Generic[C]):
 
     @property
     def draining(self) -> AbstractSet[int]:
-        """The ranks that wait in a drain or cut."""
+        """The ranks that wait in a drain or a cut."""
         return self._draining
 
     @property
     def computing(self) -> AbstractSet[int]:
-        """The ranks that a drain or cut has to wait for."""
+        """The ranks for which a drain or a cut waits."""
         return self._computing
 
     @property
     def opening(self) -> AbstractSet[int]:
-        """The ranks that have opened, are not done, and wait for others to open."""
+        """The ranks that have registered, have not finished, and wait for others to register."""
         return self._opening
 
     @property
     def only_drains(self) -> bool:
-        """Whether all ranks that have opened are done, and wait for others to open."""
+        """Whether all ranks that have registered have finished, and wait for others to register."""
         return self.open_to_ranks and bool(self._opened) and not self._opening
 
     @property
     def first_opened(self) -> bool:
-        """Whether just one of the ranks that still have the optimizer has opened it."""
+        """Whether exactly one of the ranks that still have the optimizer has registered it."""
         return len(self._opened) - len(self._absent) == 1
 
     @property
@@ -169,7 +169,7 @@ class StateMachine(abc.ABC, Generic[C]):
         return ranks - self._asked - self._opened.keys()
 
     def ask_to_register(self, rank: int) -> list[Command]:
-        """Have ``rank``, which waits in a drain and has not opened, register the optimizer; once."""
+        """Return the command to ``rank``, which waits in a drain, to register the optimizer; none if it was sent."""
         if rank in self._asked or not self.awaits_registration_of(rank) or self._refused:
             return []
         self._asked.add(rank)
@@ -179,14 +179,14 @@ class StateMachine(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def tick(self, now: float) -> list[Command]:
-        """Send what only waited for time to pass."""
+        """Return the commands that have waited for the time ``now``."""
 
     @abc.abstractmethod
     def deadline(self) -> float | None:
-        """When ``tick`` should be called next, None if there is nothing to wait for."""
+        """Return when ``tick`` should be called next; None if no command waits for a time."""
 
     def take_notice(self) -> str | None:
-        """Return a notice for people that was not given yet; None if there is none."""
+        """Return a notice for the user that was not returned before; None if there is none."""
         return None
 
     def roll_call(self, fired_before: float) -> list[Command]:
@@ -194,13 +194,13 @@ class StateMachine(abc.ABC, Generic[C]):
         return []
 
     def awaits_registration_of(self, rank: int) -> bool:
-        """Whether ranks wait for ``rank`` to open."""
-        if self._refused or len(self._opened) == len(self._absent):  # (whoever has departed had opened)
+        """Whether ranks wait for ``rank`` to register."""
+        if self._refused or len(self._opened) == len(self._absent):  # (departed ranks had registered)
             return False
         return rank not in self._opened and self.shares(rank)
 
     def blocked_on(self) -> tuple[str, frozenset[int]] | None:
-        """Return what ranks wait for, and which ranks are missing; None if none waits."""
+        """Return what ranks wait for, and which ranks are missing; None if no rank waits."""
         everyone = frozenset(self.ranks)
         if self._refused or not self._opened:
             return None
@@ -218,36 +218,36 @@ class StateMachine(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def _on_all_registered(self, config: Any) -> C:
-        """All ranks have registered and match; returns the configuration, typed."""
+        """Begin, as all ranks have registered and match; return the configuration with the family's type."""
 
     @abc.abstractmethod
     def _on_event(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
-        """An event that is neither ``Registered`` nor ``Finished``."""
+        """Handle an event of the family's own."""
 
     @abc.abstractmethod
     def _blocked_on(self) -> tuple[str, frozenset[int]] | None:
-        """``blocked_on`` between registration and the end."""
+        """Return ``blocked_on`` between registration and an end."""
 
     def _check_finished(self, rank: int) -> None:
-        """Raise ProtocolError, if ``rank`` cannot be done now."""
+        """Raise ProtocolError if ``rank`` cannot finish now."""
 
     def _forget(self, rank: int) -> None:
-        """``rank`` has departed: it waits for nothing any more."""
+        """Forget a rank that has departed: it no longer waits for anything."""
 
     def _on_event_of_absent(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
-        """An event of a departed rank, whose engine may still report collectives."""
+        """Handle an event of a departed rank, whose engine may still report collectives."""
         return []
 
     @abc.abstractmethod
     def _on_rank_finished(self, rank: int, now: float) -> list[Command]:
-        """``rank`` has finished, others have not; also called before all have registered."""
+        """Handle that ``rank`` has finished and others have not; also called before all have registered."""
 
     @abc.abstractmethod
     def _on_all_finished(self, rank: int, now: float) -> tuple[list[Command], int]:
-        """All have finished, ``rank`` last: return what is left to send and the last round's number; start afresh."""
+        """Reset, as all have finished, ``rank`` last; return what is left to send, and the last round's number."""
 
     def _details(self) -> Any:
-        """Return ``Drained.details``, the family's own; None if it has none."""
+        """Return the family's ``Drained.details``; None if it has none."""
         return None
 
     # -- opening and ends -------------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ class StateMachine(abc.ABC, Generic[C]):
     def _on_no_such_optimizer(self, rank: int) -> list[Command]:
         if rank not in self._asked:
             raise ProtocolError(f"rank {rank} has no optimizer {self._optimizer}, for which nobody asked it")
-        if not self.awaits_registration_of(rank):  # the ranks that waited for it have departed meanwhile
+        if not self.awaits_registration_of(rank):  # (the ranks that waited for it have departed meanwhile)
             return []
         self._refused = True
         others = ranks_text(self._opened)
@@ -345,7 +345,7 @@ class StateMachine(abc.ABC, Generic[C]):
         return [Rejected(self._optimizer, problem)]
 
     def _drain(self, rank: int, now: float) -> list[Command]:
-        """All ranks have finished, ``rank`` last: end, and begin anew with the departed ranks finished already."""
+        """End, as all ranks have finished, ``rank`` last; the departed ranks have already finished the next time."""
         commands, rounds = self._on_all_finished(rank, now)
         last = next((r for r in reversed(self._done) if r not in self._absent), rank)
         produced = [sum(counts) for counts in zip(*self._produced.values(), strict=True)]
@@ -387,9 +387,9 @@ class CollectiveQueue:
     its own from 1.
 
     Attributes:
-        optimizer: the number all its messages carry.
-        ready: the ranks that wait, and in what.
-        last: number of each rank's last collective.
+        optimizer: the number that all its messages carry.
+        ready: the collective in which each waiting rank waits.
+        last: the number of each rank's last collective.
     """
 
     optimizer: int
@@ -397,10 +397,10 @@ class CollectiveQueue:
     last: dict[int, int] = field(default_factory=dict)
 
     def add(self, rank: int, event: CollectiveReady) -> None:
-        """``rank`` waits in a collective.
+        """Note that ``rank`` waits in a collective.
 
         Raises:
-            ProtocolError: it waits in one already, or this is not its next.
+            ProtocolError: it already waits in one, or this is not its next one.
         """
         if event.kind not in KINDS or event.length < 0:
             raise ProtocolError(f"rank {rank} wants a collective {event.kind!r} of {event.length} elements")
@@ -411,17 +411,17 @@ class CollectiveQueue:
         self.ready[rank] = event
 
     def remove(self, rank: int) -> None:
-        """``rank`` has the optimizer no more."""
+        """Forget ``rank``, which no longer has the optimizer."""
         self.ready.pop(rank, None)
 
     def due(self, present: AbstractSet[int], draining: AbstractSet[int] = frozenset()) -> list[RunCollective]:
-        """The collective that may run now, if there is one; or why it never will.
+        """Return the collective that may run now, if there is one, with the reason if it never can.
 
         Args:
-            present: ranks that still have the optimizer.
-            draining: those that wait in a drain or cut.
+            present: the ranks that still have the optimizer.
+            draining: the ranks that wait in a drain or a cut.
         """
-        if not self.ready or len(self.ready) + len(draining) < len(present):  # (looked at by each event: not by rank)
+        if not self.ready or len(self.ready) + len(draining) < len(present):  # (each event comes here: no loop)
             return []
         if not present <= self.ready.keys() | draining:
             return []
@@ -432,14 +432,14 @@ class CollectiveQueue:
         return [RunCollective(self.optimizer, first.kind, first.what, first.length, first.dtype, root, ranks, problem)]
 
     def waiting(self, present: AbstractSet[int]) -> tuple[str, frozenset[int]] | None:
-        """Return the collective that ranks wait in, and the ranks it takes; None if none waits."""
+        """Return the collective in which ranks wait, and the ranks that are missing; None if no rank waits."""
         if not self.ready:
             return None
         return next(iter(self.ready.values())).what, frozenset(present - self.ready.keys())
 
 
 def _problem(ready: dict[int, CollectiveReady], elsewhere: AbstractSet[int]) -> str | None:
-    """Why the ranks' calls are not one and the same collective, or which replicas differ; None if all is well."""
+    """Return why the ranks' calls are not the same collective, or which replicas differ; None if all is well."""
     lowest, first = next(iter(ready.items()))
     if elsewhere:
         return f"rank {lowest} is in {first.what} while {ranks_text(elsewhere)} wait(s) in drain() or cut(): {SAME}"
@@ -469,19 +469,18 @@ def _problem(ready: dict[int, CollectiveReady], elsewhere: AbstractSet[int]) -> 
 
 STATE = "optimizer state: "
 """Prefix of the names of the optimizer's own state in ``Registered``; all other names are parameters."""
-
-
 MOST_BUCKETS = 1 << 16
 
 
 def fault_of(rank: int, opened: Registered[Any], size: int) -> str | None:
-    """Return why ``opened`` cannot be, whatever the other ranks say; None if it can.
+    """Return why ``opened`` is invalid, whatever the other ranks say; None if it is valid.
 
     Args:
-        rank: whose it is.
-        size: ranks in the job.
+        rank: the rank that has sent it.
+        opened: the event.
+        size: the number of ranks in the job.
     """
-    members = opened.members  # (none are all: what that costs must not depend on how many these are)
+    members = opened.members  # (empty for all ranks, so that its cost does not depend on their number)
     if members and not (
         rank in members and len(set(members)) == len(members) and 0 <= min(members) <= max(members) < size
     ):
@@ -489,12 +488,16 @@ def fault_of(rank: int, opened: Registered[Any], size: int) -> str | None:
     if len(opened.names) != len(opened.checksums):
         return f"it named {len(opened.names)} parameters, with {len(opened.checksums)} checksums"
     if not 0 < opened.config.counts <= MOST_BUCKETS:
-        return f"it has {opened.config.counts} buckets of gradients, of {MOST_BUCKETS} at the most"
+        return f"it has {opened.config.counts} buckets of gradients, at most {MOST_BUCKETS} are allowed"
     return None
 
 
 def mismatch(opened: dict[int, Registered[Any]]) -> str | None:
-    """How the ranks' optimizers differ, and what mends it; None if they agree."""
+    """Return how the ranks' optimizers differ and how to fix it; None if they agree.
+
+    Args:
+        opened: what each rank has said as it registered.
+    """
     lowest = min(opened)
     first = opened[lowest]
     for rank in sorted(opened):
@@ -540,7 +543,14 @@ def mismatch(opened: dict[int, Registered[Any]]) -> str | None:
 
 
 def differing_replicas(replicas: dict[int, tuple[list[str], list[int]]]) -> tuple[list[int], str] | None:
-    """Which ranks' (names, checksums) are not the lowest rank's, and the first name that differs; None if all agree."""
+    """Return the ranks whose names and checksums are not those of the lowest rank, and the first name that differs.
+
+    Args:
+        replicas: (names, checksums) of each rank.
+
+    Returns:
+        None if all agree.
+    """
     names, checksums = replicas[min(replicas)]
     differing = [rank for rank in sorted(replicas) if replicas[rank] != (names, checksums)]
     if not differing:

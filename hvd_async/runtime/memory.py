@@ -1,4 +1,4 @@
-"""Memory of vectors that come and go with each step: that of one which nobody holds any more serves the next one."""
+"""Memory for the vectors of each step: a vector that is no longer referenced leaves its memory to a later one."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 ALIGNMENT = 64
-"""Bytes to which blocks are aligned: frameworks' kernels take memory as it is then, and copy other memory first."""
+"""Alignment of blocks in bytes: kernels of frameworks use aligned memory as it is, and copy other memory first."""
 
 
 class ReusedBlocks:
-    """Blocks of memory for vectors on a CPU, kept until ``clear``. (The system gives and takes back large blocks page
-    by page, which costs more than to copy as much.)
+    """Blocks of memory for vectors on a CPU, kept until ``clear``. (The system allocates and frees large blocks page by
+    page, which costs more than copying them.)
 
-    A block is free when the last array on it is gone, views and references of frameworks included.
+    A block is free when the last array on it is gone, including views and references of frameworks.
 
     Args:
-        most: free blocks of one length that are kept: after a late rank has caught up there are many more.
+        most: limit of free blocks of a length: after a late rank has caught up there are many more.
     """
 
     def __init__(self, most: int) -> None:
@@ -30,22 +30,22 @@ class ReusedBlocks:
         self._take_back = _taking_back(self._lent, most)
 
     def take(self, nbytes: int) -> Bytes:
-        """Return an array of so many bytes, with whatever was there before."""
+        """Return an uninitialized array of ``nbytes`` bytes."""
         if nbytes == 0:
             return np.empty(0, np.uint8)
         free = self._free.setdefault(nbytes, [])
         try:
-            block = free.pop()  # (another thread may have been quicker)
+            block = free.pop()  # (another thread may have taken the last one)
         except IndexError:
             block = _aligned(nbytes)
-        # (on a buffer: a view of an array's view holds the array, and the view in between would be gone before)
+        # (on a buffer: a view of an array's view refers to the array, and the view in between would be gone before)
         lent: Bytes = np.frombuffer(block.data, np.uint8)
         reference = weakref.ref(lent, self._take_back)
         self._lent[id(reference)] = reference, free, block
         return lent
 
     def clear(self) -> None:
-        """Give back what is free now, and later what is still held."""
+        """Release the free blocks now, and the others when they become free."""
         self._free = {}
 
 

@@ -1,4 +1,4 @@
-"""Calls into the library from within one of its own calls on the same thread: by a signal handler, or by a hook."""
+"""Calls into the library from within another one of its calls on the same thread: by a signal handler or a hook."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _unfinished: set[CodeType] = set()
 
 
 def unfinished_until_it_returns(function: F) -> F:
-    """Mark a function that leaves this rank in the middle of a step or a drain until it returns."""
+    """Mark a function during which this rank is in the middle of a step or a drain."""
     _unfinished.add(function.__code__)
     return function
 
 
 def refuse_nested_drain() -> None:
-    """Refuse a drain that was called from within a marked function, which is on this thread's stack then.
+    """Raise if the caller runs within a marked function, which is then on the stack of this thread.
 
     Raises:
-        ReplicaStateError: it was.
+        ReplicaStateError: it does.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -1,4 +1,4 @@
-"""The ranks that share an optimizer: all of the job's, those of a Horovod process set, or one rank outside of it."""
+"""The ranks that share an optimizer: all ranks of the job, a Horovod process set, or one rank outside of it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 @dataclass(frozen=True)
 class SingleRank:
-    """Stands for a process set of one rank, where Horovod has none: its collectives give back what they are given.
+    """Process set of one rank, where Horovod has none: its collectives return their input.
 
     Attributes:
-        rank: that rank.
+        rank: the rank.
     """
 
     rank: int
 
     @property
     def ranks(self) -> list[int]:
-        """The one rank, as a process set lists its own."""
+        """The rank, as a process set lists its ranks."""
         return [self.rank]
 
     @property
     def process_set_id(self) -> int:
-        """A number that no process set of Horovod's has."""
+        """A number that no process set of Horovod has."""
         return -1 - self.rank
 
 
@@ -33,11 +33,11 @@ class RankGroup:
     """The ranks that share an optimizer.
 
     Attributes:
-        process_set: as Horovod knows them, or ``SingleRank``; None for all ranks.
-        ranks: in order.
-        index: which of them this rank is.
+        process_set: Horovod's process set, or ``SingleRank``; None for all ranks.
+        ranks: the ranks, in order.
+        index: the place of this rank among them.
         id: number of the process set, 0 for all ranks.
-        named: how many ranks the process set has that the user named; this one may be outside.
+        named: number of ranks of the process set that the user has passed; this rank may be outside of it.
     """
 
     process_set: Any
@@ -48,25 +48,25 @@ class RankGroup:
 
     @property
     def size(self) -> int:
-        """How many."""
+        """The number of ranks."""
         return len(self.ranks)
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks, or none if they are all of the job's."""
+        """The ranks; empty for all ranks of the job."""
         return () if self.process_set is None else self.ranks
 
 
 def rank_group_of(process_set: Any, everyone: Any, rank: int, size: int) -> RankGroup:
-    """The ranks of a process set; a rank outside of it is on its own, as under Horovod's ``DistributedOptimizer``.
+    """Return the ranks of a process set; a rank outside of it is alone, as with Horovod's ``DistributedOptimizer``.
 
     Args:
-        process_set: as the user gave it; ``everyone``, or None, for all ranks.
+        process_set: the user's argument; ``everyone`` or None for all ranks.
         everyone: Horovod's global process set.
         rank, size: this rank, and the number of ranks in the job.
 
     Raises:
-        ValueError: it is none, or Horovod does not know it.
+        ValueError: it is not a process set, or Horovod does not know it.
     """
     if process_set is everyone or process_set is None:
         return RankGroup(None, tuple(range(size)), rank, 0, size)
@@ -83,18 +83,17 @@ def rank_group_of(process_set: Any, everyone: Any, rank: int, size: int) -> Rank
 def process_set_among(
     process_sets: Any, known_ranks: Mapping[int, Sequence[int]], groups: Sequence[Sequence[int]], rank: int, make: bool
 ) -> Any:
-    """The Horovod process set of the group that a rank is in, None if it is in none.
+    """Return the Horovod process set of the group to which a rank belongs, None if it belongs to none.
 
     Args:
         process_sets: Horovod's module of that name.
-        known_ranks: the ranks of the process sets that exist, by number.
-        groups: the same on all ranks that call it.
-        rank: this one.
-        make: whether all ranks of the job call it, so that process sets that are missing can be made; then it waits
-            for them.
+        known_ranks: the ranks of the existing process sets, by number.
+        groups: the ranks of each group; the same on all ranks that call it.
+        rank: this rank.
+        make: whether all ranks of the job call it, so that missing process sets can be added; then it waits for them.
 
     Raises:
-        ValueError: a group has no process set, and none can be made now.
+        ValueError: a group has no process set, and none can be added now.
     """
     known = {tuple(ranks): number for number, ranks in known_ranks.items()}
     own = None

@@ -32,7 +32,7 @@ class Config(msgspec.Struct, frozen=True):
 
     @property
     def counts(self) -> int:
-        """How many numbers ``Finished.produced`` has."""
+        """The length of ``Finished.produced``."""
         return 1
 
 
@@ -61,10 +61,13 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 class Registered(OptimizerEvent, Generic[C], frozen=True, tag=True):
     """This rank's optimizer is about to step (or drain) for the first time.
 
-    ``names[i]`` and ``checksums[i]`` (CRC-32 of its bytes) describe the i-th parameter. ``members`` are the ranks that
-    share the optimizer (a Horovod process set), all ranks if it is empty. ``loaded``: gradients of an earlier run that
-    this rank brings, and no round has carried; ``hyper`` is what it would apply them with, should nobody step.
-    ``timeline``: whether this rank records one, and is to be told why collectives start.
+    Attributes:
+        config: its settings.
+        names, checksums: name of each parameter, and CRC-32 of its bytes.
+        members: the ranks that share the optimizer (a Horovod process set); empty for all ranks.
+        loaded: number of pending gradients that this rank brings from an earlier run.
+        hyper: the hyperparameters with which these are applied if no rank steps.
+        timeline: whether this rank records a timeline, and has to know why collectives start.
     """
 
     config: C
@@ -77,8 +80,13 @@ class Registered(OptimizerEvent, Generic[C], frozen=True, tag=True):
 
 
 class Finished(OptimizerEvent, frozen=True, tag=True):
-    """This rank is in ``drain()`` (``flush``) or ``cut()``; ``produced[b]`` gradients of bucket b since it opened (of
-    gossip: its steps). Its user code has seen ``shown`` rounds before they were applied since the last drain or cut."""
+    """This rank waits in ``drain()`` or ``cut()``.
+
+    Attributes:
+        produced: number of its gradients of each bucket since it registered; for gossip, of its steps.
+        flush: whether it is a drain.
+        shown: number of rounds since the last drain or cut that its user code has seen before they were applied.
+    """
 
     produced: list[int]
     flush: bool = True
@@ -86,13 +94,14 @@ class Finished(OptimizerEvent, frozen=True, tag=True):
 
 
 class CollectiveReady(OptimizerEvent, frozen=True, tag=True):
-    """This rank waits in its collective number ``index`` (from 1) of this optimizer, outside of rounds and exchanges.
+    """This rank waits in a collective of this optimizer, outside of rounds and exchanges.
 
     Attributes:
-        kind: "sum", "broadcast", or "compare" of ``names`` and ``checksums``, for which no tensor travels.
-        what: for people; the same on all ranks.
-        length, dtype: of the vector, as ``Collectives.describe`` tells them.
-        root: the rank whose vector a broadcast sends, if it still has the optimizer; else the lowest that has.
+        index: the number of the collective on this rank, from 1.
+        kind: "sum", "broadcast", or "compare" of ``names`` and ``checksums``, for which no tensor is sent.
+        what: human-readable name of the call; the same on all ranks.
+        length, dtype: of the vector, as ``Collectives.describe`` returns them.
+        root: the rank whose vector a broadcast sends; if it no longer has the optimizer, the lowest rank that has.
     """
 
     index: int
@@ -106,17 +115,17 @@ class CollectiveReady(OptimizerEvent, frozen=True, tag=True):
 
 
 class OptimizerDeleted(OptimizerEvent, frozen=True, tag=True):
-    """This rank has this optimizer no more; its engine serves until no rank has it. ``produced``: as ``Finished``'s."""
+    """This rank no longer has this optimizer; its engine serves until no rank does. ``produced``: see ``Finished``."""
 
     produced: list[int]
 
 
 class NoSuchOptimizer(OptimizerEvent, frozen=True, tag=True):
-    """This rank was asked to register an optimizer while it waits in a drain, and has wrapped none that it could be."""
+    """This rank was asked to register an optimizer while it waits in a drain, and has wrapped none that matches."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """This rank is ending on an error; ``horovod``: on one of Horovod's, which says nothing of whose fault it is."""
+    """This rank is ending on an error. ``horovod``: it is one of Horovod's, which does not say which rank caused it."""
 
     error: str
     horovod: bool = False
@@ -127,11 +136,11 @@ class Present(msgspec.Struct, frozen=True, tag=True):
 
 
 class HostsChanged(msgspec.Struct, frozen=True, tag=True):
-    """Hosts of an elastic job have come or gone, as Horovod has told this rank."""
+    """Hosts of an elastic job have come or gone: Horovod has notified this rank."""
 
 
 class CommitsMade(msgspec.Struct, frozen=True, tag=True):
-    """The answer to ``CountCommits``: this rank's elastic state was committed so often; the next waits to be told."""
+    """The answer to ``CountCommits``: number of commits of this rank's elastic state. Its next one waits."""
 
     made: int
 
@@ -148,16 +157,21 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Accepted(OptimizerCommand, frozen=True, tag=True):
-    """Every rank has opened this optimizer, and they fit together: steps may begin."""
+    """Every rank has registered this optimizer, and they match: steps may begin."""
 
 
 class Drained(OptimizerCommand, Generic[D], frozen=True, tag=True):
-    """All ranks are done, ``last`` last: so many rounds fired, and gradients of each bucket produced, since the start.
+    """All ranks have finished.
 
-    ``flushed``: nothing is pending any more; after a cut each rank still holds what no round has carried. ``details``:
-    the family's own. ``whole``: whether every rank that has stepped since the last drain still has the
-    optimizer, now and at the last drain. ``mend``: the rank whose weights to take over, where user code has seen most
-    rounds. ``gone``: ranks that have the optimizer no more, and take no step from now on.
+    Attributes:
+        rounds: number of rounds since the start.
+        produced: number of gradients of each bucket since the start.
+        last: the rank that finished last.
+        flushed: whether it was a drain, after which no gradient is pending; after a cut each rank keeps its own.
+        details: the family's own content.
+        whole: whether every rank that has stepped since the last drain had the optimizer then, and still has it.
+        mend: the rank whose weights all ranks take over, as its user code has seen more rounds than that of others.
+        gone: the ranks that no longer have the optimizer, and take no step from now on.
     """
 
     rounds: int
@@ -171,15 +185,15 @@ class Drained(OptimizerCommand, Generic[D], frozen=True, tag=True):
 
 
 class Rejected(OptimizerCommand, frozen=True, tag=True):
-    """The ranks' optimizers do not fit together; ``problem`` says how, and what mends it."""
+    """The ranks' optimizers do not match; ``problem`` says how they differ and how to fix it."""
 
     problem: str
 
 
 class RunCollective(OptimizerCommand, frozen=True, tag=True):
-    """Submit the collective that ``ranks`` wait in; all others take part with zeros. As of ``CollectiveReady``.
+    """Submit the collective in which ``ranks`` wait; all others take part with zeros. See ``CollectiveReady``.
 
-    ``problem``: why it cannot run, or what a comparison has found; then nobody submits anything.
+    ``problem``: why it cannot run, or the result of a comparison; then no rank submits anything.
     """
 
     kind: str
@@ -192,7 +206,7 @@ class RunCollective(OptimizerCommand, frozen=True, tag=True):
 
 
 class RegisterOptimizer(OptimizerCommand, frozen=True, tag=True):
-    """Others have opened this optimizer, and ``rank`` waits in a drain before it has: it is to open it now."""
+    """Others have registered this optimizer; ``rank``, which waits in a drain and has not, has to register it now."""
 
     rank: int
     names: list[str]
@@ -204,7 +218,7 @@ class Unregister(OptimizerCommand, frozen=True, tag=True):
 
 
 class RankLost(msgspec.Struct, frozen=True, tag=True):
-    """A rank is gone; the job cannot go on. ``handed_over``: as of ``RankLostError``."""
+    """A rank is lost; the job cannot continue. ``handed_over``: see ``RankLostError``."""
 
     rank: int
     host: str
@@ -214,21 +228,21 @@ class RankLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class CallRoll(msgspec.Struct, frozen=True, tag=True):
-    """Horovod has failed on some rank: say that you are ``Present``."""
+    """Horovod has failed on some rank: answer with ``Present``."""
 
 
 class CountCommits(msgspec.Struct, frozen=True, tag=True):
-    """Hosts have come or gone: say how many commits this rank has made."""
+    """Hosts have come or gone: answer with ``CommitsMade``."""
 
 
 class StopAtCommit(msgspec.Struct, frozen=True, tag=True):
-    """All ranks stop at their commit of this number, and go on with the hosts that there are then."""
+    """Stop at the commit of this number, as all ranks do, and continue with the hosts of that time."""
 
     commit: int
 
 
 class JobFailed(msgspec.Struct, frozen=True, tag=True):
-    """Horovod has failed, and the job cannot go on, although no rank is known to be lost. ``problem`` says why."""
+    """Horovod has failed, and the job cannot continue, although no rank is known to be lost. ``problem`` says why."""
 
     problem: str
 
@@ -238,12 +252,12 @@ class Close(msgspec.Struct, frozen=True, tag=True):
 
 
 JOB_EVENTS = (Hello, Failed, Present, HostsChanged, CommitsMade, Leaving)
-"""About the rank as a whole."""
+"""Events about a rank."""
 OPTIMIZER_EVENTS = (Finished, CollectiveReady, OptimizerDeleted, NoSuchOptimizer)
-"""About any optimizer, beside ``Registered``, which has a family's configuration."""
+"""Events about an optimizer, in addition to ``Registered``, which has a family's configuration."""
 JOB_COMMANDS = (Welcome, RankLost, CallRoll, CountCommits, StopAtCommit, JobFailed, Close)
 OPTIMIZER_COMMANDS = (Accepted, Rejected, RunCollective, RegisterOptimizer, Unregister)
-"""For any optimizer, beside ``Drained``, which has a family's details."""
+"""Commands for an optimizer, in addition to ``Drained``, which has a family's details."""
 
 Event: TypeAlias = Hello | Failed | Present | HostsChanged | CommitsMade | Leaving | OptimizerEvent
 Command: TypeAlias = Welcome | RankLost | CallRoll | CountCommits | StopAtCommit | JobFailed | Close | OptimizerCommand
@@ -254,14 +268,14 @@ Command: TypeAlias = Welcome | RankLost | CallRoll | CountCommits | StopAtCommit
 
 @dataclass(frozen=True)
 class Family:
-    """One family of algorithms: its messages and its state machine.
+    """A family of algorithms: its messages and its state machine.
 
     Attributes:
         name: "eager", "gossip", "leader".
-        config: what all ranks of its optimizers must have in common.
-        events: its own, from rank to coordinator.
-        commands: its own, from coordinator to rank.
-        state_machine: what the coordinator runs for one optimizer.
+        config: the settings that all ranks of an optimizer must have in common.
+        events: the family's own events, from rank to coordinator.
+        commands: the family's own commands, from coordinator to rank.
+        state_machine: the machine that the coordinator runs for an optimizer.
         details: the family's own content of ``Drained``; None if there is none.
     """
 
@@ -275,17 +289,17 @@ class Family:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One algorithm, as data; a family may add fields of its own.
+    """An algorithm as data; a family may add fields.
 
     Attributes:
-        name: "sgp".
+        name: for example "sgp".
         family: the name of its family.
-        options: its own options and their defaults; all others are refused.
+        options: its options and their defaults; all others are refused.
         sends: what ranks send each other.
-        waits_for: whom a step waits for; "period" stands for all ranks, after so many steps and not after each.
+        waits_for: for which ranks a step waits; "period": for all ranks, in every period-th step.
         symmetric_graph: whether both ends of each edge of its graph must send.
-        about: what sets it apart, for people: a clause that its name begins.
-        compressions: how messages may travel.
+        about: a human-readable clause that follows its name and says what is special about it.
+        compressions: the compressions of messages that it supports.
     """
 
     name: str
@@ -306,21 +320,21 @@ M = TypeVar("M")
 
 
 def encode(message: Event | Command) -> bytes:
-    """Return one event's or command's wire form."""
+    """Return the wire form of an event or a command."""
     return _encoder.encode(message)
 
 
 def packed(encoded: Sequence[msgspec.Raw]) -> bytes:
-    """Return the message that carries these events or commands, each in its wire form."""
+    """Return the message with these events or commands, each in its wire form."""
     return _encoder.encode(encoded)
 
 
 class Codec:
-    """Reads the messages of the runtime and of these families, and no others.
+    """Decoder of the messages of the runtime and of these families; all others are errors.
 
     Attributes:
-        events: the union of all that a rank may send.
-        commands: the union of all that the coordinator may.
+        events: the union of all events.
+        commands: the union of all commands.
     """
 
     def __init__(self, families: Sequence[Family]) -> None:
@@ -340,7 +354,7 @@ class Codec:
         """Return the event in ``data``.
 
         Raises:
-            DecodeError: it is none.
+            DecodeError: the data is not valid.
         """
         return _decode(self._event, data)
 
@@ -348,23 +362,23 @@ class Codec:
         """Return the command in ``data``.
 
         Raises:
-            DecodeError: it is none.
+            DecodeError: the data is not valid.
         """
         return _decode(self._command, data)
 
     def decode_events(self, data: bytes) -> list[Event]:
-        """Return the events that a rank's message carries.
+        """Return the events of a rank's message.
 
         Raises:
-            DecodeError: it is none.
+            DecodeError: the data is not valid.
         """
         return _decode(self._events, data)
 
     def decode_commands(self, data: bytes) -> list[Command]:
-        """Return the commands that a message of the coordinator carries.
+        """Return the commands of a message of the coordinator.
 
         Raises:
-            DecodeError: it is none.
+            DecodeError: the data is not valid.
         """
         return _decode(self._commands, data)
 

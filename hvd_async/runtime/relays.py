@@ -19,16 +19,16 @@ import msgspec
 # -- the tree -------------------------------------------------------------------------------------------------
 
 FAN_OUT = 32
-"""Connections of one relay, or of the coordinator, to other relays and ranks of other hosts, at the most."""
+"""Most connections of a relay, or of the coordinator, to other relays and ranks of other hosts."""
 
 
 class Child(NamedTuple):
-    """Who is at the other end of a connection from above.
+    """The lower end of a connection: a rank or a relay.
 
     Attributes:
-        owner: a rank; of a relay, the one that it runs beside.
-        behind: the ranks that are reached by it: the owner first.
-        relay: whether it is a relay, and not that rank itself.
+        owner: the rank, or the rank beside which the relay runs.
+        behind: the ranks that are reached by it, the owner first.
+        relay: whether it is a relay.
     """
 
     owner: int
@@ -37,22 +37,22 @@ class Child(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """Who connects to whom.
+    """The tree of connections.
 
     Attributes:
-        root: the coordinator's children.
-        relays: each relay's, by its owner.
+        root: the children of the coordinator.
+        relays: the children of each relay, by its owner.
     """
 
     root: tuple[Child, ...]
     relays: dict[int, tuple[Child, ...]]
 
     def parent(self, rank: int) -> int | None:
-        """Return the owner of the relay that a rank connects to; None: the coordinator itself."""
+        """Return the owner of the relay to which a rank connects; None if it connects to the coordinator."""
         return self._above(rank, relay=False)
 
     def above(self, owner: int) -> int | None:
-        """Return the owner of the relay that a relay connects to; None: the coordinator itself."""
+        """Return the owner of the relay to which a relay connects; None if it connects to the coordinator."""
         return self._above(owner, relay=True)
 
     def _above(self, owner: int, relay: bool) -> int | None:
@@ -70,11 +70,12 @@ def direct_tree(size: int) -> Tree:
 
 
 def plan_tree(places: Sequence[str], fan_out: int = FAN_OUT) -> Tree:
-    """Return a tree with a relay on each host that has several ranks, but for the coordinator's.
+    """Return a tree with a relay on each host that has several ranks, except the coordinator's host.
 
     Args:
         places: the machine of each rank, in order; the coordinator is on that of rank 0.
-        fan_out: the most children that the coordinator, or a relay, has beside the ranks of its host; 2 at the least.
+        fan_out: limit of the children of the coordinator, or of a relay, in addition to the ranks of its host; at least
+            2.
     """
     hosts: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
@@ -90,7 +91,7 @@ def plan_tree(places: Sequence[str], fan_out: int = FAN_OUT) -> Tree:
 
 
 def _joined(children: tuple[Child, ...], relays: dict[int, tuple[Child, ...]]) -> Child:
-    """Return the relay, added to ``relays``, of these children; if there is one alone, that.
+    """Add a relay of these children to ``relays`` and return it; return a single child as it is.
 
     A relay of relays is the first of them, which has the others below it.
     """
@@ -108,12 +109,12 @@ DecodeError = msgspec.DecodeError
 
 
 class Upward(msgspec.Struct, array_like=True):
-    """A message that ranks have sent.
+    """A message that ranks have sent, or the end of their connections.
 
     Attributes:
-        ranks: that have all sent the same, after what they sent before.
-        data: as each sent it; empty if it sent nothing and its connection has ended.
-        gone: why that was; empty while it goes on.
+        ranks: the ranks, all of which have sent this message.
+        data: the message; empty for the end of the connections.
+        gone: the reason why the connections have ended; empty for a message.
     """
 
     ranks: list[int]
@@ -127,35 +128,35 @@ _ranks = msgspec.msgpack.Decoder(list[int])
 
 
 def encode_upward(messages: Sequence[Upward]) -> bytes:
-    """Return the wire form of what ranks have sent."""
+    """Return the wire form of messages of ranks."""
     return _encoder.encode(messages)
 
 
 def decode_upward(data: bytes) -> list[Upward]:
-    """Return what ranks have sent.
+    """Return the messages of ranks from their wire form.
 
     Raises:
-        DecodeError: it is nothing of the kind.
+        DecodeError: the data is not valid.
     """
     return _upward.decode(data)
 
 
 def encode_ranks(ranks: Sequence[int] | None) -> bytes:
-    """Return the wire form of the ranks that a command is for; empty: all."""
+    """Return the wire form of the recipients of a command; empty for all."""
     return b"" if ranks is None else _encoder.encode(list(ranks))
 
 
 def decode_ranks(data: bytes) -> list[int] | None:
-    """Return the ranks that a command is for; None: all.
+    """Return the recipients of a command from their wire form; None for all.
 
     Raises:
-        DecodeError: it is nothing of the kind.
+        DecodeError: the data is not valid.
     """
     return _ranks.decode(data) if data else None
 
 
 def merged(messages: Iterable[Upward]) -> list[Upward]:
-    """Return the messages with those of several ranks in one that say the same; each rank's stay in their order."""
+    """Return the messages, with equal ones of several ranks in one; the messages of each rank stay in their order."""
     found: list[Upward] = []
     same: dict[bytes, int] = {}
     last: dict[int, int] = {}

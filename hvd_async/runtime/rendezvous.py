@@ -32,21 +32,27 @@ from hvd_async.runtime.transport import LOOPBACK, NearChannel, ZmqChannel, ZmqHu
 
 T = TypeVar("T")
 MARGIN = 10.0
-"""Seconds that a rank waits longer than the coordinator, which knows who is missing."""
+"""Seconds that a rank waits longer than the coordinator, which knows which rank is missing."""
 
 
 class Control(Protocol):
-    """A server that a rank runs for others: the coordinator, or a relay."""
+    """A server that a rank runs for others: the coordinator or a relay."""
 
     def join(self, timeout: float) -> None:
-        """Wait for so many seconds until it has come to its end by itself."""
+        """Wait at most ``timeout`` seconds for it to end."""
 
     def stop(self) -> None:
-        """End it, or let go of it if it ends by itself."""
+        """Stop it, or release it if it ends by itself."""
 
 
 class Meeting(NamedTuple):
-    """A rank's connection to the coordinator, the servers that it runs for others, and the name of each rank's host."""
+    """The result of a rendezvous on a rank.
+
+    Attributes:
+        channel: the connection to the coordinator.
+        controls: the servers that this rank runs for others.
+        hosts: the name of each rank's host.
+    """
 
     channel: Channel
     controls: tuple[Control, ...]
@@ -54,7 +60,7 @@ class Meeting(NamedTuple):
 
 
 class _Server(Protocol):
-    """The coordinator before it begins: in this process, or in one of its own."""
+    """The coordinator before it begins: a thread of this process, or a separate process."""
 
     door: Door
 
@@ -67,7 +73,7 @@ class _Thread:
     """The coordinator as a thread of this process.
 
     Attributes:
-        channel: this rank's own connection, once it has begun.
+        channel: this rank's connection, once the coordinator has begun.
     """
 
     channel: NearChannel
@@ -90,16 +96,16 @@ class _Thread:
 
 
 def rendezvous(collectives: Collectives, families: Sequence[Family]) -> Meeting:
-    """Connect this rank to the coordinator, which rank 0 starts; every rank calls it. Blocks until all are there.
+    """Connect this rank to the coordinator, which rank 0 starts. Every rank calls it, and waits for all others.
 
     Args:
-        collectives: for the allgather of keys.
-        families: of the algorithms that ranks may run.
+        collectives: the data plane, for the allgather of keys.
+        families: the families of algorithms that ranks may run.
 
     Raises:
         EngineError: the ranks have different versions of this library; or the coordinator could not be reached, or did
-            not answer, within HVD_ASYNC_CONNECT_TIMEOUT seconds; or it cannot serve so many.
-        RankLostError: a rank did not come.
+            not answer, within HVD_ASYNC_CONNECT_TIMEOUT seconds; or it cannot serve that number of ranks.
+        RankLostError: a rank did not connect.
     """
     keys, codec, limit = zmq.curve_keypair(), Codec(families), time_limits.connect_timeout()
     with contextlib.ExitStack() as undo:
@@ -136,8 +142,11 @@ def rendezvous(collectives: Collectives, families: Sequence[Family]) -> Meeting:
 
 
 def _start_server(collectives: Collectives, families: Sequence[Family]) -> tuple[_Server | None, str, bool]:
-    """Start the coordinator's server on rank 0; returns it, what all ranks are to be told if it could not be started,
-    and whether the job has relays."""
+    """Start the coordinator's server on rank 0.
+
+    Returns:
+        The server, the error for all ranks if it could not be started, and whether the job has relays.
+    """
     try:
         relays_from = time_limits.relays_from()
     except ValueError as error:
@@ -151,7 +160,7 @@ def _start_server(collectives: Collectives, families: Sequence[Family]) -> tuple
 
 
 def _started(role: str) -> tuple[ControlProcess | None, str]:
-    """Start a process; returns it, or what all ranks are to be told if it could not be started."""
+    """Start a process; return it, or the error for all ranks if it could not be started."""
     try:
         return ControlProcess(role), ""
     except (EngineError, OSError, msgspec.DecodeError) as error:
@@ -167,7 +176,7 @@ def _connected(
     relays: Sequence[RelayCard],
     limit: float,
 ) -> tuple[ZmqChannel, str]:
-    """Return this rank's connection, and its route to the coordinator for error messages."""
+    """Connect this rank; return the connection, and its route to the coordinator for error messages."""
     above = above_of(tree.parent(collectives.rank), cards, relays, cards[collectives.rank].place)
     relay = ""
     if (owner := tree.parent(collectives.rank)) is not None:
@@ -178,7 +187,7 @@ def _connected(
     except EngineError as error:
         if not time_limits.in_elastic_job():
             raise
-        lost = owner or 0  # it was there for the allgather: it is taken for dead, and the others go on
+        lost = owner or 0  # it took part in the allgather: it is declared lost, and the others continue
         raise RankLostError(lost, cards[lost].host, f"died since the ranks have met: {error}") from error
     channel = ZmqChannel(codec, address, above.port, above.public, keys, cards[0].host, relay)
     return channel, f", reached by {whose}, {address}:{above.port}," if relay else f", {address}:{above.port},"
@@ -213,7 +222,7 @@ def _exchange_cards(
 def _exchange_relays(
     collectives: Collectives, relay: ControlProcess | None, problem: str, tree: Tree
 ) -> list[RelayCard]:
-    """All ranks' relays; rank 0 also says whether the coordinator can serve its children."""
+    """Return the relays of all ranks; rank 0 also reports whether the coordinator can serve its children."""
     rank = collectives.rank
     children = tree.root if rank == 0 else tree.relays.get(rank, ())
     addresses = [] if relay is None else own_addresses(told=False)
@@ -226,7 +235,7 @@ def _exchange_relays(
 
 
 def _raise_problems(problems: Iterator[tuple[int, str, str]]) -> None:
-    """Raise the first problem that a rank has, on all of them.
+    """Raise the first problem of a rank, on all ranks.
 
     Raises:
         EngineError: there is one.
@@ -237,10 +246,10 @@ def _raise_problems(problems: Iterator[tuple[int, str, str]]) -> None:
 
 
 def machine() -> str:
-    """The machine, as this boot of it, and the network namespace; empty where that cannot be told."""
-    told = os.environ.get("HVD_ASYNC_MACHINE", "")
-    if told:
-        return told
+    """Return an identifier of this machine, its boot and the network namespace; empty if it is not known."""
+    named = os.environ.get("HVD_ASYNC_MACHINE", "")
+    if named:
+        return named
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
@@ -249,10 +258,10 @@ def machine() -> str:
 
 
 def _handshake(channel: ZmqChannel, collectives: Collectives, coordinator: str, deadline: float) -> None:
-    """Say hello, and wait until every rank has.
+    """Say hello, and wait until every rank has done so.
 
     Raises:
-        RankLostError, CollectiveFailedError, EngineError: it did not come to that.
+        RankLostError, CollectiveFailedError, EngineError: a rank is missing, or the coordinator does not answer.
     """
     channel.send(Hello(collectives.host, os.getpid()))
     began = time.monotonic()
@@ -269,11 +278,16 @@ def _handshake(channel: ZmqChannel, collectives: Collectives, coordinator: str, 
 
 
 class Card(msgspec.Struct, frozen=True):
-    """A rank's part of the allgather; ``server``, ``port`` and ``addresses`` only rank 0.
+    """A rank's part of the allgather.
 
-    ``place`` is the same where 127.0.0.1 is the same; empty if that is not known. ``version`` is the library's, which
-    the first one did not tell. ``problem``: why this rank cannot go on. ``large``: whether there are relays, as rank 0
-    has decided.
+    Attributes:
+        public: its CURVE public key (Z85).
+        host: the name of its host.
+        server, port, addresses: on rank 0, the coordinator's public key, port and addresses.
+        place: an identifier that is equal where 127.0.0.1 is the same; empty if it is not known.
+        version: the version of the library, which the first version did not send.
+        problem: why this rank cannot continue; empty if it can.
+        large: on rank 0, whether the job has relays.
     """
 
     public: bytes
@@ -288,8 +302,13 @@ class Card(msgspec.Struct, frozen=True):
 
 
 class RelayCard(msgspec.Struct, frozen=True):
-    """How a rank's relay can be reached; ``door`` is None where it has none. ``problem``: why it could not be started,
-    or the coordinator cannot serve so many."""
+    """A rank's part of the allgather of relays.
+
+    Attributes:
+        door: the keys and port of its relay; None if it has none.
+        addresses: the addresses of the relay.
+        problem: why the relay could not be started, or the coordinator cannot serve its children; else empty.
+    """
 
     door: Door | None
     addresses: list[str]
@@ -297,7 +316,7 @@ class RelayCard(msgspec.Struct, frozen=True):
 
 
 def above_of(owner: int | None, cards: Sequence[Card], relays: Sequence[RelayCard], place: str) -> Above:
-    """How a rank's relay, or the coordinator if the rank is None, can be reached from a machine."""
+    """Return how a process on the machine ``place`` reaches the relay of rank ``owner``; None: the coordinator."""
     first = cards[0]
     if owner is None:
         near, door, addresses = cards[0].place, Door(first.server, first.port), first.addresses
@@ -315,7 +334,7 @@ def setup_of(
     places: Sequence[str],
     place: str,
 ) -> Setup:
-    """Return the setup of the coordinator, or of a relay, on a machine: who may connect to it."""
+    """Return the setup of the coordinator, or of a relay, on the machine ``place``, with these children."""
     keys = []
     for child in children:
         door = relays[child.owner].door if child.relay else None
@@ -327,7 +346,7 @@ def setup_of(
 def relay_setup_of(
     rank: int, tree: Tree, cards: Sequence[Card], relays: Sequence[RelayCard], places: Sequence[str]
 ) -> Setup:
-    """Return the setup of a rank's relay: who may connect to it, and whom it connects to."""
+    """Return the setup of a rank's relay, with the upper end of its connection."""
     setup = setup_of(tree.relays[rank], cards, relays, places, places[rank])
     above = above_of(tree.above(rank), cards, relays, cards[rank].place)
     return msgspec.structs.replace(setup, hosts=[], above=above)

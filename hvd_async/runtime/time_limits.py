@@ -1,4 +1,4 @@
-"""Limits that people set by environment variable; docs/design.md lists them with all others."""
+"""Time limits from environment variables; docs/design.md lists them with all other variables."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import os
 
 
 def seconds(name: str, default: float) -> float:
-    """The environment variable ``name`` as seconds.
+    """Return the environment variable ``name`` as seconds.
 
     Raises:
-        ValueError: it is set to something else than a number above 0.
+        ValueError: it is set, and not to a positive number.
     """
     text = os.environ.get(name, "")
     try:
@@ -23,36 +23,39 @@ def seconds(name: str, default: float) -> float:
 
 
 def timeout() -> float:
-    """Hard limit in seconds on every wait for other ranks; infinite unless it is set."""
+    """Return the hard limit (s) of every wait for other ranks; infinite unless it is set."""
     return seconds("HVD_ASYNC_TIMEOUT", math.inf)
 
 
 def warn_after() -> float:
-    """Seconds of waiting for a rank before each warning."""
+    """Return the seconds of waiting for a rank before each warning."""
     return seconds("HVD_ASYNC_WARN_AFTER", 60.0)
 
 
 def connect_timeout() -> float:
-    """Seconds from when all ranks have met by Horovod until all must have reached the coordinator; few in an elastic
-    job, where one that was only slow joins the others again."""
+    """Return the seconds within which all ranks must have connected to the coordinator, once they have met by Horovod.
+
+    They are few in an elastic job, where a rank that was only slow joins the others again.
+    """
     return seconds("HVD_ASYNC_CONNECT_TIMEOUT", dead_after() if in_elastic_job() else 60.0)
 
 
 def dead_after() -> float:
-    """Seconds of silence on a connection after which the other end counts as dead.
+    """Return the seconds of silence on a connection after which the other end is declared lost.
 
-    Less than the 30 s after which Gloo gives up on a silent peer, without knowing which one it is; and little in an
-    elastic job, where a rank that was only slow joins the others again.
+    They are fewer than the 30 s after which Gloo gives up on a silent peer, without naming it; and few in an elastic
+    job, where a rank that was only slow joins the others again.
     """
     return seconds("HVD_ASYNC_DEAD_AFTER", 7.0 if in_elastic_job() else 25.0)
 
 
 def relays_from() -> float:
-    """Return the number of ranks from which a job has relays and a separate coordinator process; infinite: it has
-    neither, not even that process where tensors are on a GPU.
+    """Return the number of ranks from which a job has relays and a separate coordinator process.
+
+    If it is infinite, the job has neither, and no such process where tensors are on a GPU.
 
     Raises:
-        ValueError: HVD_ASYNC_RELAYS_FROM is set to something else than a whole number.
+        ValueError: HVD_ASYNC_RELAYS_FROM is set, and not to a whole number.
     """
     text = os.environ.get("HVD_ASYNC_RELAYS_FROM", "") or "64"
     if not text.isdecimal():
@@ -61,15 +64,15 @@ def relays_from() -> float:
 
 
 def in_elastic_job() -> bool:
-    """Whether ``horovodrun`` has a host discovery script, and lets ranks go on without others."""
+    """Return whether ``horovodrun`` has a host discovery script, so that ranks can continue without lost ones."""
     return os.environ.get("HOROVOD_ELASTIC", "0") not in ("", "0")
 
 
 def limit_gloo() -> None:
-    """In an elastic job: have Gloo give up on a silent rank soon after the coordinator has named it.
+    """In an elastic job, let Gloo give up on a silent rank soon after the coordinator has named it.
 
-    The variable is read by Horovod as ``scripts/install_horovod.sh`` builds it: Horovod's own limit is that of meeting,
-    too, which has to bear how long a new rank takes to begin.
+    The variable is read by Horovod as ``scripts/install_horovod.sh`` builds it. Horovod's own limit also applies to the
+    rendezvous, which has to wait for new ranks to start.
     """
     limit = min(math.ceil(dead_after()) + 2, math.ceil(seconds("HOROVOD_GLOO_TIMEOUT_SECONDS", 30.0)))
     if in_elastic_job():

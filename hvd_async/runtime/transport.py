@@ -46,16 +46,16 @@ READABLE = int(zmq.POLLIN)
 MILLISECOND = 0.001
 """The unit of the system's poll, in seconds. Its select counts microseconds."""
 SELECTABLE = 1024
-"""Lower descriptors only are known to select."""
+"""Limit of the descriptors that select can poll."""
 LINGER_MS = 2_000
 LONGEST_SILENCE = 86_400.0
 """Seconds; ZeroMQ counts milliseconds in 32 bits."""
 LARGEST = 16 << 20
-"""Bytes of a message: those that open a model have some 100 for each of its parameters, all others are small."""
+"""Bytes of a message: registrations have about 100 per parameter, all others are small."""
 HANDSHAKE_MS = 15_000
-"""Who has not shown its key by then is put out."""
+"""Time limit of a connection's authentication."""
 MOST_UNREAD = 1 << 16
-"""Messages of one connection; it is not listened to, not even to its heartbeats, until some of them have been read."""
+"""Unread messages of a connection, beyond which it is not read, not even its heartbeats, until some were consumed."""
 
 
 class Waker:
@@ -83,15 +83,15 @@ class Waker:
 
 
 class Endpoint:
-    """A socket and the monitor that tells of its connections.
+    """A ZeroMQ socket, and the monitor that reports its connections.
 
     Args:
         kind: ZeroMQ's type of the socket.
-        watched: events of connections that the monitor tells.
-        context: to share its I/O thread; else the endpoint has one of its own.
+        watched: the events of connections that the monitor reports.
+        context: a context whose I/O thread is shared; None for a separate one.
 
     Attributes:
-        descriptors: to poll. They only say that something has changed since the sockets were last used.
+        descriptors: the descriptors to poll. They only say that something has changed since the sockets were last used.
         unsure: whether there may be a message: a descriptor is ready, or a socket was used since both were empty.
     """
 
@@ -105,7 +105,7 @@ class Endpoint:
         self.closed = False
 
     def is_readable(self) -> bool:
-        """Whether the socket has something to read, or the monitor something to tell."""
+        """Whether the socket or its monitor has something to read."""
         self.unsure = self.unsure and (_readable(self._socket) or _readable(self._monitor))
         return self.unsure
 
@@ -119,17 +119,17 @@ class Endpoint:
         return _readable(self._socket)
 
     def monitored(self) -> Iterator[tuple[int, int]]:
-        """Yield the monitor's events that are there: (event, value)."""
+        """Yield the monitor's events that have arrived: (event, value)."""
         self.unsure = True
         while _readable(self._monitor):
-            told = recv_monitor_message(self._monitor)
-            yield told["event"], told["value"]
+            message = recv_monitor_message(self._monitor)
+            yield message["event"], message["value"]
 
     def close(self, linger: int | None = None) -> None:
         """Close it; calling it again does nothing.
 
         Args:
-            linger: milliseconds that what was not sent yet may take; None: two seconds.
+            linger: milliseconds to wait for messages to be sent; None for two seconds.
         """
         if not self.closed:
             self.closed = True
@@ -177,7 +177,7 @@ class NearEnd:
         return [self._messages.popleft()] if self._messages else None
 
     def is_readable(self) -> bool:
-        """Whether there is a message, or the other end was closed and ``refused`` has not reported it yet."""
+        """Whether there is a message, or the other end was closed and ``refused`` has not reported that yet."""
         return bool(self._messages) or self._ended
 
     def note(self, ready: Collection[int]) -> bool:
@@ -185,14 +185,14 @@ class NearEnd:
         return self.is_readable()
 
     def refused(self) -> bool | None:
-        """Return False, once, if the other end was closed and sends nothing more; else None."""
+        """Return False, once, if the other end was closed; else None."""
         if not self._ended:
             return None
         self._ended = False
         return False
 
     def close(self, linger: int | None = None) -> None:
-        """Close it, after what was sent; calling it again does nothing."""
+        """Close it after the messages that were sent; calling it again does nothing."""
         if not self.closed:
             self.closed = True
             if self._other is not None:
@@ -201,10 +201,10 @@ class NearEnd:
 
 
 class Sleeper:
-    """Waits until an endpoint may have something, or another thread wakes it.
+    """Waits until an endpoint may have a message, or another thread wakes it.
 
-    The poll is the system's: ZeroMQ's own looks at each socket four times, and wakes up cold. A descriptor of ZeroMQ's
-    says nothing of what was there before its socket was last used; so before the next sleep the sockets are asked.
+    It uses the system's poll: ZeroMQ's own looks at each socket four times, and wakes up slowly. A descriptor of ZeroMQ
+    does not report messages that arrived before its socket was last used, so the sockets are asked before each sleep.
     """
 
     def __init__(self, *endpoints: Endpoint | NearEnd) -> None:
@@ -218,24 +218,24 @@ class Sleeper:
         self._sleeps = self._wake_pending = False
 
     def wake(self) -> None:
-        """From any thread: end the wait that is under way, or the next one."""
+        """End the wait that is under way, or the next one (any thread)."""
         self._wake_pending = True
         if self._sleeps:  # (set before the sleeper looks whether a wake is pending: one of the two sees the other)
             self._waker.wake()
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait for so many seconds at the most, for ever if None; returns whether an endpoint may have something."""
+        """Wait at most ``timeout`` seconds, without a limit if None; return whether an endpoint may have a message."""
         readable = any(endpoint.is_readable() for endpoint in self._endpoints)
         self._sleeps = True
         ready = self._ready(0.0 if readable or self._wake_pending else timeout)
-        self._wake_pending = False  # (first: who wakes it between these two lines leaves a byte for the next wait)
+        self._wake_pending = False  # (first: a wake between these two lines leaves a byte for the next wait)
         self._sleeps = False
         if self._woken in ready:
             self._waker.clear()
         return any(endpoint.note(ready) for endpoint in self._endpoints)
 
     def _ready(self, timeout: float | None) -> list[int]:
-        """The descriptors of which there is something to say, after so many seconds at the most."""
+        """Return the descriptors that are ready, after at most ``timeout`` seconds."""
         if timeout is not None and 0 < timeout < MILLISECOND and max(self._descriptors) < SELECTABLE:
             return select.select(self._descriptors, (), (), timeout)[0]
         milliseconds = None if timeout is None else math.ceil(timeout / MILLISECOND)
@@ -249,11 +249,11 @@ class Sleeper:
 def _made(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
     made = context.socket(kind)
     made.linger = LINGER_MS
-    made.sndhwm = 0  # never drop: what is on its way is bounded by the protocol
+    made.sndhwm = 0  # never drop: the protocol bounds the messages in flight
     made.rcvhwm = MOST_UNREAD
     made.setsockopt(zmq.MAXMSGSIZE, LARGEST)
     made.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    # Silence shows by a heartbeat that is not answered, so the interval until it is sent counts too.
+    # Silence is detected by a heartbeat without an answer, so the interval until it is sent counts, too.
     silence_ms = min(time_limits.dead_after(), LONGEST_SILENCE) * 1000
     made.setsockopt(zmq.HEARTBEAT_IVL, round(silence_ms / 5))
     made.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(silence_ms * 4 / 5))
@@ -273,7 +273,7 @@ ATTACH_FILTER, DETACH_FILTER = 26, 27
 DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 """A packet filter of one instruction: keep 0 bytes of it."""
 BACKLOG = 4096
-"""All ranks of a large job may come at once."""
+"""Pending connections: all ranks of a large job may connect at once."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -286,7 +286,7 @@ class ListeningSocket:
     alone decide.
 
     Attributes:
-        port: its number.
+        port: the number of the port.
     """
 
     def __init__(self) -> None:
@@ -295,10 +295,10 @@ class ListeningSocket:
         self._shut = False
 
     def open(self, local: bool) -> int:
-        """Listen: on the loopback interface alone, or on all.
+        """Listen on all interfaces, or on the loopback interface only.
 
         Returns:
-            The file descriptor to take connections from; it is the caller's to close.
+            The file descriptor from which to accept connections; the caller closes it.
         """
         if local:
             reserved = self._socket
@@ -308,11 +308,11 @@ class ListeningSocket:
         return self._socket.dup().detach()
 
     def shut(self, shut: bool) -> None:
-        """Take no more connections, or take them again."""
+        """Stop or resume accepting connections."""
         if shut == self._shut or not sys.platform.startswith("linux"):
             return
         self._shut = shut
-        with contextlib.suppress(OSError):  # a sandbox without filters: the keys decide
+        with contextlib.suppress(OSError):  # (a sandbox without filters: the keys decide)
             if shut:
                 code = array.array("B", DROP_ALL)
                 program = struct.pack("HL", 1, code.buffer_info()[0])  # (which the kernel copies)
@@ -321,19 +321,19 @@ class ListeningSocket:
                 self._socket.setsockopt(socket.SOL_SOCKET, DETACH_FILTER, 0)
 
     def close(self) -> None:
-        """Give the port back; calling it again does nothing."""
+        """Release the port; calling it again does nothing."""
         self._socket.close()
 
 
 def _bound(address: str, port: int) -> socket.socket:
-    """A socket that does not listen yet, on an IPv4 address or, without one, on all of IPv4 and IPv6."""
+    """Return a socket that does not listen yet, bound to an IPv4 address or, without one, to all of IPv4 and IPv6."""
     both = not address and socket.has_dualstack_ipv6()
     made = socket.socket(socket.AF_INET6 if both else socket.AF_INET)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # (beside the one that only reserves the port)
         if both:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        made.setblocking(False)  # else one that connects and leaves at once would block the thread that answers
+        made.setblocking(False)  # (a peer that connects and leaves at once would block the accepting thread)
         made.bind((address, port))
     except BaseException:
         made.close()
@@ -343,11 +343,11 @@ def _bound(address: str, port: int) -> socket.socket:
 
 # -- connections from below -----------------------------------------------------------------------------------
 
-KNOCKING = 64
-"""Connections that may be open at a time of which it is not known whose they are, beside three of each child (a rank
-tries several addresses, each with a connection of its own)."""
+MAX_UNAUTHENTICATED = 64
+"""Unauthenticated connections that may be open at a time, in addition to three per child: a rank tries several
+addresses, each by a separate connection."""
 PASS = 256
-"""Messages that are read at a time before they are looked at, one of each connection in turn."""
+"""Messages that are read before they are handled, one of each connection in turn."""
 DIED = "died: its connection to the coordinator ended without a goodbye"
 RELAY_DIED = "died, or the relay beside it: the relay's connection to the coordinator ended without a goodbye"
 CUT_OFF = "was cut off: the relay on its host has ended"
@@ -355,13 +355,13 @@ CUT_OFF = "was cut off: the relay on its host has ended"
 
 @dataclass(eq=False)
 class _Connection:
-    """One TCP connection; whose it is, a child's number, shows when something has been said on it."""
+    """A TCP connection. ``child`` is the number of its child, None until that has sent its first message."""
 
     child: int | None = None
 
 
 class Router(Endpoint):
-    """Connections from below. ``allow`` names the keys once they are known; nobody is listened to before.
+    """Connections from ranks and relays below. It accepts none before ``allow`` has been called with their keys.
 
     Attributes:
         public: its CURVE public key (Z85).
@@ -372,16 +372,16 @@ class Router(Endpoint):
         super().__init__(zmq.ROUTER, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._children: tuple[Child, ...] = ()
         self._numbers: dict[str, int] = {}
-        """Children by their public key."""
+        """The number of each child, by its public key."""
         self._reached_by: dict[int, int] = {}
-        """Children by the ranks behind them."""
+        """The number of the child by which each rank is reached."""
         self._identities: dict[int, bytes] = {}
-        """ZeroMQ's names of the children that have said something."""
+        """ZeroMQ's names of the children that have sent a message."""
         self._connections: dict[int, _Connection] = {}
-        """Those that are open, by file descriptor; the numbers come back, so one that has ended must not stay."""
+        """Open connections by file descriptor; the numbers are reused, so closed ones must not stay."""
         self._ended: dict[int, _Connection] = {}
         self._gone: list[_Connection] = []
-        """Those that have ended and were not told, as something that was said on them may be unread."""
+        """Closed connections that were not reported, as some of their messages may be unread."""
         self._door = ListeningSocket()
         self.port = self._door.port
         self._guard = zmq.auth.thread.ThreadAuthenticator(self._context)
@@ -393,19 +393,19 @@ class Router(Endpoint):
 
     @property
     def ranks(self) -> int:
-        """How many ranks are behind all children."""
+        """The number of ranks behind all children."""
         return len(self._reached_by)
 
     @property
-    def owes(self) -> bool:
-        """Whether a connection has ended that was not told yet."""
+    def has_disconnects(self) -> bool:
+        """Whether a connection has ended that ``read`` has not reported."""
         return bool(self._gone)
 
     def allow(self, children: Sequence[Child], keys: Sequence[bytes], local: bool = False) -> None:
-        """Let in exactly these, until all of them have spoken.
+        """Accept connections of these children only, until all of them are connected.
 
         Args:
-            children: who they are.
+            children: the ranks and relays.
             keys: their public keys (Z85), in the same order.
             local: whether all of them are on this machine.
         """
@@ -416,16 +416,16 @@ class Router(Endpoint):
         self._socket.bind(f"tcp://*:{self.port}")
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """The authenticator asks, in its own thread: is this public key (Z85) one of ours?"""
+        """Whether a public key (Z85) is allowed (the authenticator's thread)."""
         return key.decode() in self._numbers
 
     # -- downward ---------------------------------------------------------------------------------------------
 
     def deliver(self, ranks: Sequence[int] | None, payload: bytes) -> None:
-        """Send commands on; never blocks. To one that has not spoken yet nothing can be sent.
+        """Forward commands; never blocks. Children that have not sent a message receive nothing.
 
         Args:
-            ranks: that they are for; None: all.
+            ranks: the recipients; None for all.
             payload: the commands, in their wire form.
         """
         if ranks is None or len(ranks) == self.ranks:
@@ -451,21 +451,21 @@ class Router(Endpoint):
     # -- upward -----------------------------------------------------------------------------------------------
 
     def read(self) -> list[Upward]:
-        """Take in what the socket and its monitor have: all of it, or so much that it is time to look at it.
+        """Return the messages of the socket and the ends of connections, all or a limited number of them.
 
-        Each lags behind the other. A child's probe of the port, or a stranger, may have had a descriptor just before
-        the child's own connection got it; so messages find their connection only when the monitor has told of every one
-        opened and ended before.
+        Socket and monitor lag behind each other. A descriptor may have belonged to a child's probe of the port, or to a
+        stranger, just before the child's own connection. So a message is assigned to its connection only once the
+        monitor has reported every one that was opened or closed before.
         """
         heard: list[tuple[int, Upward | list[Upward], int]] = []
         most = max(PASS, 2 * len(self._children))
         before = len(self._gone)
-        told = True
-        while told:
+        has_news = True
+        while has_news:
             heard += self._read(most - len(heard))
-            told = False
+            has_news = False
             for kind, descriptor in self.monitored():
-                told = True
+                has_news = True
                 if kind == zmq.EVENT_ACCEPTED:
                     self._connections[descriptor] = _Connection()
                 elif (connection := self._connections.pop(descriptor, None)) is not None:
@@ -478,16 +478,16 @@ class Router(Endpoint):
                 connection.child = number
             found += message if isinstance(message, list) else [message]
         unread = {connection.child for connection in self._gone[before:]} | {number for number, *_ in heard} | {None}
-        found += self._tell_gone(unread if len(heard) == most else set())
+        found += self._report_gone(unread if len(heard) == most else set())
         self._open_or_shut()
         return found
 
-    def _tell_gone(self, unread: Collection[int | None]) -> list[Upward]:
-        """Tell whose connections have ended, after what they said before that.
+    def _report_gone(self, unread: Collection[int | None]) -> list[Upward]:
+        """Return the ends of connections whose messages were all read.
 
         Args:
-            unread: those of whom something may be unread. (Each in turn is read, so of one that was not heard in a
-                whole pass there is nothing.)
+            unread: the children that may have unread messages. (Connections are read in turn, so one from which nothing
+                was read in a whole pass has none.)
         """
         found: list[Upward] = []
         for connection in self._gone:
@@ -499,7 +499,7 @@ class Router(Endpoint):
         return found
 
     def _without(self, number: int) -> list[Upward]:
-        """Return what there is to say of the ranks behind a child whose connection has ended."""
+        """Return the ends of the connections of all ranks behind a child whose connection has ended."""
         child = self._children[number]
         first, *others = child.behind
         return [
@@ -508,34 +508,34 @@ class Router(Endpoint):
         ]
 
     def _open_or_shut(self) -> None:
-        """Let nobody in once all have spoken, nor while many are there that have not said whose they are."""
+        """Accept no connection once all children are connected, nor while too many are unauthenticated."""
         if not self._numbers:
             return
         if len(self._identities) == len(self._children):
             self._door.shut(True)
             return
         knocking = sum(connection.child is None for connection in self._connections.values())
-        most = KNOCKING + 3 * len(self._children)
+        most = MAX_UNAUTHENTICATED + 3 * len(self._children)
         if knocking >= most:
             self._door.shut(True)
         elif knocking <= most // 2:
             self._door.shut(False)
 
     def _read(self, most: int) -> list[tuple[int, Upward | list[Upward], int]]:
-        """The messages that are there, so many at the most: child, content, file descriptor."""
+        """Return at most ``most`` messages that have arrived: child, content, file descriptor."""
         heard: list[tuple[int, Upward | list[Upward], int]] = []
         while len(heard) < most and self.has_message():
             identity = self._socket.recv(zmq.NOBLOCK)
             frames = [self._socket.recv(copy=False)]
             while frames[-1].more:
                 frames.append(self._socket.recv(copy=False))
-            number = self._numbers[str(frames[-1].get("User-Id"))]  # the guard let nobody else in
+            number = self._numbers[str(frames[-1].get("User-Id"))]  # (the guard refuses all other keys)
             self._identities[number] = identity
             heard.append((number, self._content(number, frames), int(frames[-1].get(zmq.SRCFD))))
         return heard
 
     def _content(self, number: int, frames: Sequence[zmq.Frame]) -> Upward | list[Upward]:
-        """A child's message. (Dropping one would leave others to wait for what it said.)"""
+        """Decode a child's message. (Dropping one would let others wait for its events.)"""
         child = self._children[number]
         if len(frames) != 1:
             return _broken(child, f"a message that cannot be read (it has {len(frames)} frames)")
@@ -565,21 +565,21 @@ ENDED = "died: the connection to the coordinator ended, unless it was this rank 
 RELAY_ENDED = "; or it was the relay beside {relay}, by which this rank's messages go"
 REFUSED = "refused this rank's key"
 PATIENCE = 16
-"""Commands wait while a sixteenth as many events are looked at as there are others to send them to: that takes much
-less time than sending them does, and those that come of these events go along."""
+"""Peers per event that is handled while commands wait to be sent: handling it takes much less time than sending them,
+and its commands are sent with them."""
 MOST_EVENTS = 1024
-"""In a message. A rank's messages are read in turn with others', so one of more would be out of turn."""
+"""Events of a message. Messages of ranks are read in turn, so a longer one would take more than its turn."""
 
 
 class ZmqHub:
-    """The coordinator's end. ``allow`` names the keys once they are known; nobody is listened to before.
+    """The coordinator's end. It accepts no connection before ``allow`` has been called with the keys.
 
     Attributes:
         public: the server's CURVE public key (Z85).
         port: the TCP port, reserved; it listens there once keys are allowed.
 
     Args:
-        codec: reads what ranks send.
+        codec: decodes the messages of ranks.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -591,25 +591,25 @@ class ZmqHub:
         self._near.wake = self._sleeper.wake
         self._ready: deque[tuple[Sequence[int], Event | Gone]] = deque()
         self._queued: list[tuple[Sequence[int], list[msgspec.Raw]]] = []
-        """Commands that were not sent yet, by the ranks they are for; those in a row for the same ranks together."""
+        """Commands that were not sent yet, with their recipients; consecutive ones for the same ranks are together."""
         self._since = 0
-        """Events that were looked at since then."""
+        """Events handled since the first of them."""
         self._soon = 0
-        """So many at the most."""
+        """Limit of ``_since``."""
 
     def allow(self, keys: Sequence[bytes], local: bool = False, children: Sequence[Child] = ()) -> None:
-        """Let in exactly these, until all of them have spoken.
+        """Accept connections with these keys only, until all of them are connected.
 
         Args:
-            keys: public keys (Z85): of the ranks, in their order, or of the ``children``.
+            keys: public keys (Z85) of the ranks, in their order, or of the ``children``.
             local: whether all of them are on this machine.
-            children: ranks and relays; if there are none, all ranks. Rank 0 is not among them if it is ``connect``ed.
+            children: ranks and relays; empty for all ranks. Rank 0 is not among them if it is ``connect``ed.
         """
         self._soon = len(keys) // PATIENCE
         self.router.allow(children or direct_tree(len(keys)).root, keys, local)
 
     def connect(self, end: NearEnd) -> None:
-        """Connect rank 0, of this process."""
+        """Connect rank 0, which is a thread of this process."""
         self._near.connect(end)
 
     def send(self, ranks: Sequence[int], command: Command) -> None:
@@ -636,8 +636,10 @@ class ZmqHub:
     def receive(self, timeout: float | None) -> tuple[Sequence[int], Event | Gone] | None:
         if self._queued and (not self._ready or self._since >= self._soon):
             self.flush()
-        if not self._ready and (self._sleeper.wait(0.0 if self.router.owes else timeout) or self.router.owes):
-            far = self.router.read() if self.router.unsure or self.router.owes else []
+        if not self._ready and (
+            self._sleeper.wait(0.0 if self.router.has_disconnects else timeout) or self.router.has_disconnects
+        ):
+            far = self.router.read() if self.router.unsure or self.router.has_disconnects else []
             for message in [*self._heard_near(), *far]:
                 self._ready.extend((message.ranks, event) for event in self._events(message.data, message.gone))
         if not self._ready:
@@ -647,15 +649,15 @@ class ZmqHub:
         return ranks, event
 
     def _heard_near(self) -> Iterator[Upward]:
-        """Yield what rank 0 has sent by memory."""
-        ended = self._near.refused() is not None  # (before its last messages are taken)
+        """Yield the messages that rank 0 has sent by memory."""
+        ended = self._near.refused() is not None  # (before its last messages are read)
         while (frames := self._near.read()) is not None:
             yield Upward([0], frames[0])
         if ended:
             yield Upward([0], b"", DIED)
 
     def _events(self, data: bytes, gone: str) -> Sequence[Event | Gone]:
-        """A message's events. (Dropping one would leave others to wait for what it said.)"""
+        """Decode the events of a message. (Dropping one would let others wait for it.)"""
         if gone:
             return [Gone(gone)]
         try:
@@ -681,9 +683,9 @@ class Uplink(Endpoint):
     """The lower end of a connection: a rank's, or a relay's, to the coordinator or to a relay above.
 
     Args:
-        address, port, server_key: where the other end listens, and its public key (Z85).
+        address, port, server_key: the address of the other end, and its public key (Z85).
         keys: this end's (public, secret) CURVE keys (Z85).
-        context: as of ``Endpoint``.
+        context: see ``Endpoint``.
     """
 
     def __init__(
@@ -705,7 +707,7 @@ class Uplink(Endpoint):
     def send(self, payload: bytes) -> None:
         """Send a message; never blocks."""
         self.unsure = True
-        with contextlib.suppress(zmq.Again):  # this end was refused: ``ended`` tells
+        with contextlib.suppress(zmq.Again):  # (this end was refused: see ``refused``)
             self._socket.send(payload, zmq.NOBLOCK)
 
     def read(self) -> list[bytes] | None:
@@ -717,8 +719,7 @@ class Uplink(Endpoint):
             return None
 
     def refused(self) -> bool | None:
-        """Whether the connection has ended as the other end did not know this one's key, or otherwise; None: it has
-        not."""
+        """Return whether the connection has ended as the other end did not know this key; None if it has not ended."""
         for event, _ in self.monitored():
             if self._refused is None:  # the first event is the reason
                 self._refused = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -729,11 +730,11 @@ class ZmqChannel:
     """A rank's end.
 
     Args:
-        codec: reads what the coordinator sends.
-        address, port, server_key: where the coordinator, or a relay, listens, and its public key (Z85).
+        codec: decodes the messages of the coordinator.
+        address, port, server_key: the address of the coordinator or of a relay, and its public key (Z85).
         keys: this rank's (public, secret) CURVE keys (Z85).
-        host: the coordinator's, for messages.
-        relay: which relay that is, for people; empty if it is the coordinator.
+        host: the host of the coordinator, for error messages.
+        relay: the relay, for error messages; empty for a direct connection.
     """
 
     def __init__(
@@ -763,7 +764,7 @@ class ZmqChannel:
         data = encode(event)
         if len(data) > LARGEST // 2:
             what = f"{type(event).__name__} of {len(data)} bytes"
-            raise EngineError(f"a message is too long for the coordinator: {what}, of {LARGEST // 2} at the most")
+            raise EngineError(f"a message is too long for the coordinator: {what}, at most {LARGEST // 2} are allowed")
         if self._bytes + len(data) > LARGEST // 2 or len(self._queued) == MOST_EVENTS:
             self.flush()
         self._queued.append(msgspec.Raw(data))
@@ -779,7 +780,7 @@ class ZmqChannel:
         if not self._ready and self._gone is None:
             if not self._sleeper.wait(timeout):
                 return None
-            self._read()  # what the coordinator said before the connection ended comes first
+            self._read()  # (first the commands that came before the connection ended)
             if not self._ready and (refused := self._uplink.refused()) is not None:
                 self._gone = Gone(REFUSED if refused else self._ended, self._host)
         if not self._ready and self._gone is not None:
@@ -800,17 +801,17 @@ class ZmqChannel:
     def close(self) -> None:
         if not self._uplink.closed:
             self.flush()
-        self._uplink.close(None if self._gone is None else 0)  # (whom should it reach?)
+        self._uplink.close(None if self._gone is None else 0)  # (if it has ended, there is no peer to flush to)
         self._sleeper.close()
 
 
 class NearChannel(ZmqChannel):
-    """Rank 0's end where the coordinator is a thread of the same process.
+    """Rank 0's end, where the coordinator is a thread of the same process.
 
     Args:
-        codec: reads what the coordinator sends.
+        codec: decodes the messages of the coordinator.
         hub: the coordinator's end.
-        host: of both, for messages.
+        host: the host of both, for error messages.
     """
 
     def __init__(self, codec: Codec, hub: ZmqHub, host: str) -> None:
