@@ -130,16 +130,11 @@ class Stage:
         """Nothing is open."""
 
 
-def drawn(draw: random.Random) -> list[tuple[int, int]]:
-    """Return for each rank of how many optimizers it has batches, and how many it registers at last."""
-    steps = [draw.randint(1, OPTIMIZERS) for _ in range(RANKS)]
-    return [(number, draw.randint(number, OPTIMIZERS)) for number in steps]
-
-
 def asked_in(seed: int) -> int:
-    """Run a drawn job; return how many times ranks were asked to register."""
+    """Run a job in which ranks run out of batches at different optimizers; return how many requests there were."""
     draw = random.Random(seed)
-    stage = Stage(drawn(draw), draw)
+    steps = [draw.randint(1, OPTIMIZERS) for _ in range(RANKS)]
+    stage = Stage([(number, draw.randint(number, OPTIMIZERS)) for number in steps], draw)
     stage.coordinator.run()
     assert not stage.waiting(), "some ranks are left behind"
     assert max(rank.asked_in_all for rank in stage.ranks) <= OPTIMIZERS
@@ -172,27 +167,3 @@ def test_without_a_rule_some_wait_for_ever(monkeypatch: pytest.MonkeyPatch, rule
     monkeypatch.setattr(coordinator, rule, fault)
     with pytest.raises(AssertionError, match=r"wait for ever|left behind"):
         jobs_with_requests(600)
-
-
-def test_ranks_in_a_drain_register_what_the_others_wait_in() -> None:
-    """Ranks 2 and 3 are in a drain of 0, which waits for 0 and 1, which wait in 1; each rank is asked once."""
-    machines = {number: FAMILIES[0].state_machine(number, range(4)) for number in (0, 1)}
-
-    def due(number: int) -> list[int]:
-        found = machine.registrations_due(machines[number], machines.values())
-        for one, rank in found:
-            assert one is machines[1]
-            assert len(one.ask_to_register(rank)) == 1
-        return [rank for _, rank in found]
-
-    for rank in range(4):
-        machines[0].handle(rank, registered(0), 0.0)
-    for rank in (2, 3):
-        machines[0].handle(rank, Finished(0, [0]), 0.0)
-        assert due(0) == []
-    machines[1].handle(0, registered(1), 0.0)
-    assert due(1) == []
-    machines[1].handle(1, registered(1), 0.0)
-    assert due(1) == [2, 3]
-    machines[1].handle(2, registered(1), 0.0)
-    assert due(1) == []
