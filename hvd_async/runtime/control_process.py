@@ -1,8 +1,8 @@
-"""The coordinator, or a relay, as a separate process beside a rank.
+"""The coordinator, or a relay, as a separate process on the host of a rank.
 
 Neither that rank's interpreter lock nor its computation delays the others' messages, and the process outlives the rank
 to report how it ended. It writes its address to a pipe, and reads its setup from its standard input. The end of that
-input means that its rank is gone: it then ends by itself, within a limited time.
+input means that its rank is gone: it then ends within a limited time.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ It also watches. When a connection ends without ``Leaving``, its rank is lost, a
 host. A rank that is alive but waited for longer than ``warn_after`` is named on rank 0's stderr, again and again.
 
 When Horovod has failed on a rank, that is a symptom, and does not say which rank is to blame. A rank that has stopped,
-or is cut off, answers nobody; the others only see that a collective has failed. So each rank on which one fails reports
-to the coordinator, which calls the roll.
+or is cut off, does not answer; the others only see that a collective has failed. So each rank on which one fails
+reports to the coordinator, which calls the roll.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Coordinator:
             self._hub.close()
 
     def _handle(self, item: tuple[Sequence[int], Event | Gone] | None) -> float:
-        """Handle an event and those that have come with it, a limited number of them; return the time then."""
+        """Handle an event and others that have come with it, a limited number; return the time then."""
         now, handled = self._clock(), 0
         while item is not None and not self._over:
             ranks, event = item
@@ -190,7 +190,7 @@ class Coordinator:
             case CommitsMade(made):
                 commands = self._commits.count(rank, made)
                 if commands is None:
-                    self._lose(rank, "broke the protocol: it told of commits, and nobody has asked it")
+                    self._lose(rank, "broke the protocol: it reported commits without a request")
                 else:
                     self._send_all(commands)
             case Leaving():

@@ -40,7 +40,7 @@ def shortage(connections: int, here: bool = True) -> str:
 
 
 def needed_for(connections: int) -> int:
-    """Return the number of descriptors that this process needs for ``connections``, including those that are open."""
+    """Return the number of descriptors that this process needs for ``connections``, including the open ones."""
     return _open_now() + EACH * connections + SPARE
 
 

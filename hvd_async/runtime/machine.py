@@ -10,8 +10,8 @@ The laws of ends, whatever the algorithm:
 2. *Departed is for good.* A rank whose optimizer was deleted or discarded, or whose process is leaving, counts as
    finished in this end and in all later ones: no rank waits for it, and its engine serves. If it still had pending
    gradients, the next end is a drain.
-3. *Collectives at ends*, and those that users call between them, run when all ranks that still have the optimizer wait
-   in them, and over these ranks (``CollectiveQueue``).
+3. *Collectives at ends*, and the ones that users call between them, run when all ranks that still have the optimizer
+   wait in them, and over these ranks (``CollectiveQueue``).
 4. *Unregistered by all at once.* When no rank has the optimizer any more, one command makes all ranks forget it.
 
 The cost of an event does not depend on the number of ranks: sets of ranks are updated, not rebuilt. Only what happens
@@ -568,8 +568,8 @@ Machine = StateMachine[Any]
 def to_register_before(rank: int, finished: Machine, machines: Collection[Machine]) -> list[tuple[Machine, int]]:
     """Return the optimizers that ranks must register before ``rank`` finishes with ``finished``, each with such a rank.
 
-    That may end the drain of ``finished``. Then nobody would ask the ranks in it for an optimizer that others only wait
-    to drain, or that only ranks in that drain wait to step.
+    That may end the drain of ``finished``. Then the ranks in it would not be asked for an optimizer that others only
+    wait to drain, or that only ranks in that drain wait to step.
 
     Args:
         rank: the rank that is about to finish.

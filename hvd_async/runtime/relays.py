@@ -1,8 +1,8 @@
 """Relays of a large job: the tree of connections to the coordinator, and the wire format between its nodes. Pure.
 
 Where a job is large, each host has a relay. It forwards the messages of its host's ranks, several in one, and fans
-commands out. It is a process beside the host's first rank, its owner, so that it is lost only with its host. Where
-there are more hosts than a process should have connections, some relays have others below them.
+commands out. It is a process on the host of its owner, the first rank there, so that it is lost only with its host.
+Where there are more hosts than a process should have connections, some relays have others below them.
 
 A rank's own message is a MessagePack array of events; what comes down to it is an array of commands. A relay decodes
 neither. ``control_process`` runs it.
@@ -26,7 +26,7 @@ class Child(NamedTuple):
     """The lower end of a connection: a rank or a relay.
 
     Attributes:
-        owner: the rank, or the rank beside which the relay runs.
+        owner: the rank, or the rank that has started the relay.
         behind: the ranks that are reached by it, the owner first.
         relay: whether it is a relay.
     """

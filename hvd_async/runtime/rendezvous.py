@@ -42,7 +42,7 @@ class Control(Protocol):
         """Wait at most ``timeout`` seconds for it to end."""
 
     def stop(self) -> None:
-        """Stop it, or release it if it ends by itself."""
+        """Stop it, or let it end when the ranks have ended."""
 
 
 class Meeting(NamedTuple):

@@ -68,7 +68,7 @@ class Waker:
 
     def wake(self) -> None:
         """End the poll that is under way, or the next one."""
-        with contextlib.suppress(BlockingIOError, OSError):  # full: it is awake already; closed: nobody sleeps
+        with contextlib.suppress(BlockingIOError, OSError):  # (full: it is awake already; closed: no wait is under way)
             self._sender.send(b"!")
 
     def clear(self) -> None:
@@ -330,7 +330,7 @@ def _bound(address: str, port: int) -> socket.socket:
     both = not address and socket.has_dualstack_ipv6()
     made = socket.socket(socket.AF_INET6 if both else socket.AF_INET)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # (beside the one that only reserves the port)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # (another socket may still reserve the port)
         if both:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         made.setblocking(False)  # (a peer that connects and leaves at once would block the accepting thread)
