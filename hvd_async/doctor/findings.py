@@ -89,8 +89,8 @@ def show_findings(findings: Sequence[Finding]) -> None:
     name_width = max((len(finding.name) for finding in findings), default=0)
     indent = " " * (9 + name_width + 2)
     for finding in findings:
-        line = Text(f"{finding.verdict.value:7}", style=COLOURS[finding.verdict])
-        console.print(line.append(f"  {finding.name:{name_width}}  {finding.fact}", style="none"), soft_wrap=True)
+        verdict = (f"{finding.verdict.value:7}", COLOURS[finding.verdict])
+        console.print(Text.assemble(verdict, f"  {finding.name:{name_width}}  {finding.fact}"), soft_wrap=True)
         for words in textwrap.wrap(finding.advice, width, initial_indent=indent, subsequent_indent=indent):
             console.print(Text(words), soft_wrap=True)
     problems, notes, good = (
