@@ -242,7 +242,7 @@ def measure(ranks: Ranks) -> Measurement:
     version = f"Python {platform.python_version()}, hvd_async {hvd_async.__version__}, {ranks.framework}"
     host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
     with contextlib.closing(Echo()) as echo:
-        cards = ranks.gather((host, own_addresses(told=rank == 0), echo.port, echo.token, version))
+        cards = ranks.gather((host, own_addresses(rank == 0), echo.port, echo.token, version))
         hosts = [str(card[0]) for card in cards]
         names = [host if hosts.count(host) == 1 else f"{host}[{place}]" for place, host in enumerate(hosts)]
         software = fastest(ranks, functools.partial(ranks.allreduce, SMALL))

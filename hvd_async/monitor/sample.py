@@ -118,8 +118,9 @@ class Sample:
         """Return the values between two counts of an optimizer.
 
         Args:
-            before, after: the counts.
-            seconds: between them.
+            before: counts at the start.
+            after: counts at the end.
+            seconds: between the two.
             distance: of all ranks' weights from their mean, as last measured.
         """
         staleness = _gain(before.staleness, after.staleness)
