@@ -323,16 +323,24 @@ def test_it_continues_among_other_ranks(said: list[str], tmp_path: pathlib.Path)
     assert "for rank 2 on host n1;" in said[0]
 
 
+def test_a_rank_with_a_new_number_leaves_its_file(tmp_path: pathlib.Path):
+    optimizer = Optimizer(FIRST, place=2)
+    monitor = Monitor(optimizer, prometheus=tmp_path / "m.prom", all_ranks=True)
+    monitor.sample()
+    optimizer.be(1, 3)
+    monitor.sample()
+    assert [path.name for path in tmp_path.iterdir()] == ["m.rank1.prom"]
+
+
 def test_a_port_that_another_rank_still_has_is_opened_once_it_has_left(tmp_path: pathlib.Path, said: list[str]):
-    """Elastic x all ranks x ports: rank 1 becomes rank 0 while the old rank 0 has not closed its port yet."""
-    old, becoming = Optimizer(FIRST), Optimizer(FIRST, place=1)
-    first = Monitor(old, prometheus_port=0)
+    """Elastic x ports: rank 1 becomes rank 0 while the old rank 0 has not closed its port yet."""
+    first, becoming = Monitor(Optimizer(FIRST), prometheus_port=0), Optimizer(FIRST, place=1)
     port = first.port
     assert port is not None
-    monitor = Monitor(becoming, prometheus=tmp_path / "m.prom", prometheus_port=port, all_ranks=True)
+    monitor = Monitor(becoming, prometheus=tmp_path / "m.prom", prometheus_port=port)
     becoming.be(0, 3)
     monitor.sample()
-    assert [path.name for path in tmp_path.iterdir()] == ["m.prom"], "the file does not wait for the port"
+    assert (tmp_path / "m.prom").exists(), "the file does not wait for the port"
     assert monitor.port is None
     assert len(said) == 1
     assert f"cannot write to prometheus_port={port} yet" in said[0]

@@ -64,11 +64,6 @@ def test_a_folder_tells_what_the_runner_wrote(tmp_path):
     assert [times[100] for times in run.step_times] == [0.3, 0.2]
 
 
-def test_a_run_that_goes_on_is_told_as_far_as_it_went(tmp_path):
-    (run,) = runs.read([logged(tmp_path / "now", ended=False, epochs=1)])
-    assert (run.arm, run.ranks, runs.labels([run])) == (None, 2, ["now"])
-
-
 def test_a_run_that_was_resumed_with_more_ranks_has_the_sums_of_all(tmp_path):
     logged(tmp_path, epochs=1)
     table = MetricsFile(tmp_path / "metrics.csv", resumed=True)
@@ -77,17 +72,6 @@ def test_a_run_that_was_resumed_with_more_ranks_has_the_sums_of_all(tmp_path):
     (run,) = runs.read([tmp_path])
     assert run.by_rank("wait_s") == [1.5, 2.125, 3.0]
     assert run.ranks == 3
-
-
-def test_files_of_a_folder_are_one_run_and_summaries_are_their_own(tmp_path):
-    logged(tmp_path)
-    write_leaders(tmp_path / "leaders.csv", [PULLS])
-    (run,) = runs.read([tmp_path / "metrics.csv", tmp_path / "leaders.csv"])
-    assert (len(run.epochs), len(run.pulls), run.summary, run.ranks) == (3, 5, {}, 4)
-    (tmp_path / "b.json").write_text(json.dumps(summary_of("sgp", ranks=3)))
-    first, second = runs.read([tmp_path / "summary.json", tmp_path / "b.json"])
-    assert (first.arm, second.arm, second.ranks) == ("solo", "sgp", 3)
-    assert second.by_rank("wait_s") == [8.0] * 3
 
 
 # -- pictures of runs -----------------------------------------------------------------------------------------
@@ -125,16 +109,6 @@ def test_there_is_a_panel_for_everything_that_is_told(tmp_path):
     assert [patch.get_height() for patch in drawn["waiting for others"].patches] == [1.5, 0.375]
     (line,) = drawn["training loss over time"].lines
     assert line.get_xdata() == pytest.approx([4, 8, 12])
-
-
-def test_a_summary_alone_is_drawn_as_bars():
-    alone = runs.Run(pathlib.Path("s.json"), summary=summary_of("sgp", leader_distance_by_rank=[0.5, 0.25]))
-    drawn = titles(alone)
-    assert list(drawn) == [
-        *("test accuracy", "step time, median", "waiting for others", "staleness, mean"),
-        "distance from leaders, or the centre",
-    ]
-    assert [patch.get_height() for patch in drawn["test accuracy"].patches] == [0.9]
 
 
 def test_who_led_is_drawn_from_what_a_runner_wrote(plot, tmp_path, capsys):
