@@ -197,14 +197,14 @@ class Ranks:
     """
 
     def __init__(self, framework: str) -> None:
-        module = importlib.import_module(framework)
+        self._module = importlib.import_module(framework)
         if framework == "torch":
             self._hvd = importlib.import_module("hvd_async.torch.horovod_api").hvd
-            self._counts: Callable[..., Any] = module.tensor
         else:
-            self._hvd, self._counts = importlib.import_module("horovod.tensorflow"), module.constant
-            module.config.set_visible_devices([], "GPU")
-        self._module, self.framework = module, f"{framework} {module.__version__}"
+            self._hvd = importlib.import_module(f"horovod.{framework}")
+            self._module.config.set_visible_devices([], "GPU")
+        self._counts = getattr(self._module, "tensor" if framework == "torch" else "constant")
+        self.framework = f"{framework} {self._module.__version__}"
 
     def __enter__(self) -> Ranks:
         self._hvd.init()

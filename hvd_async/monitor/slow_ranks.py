@@ -188,6 +188,7 @@ class Warner:
             warn("the ranks do not wait for one of them more than for others any more")
             return
         share = min(1.0, sum(blames[place].share for place in slow))
-        waits = f"the other ranks wait {share:.0%} of their time, {1e3 * share * step_s:.3g} ms a step"
+        wait_ms, who = 1e3 * share * step_s, named(slow, self._ranks, hosts)
         hint = advice(settings, len(self._ranks), len(slow))
-        warn(f"{waits}, for {named(slow, self._ranks, hosts)}{f'; {hint}' if hint else ''}")
+        text = f"the other ranks wait {share:.0%} of their time, {wait_ms:.3g} ms a step, for {who}"
+        warn(f"{text}; {hint}" if hint else text)

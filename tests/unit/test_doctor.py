@@ -105,6 +105,7 @@ def test_a_good_environment(site: Site, tmp_path: Path):
     assert found["horovod.torch"]["values"] == {"gloo": True, "mpi": False, "nccl": False}
     assert found["OMP_NUM_THREADS"]["verdict"] == "ok"
     assert found["horovodrun"]["verdict"] == "note", "PATH is this folder"
+    assert "mpirun" not in found, "Horovod was built without MPI"
     assert "ok       horovod.torch       imports; built with Gloo\n" in done.stdout
     assert "\033" not in done.stdout
     assert "0 problems, " in done.stdout.splitlines()[-1]
@@ -150,6 +151,13 @@ def test_imports_that_crash_and_hang(site: Site):
     assert found["import tensorflow"]["fact"] == "not done within 5 s"
     assert found["import tensorflow"]["verdict"] == found["horovod.torch"]["verdict"] == "problem"
     assert "import torch" not in found
+
+
+@pytest.mark.parametrize(("gloo", "verdict"), [("False", "problem"), ("True", "note")])
+def test_mpi_without_its_launcher(site: Site, gloo: str, verdict: str):
+    site.package("horovod/torch", f"gloo_built = lambda: {gloo}\nmpi_built = lambda: True\nnccl_built = lambda: 0")
+    _, found = site.findings()
+    assert found["mpirun"]["verdict"] == verdict
 
 
 def test_a_training_whose_ranks_cannot_be_connected_is_left_out(site: Site):

@@ -75,6 +75,13 @@ def test_several_slow_ranks_are_found_together_and_a_share_between_the_limits_ch
     assert rule.slow == {0}
 
 
+def test_only_windows_in_a_row_count():
+    rule = SlowRanks(4)
+    for _ in range(5):
+        for share in (*[0.5] * (WINDOWS - 1), 0.0):
+            assert not rule.judge(by_waits_for([share, 0.0, 0.0, 0.0]))
+
+
 # -- words --------------------------------------------------------------------------------------------------------
 
 
