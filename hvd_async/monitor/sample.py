@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from hvd_async.stats import GossipStats, LeaderStats, Stats
 
@@ -43,9 +43,11 @@ class Counts:
     @classmethod
     def of(cls, stats: Stats | GossipStats | LeaderStats) -> Counts:
         """Return the counts in an optimizer's ``stats()``."""
+        shared: dict[str, Any] = {name: getattr(stats, name) for name in ("steps", "wait_s", "resets")}
         match stats:
             case Stats():
                 return cls(
+                    **shared,
                     rounds=stats.rounds,
                     waits=stats.held_s,
                     of_all=True,
@@ -54,29 +56,22 @@ class Counts:
                     nbytes=stats.bytes_sent,
                     gradients_lost=stats.gradients_lost,
                     gradients_skipped=stats.gradients_skipped,
-                    steps=stats.steps,
-                    wait_s=stats.wait_s,
-                    resets=stats.resets,
                 )
             case GossipStats():
                 return cls(
+                    **shared,
                     rounds=stats.rounds,
                     waits=stats.waited_for,
                     staleness=stats.staleness,
                     nbytes=stats.bytes_sent,
-                    steps=stats.steps,
-                    wait_s=stats.wait_s,
-                    resets=stats.resets,
                 )
             case LeaderStats():
                 return cls(
+                    **shared,
                     rounds=stats.pulls,
                     nbytes=stats.bytes_received,
                     distance_sum=stats.distance * stats.distances,
                     distances=stats.distances,
-                    steps=stats.steps,
-                    wait_s=stats.wait_s,
-                    resets=stats.resets,
                 )
 
 
