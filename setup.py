@@ -26,7 +26,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["hvd_async", "hvd_async.*"]),
     package_data={"hvd_async": ["py.typed"]},
-    install_requires=["msgspec", "numpy", "psutil", "pyzmq", "rich"],
+    install_requires=["msgspec", "numpy", "prometheus_client", "psutil", "pyzmq", "rich"],
     entry_points={"console_scripts": ["hvd_async = hvd_async.cli.main:main"]},
     extras_require={
         "torch": ["torch>=2.3"],
@@ -35,8 +35,8 @@ setup(
         "runners": ["torchvision", *RUNNER],
         "advisor": ["matplotlib"],
         "docs": DOCS,
-        "monitor": ["prometheus_client", "tensorboard"],
+        "monitor": ["tensorboard"],
         "recipes": RECIPES,
-        "dev": [*RUNNER, *TOOLS, *RELEASE, *RECIPES, *RIVALS, "matplotlib", "networkx", "prometheus_client"],
+        "dev": [*RUNNER, *TOOLS, *RELEASE, *RECIPES, *RIVALS, "matplotlib", "networkx"],
     },
 )

@@ -1,1 +1,1 @@
-"""Tells from the trace of a run who makes whom wait, and by simulation what each mode would bring."""
+"""Advice from the trace of a run: its stragglers, and by simulation the speed of each mode."""

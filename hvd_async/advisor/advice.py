@@ -1,4 +1,4 @@
-"""Puts together what a trace says: who makes whom wait, what each mode would bring, and which one to take. Pure."""
+"""Advice from a trace: its stragglers, the speed of each mode, and which mode to take. Pure."""
 
 from __future__ import annotations
 
@@ -16,29 +16,28 @@ from hvd_async.simulation.names import GOSSIP, LEADERS
 from hvd_async.simulation.network import Network, ring_bytes
 from hvd_async.traces.format import DDP, FSDP, SYNCHRONOUS, Header, Trace
 
-# -- ranks that others wait for ----------------------------------------------------------------------------------------
-# Who makes whom wait: from each rank's own work, so that a rank that is late because it had to wait is not blamed.
-#
-# In a step of a job in which all wait for all, the others wait for the rank with the most work of its own in it. Pure.
+# -- stragglers --------------------------------------------------------------------------------------------------------
+# They follow from each rank's own work, so that a rank that is late because it had to wait is not blamed: in a step in
+# which all ranks wait for all, the others wait for the rank with the most work of its own.
 
 
 Times = NDArray[np.float64]
 BALANCED = 0.05
-"""Share of a step that may be lost to waiting where ranks count as balanced."""
+"""Share of a step lost to waiting below which ranks count as balanced."""
 ALWAYS = 0.6
-"""Share of the time lost from which one rank counts as always slow."""
+"""Share of the lost time from which on one rank counts as a permanent straggler."""
 
 
 class Culprits(NamedTuple):
-    """Who makes whom wait.
+    """The ranks that others wait for.
 
     Attributes:
         work: mean seconds of a rank's own work in a step, by rank.
         last: share of the steps in which each rank had the most work.
-        held: [culprit, waiting rank]: seconds a step that the one makes the other wait, if all wait for all.
+        held: [culprit, waiting rank]: seconds per step that the one delays the other, if all wait for all.
         lost: share of the slowest rank's time that the mean rank would wait.
-        waited: mean seconds a step that each rank has waited in the trace.
-        slow: the rank that is to blame for most of it; None where it is now one, now another, or nobody.
+        waited: mean seconds per step that each rank has waited in the trace.
+        slow: the permanent straggler; None where stragglers are random, or there are none.
     """
 
     work: Times
@@ -57,11 +56,11 @@ class Culprits(NamedTuple):
 
     @property
     def balanced(self) -> bool:
-        """Whether hardly anything is lost to waiting."""
+        """Whether ``lost`` is below ``BALANCED``."""
         return self.lost < BALANCED
 
     def text(self) -> str:
-        """Return what is found, in a sentence or two."""
+        """Return a summary in a sentence or two."""
         if self.balanced:
             return f"The ranks are balanced: {self.lost:.0%} of a step would be lost to waiting for the slowest rank."
         most = int(self.blame.argmax())
@@ -73,13 +72,13 @@ class Culprits(NamedTuple):
                 f"it causes {self.blame[self.slow]:.0%} of all waiting. {lost}"
             )
         return (
-            f"Now one rank is late, now another: none causes more than {self.blame[most]:.0%} of the waiting "
+            f"The stragglers are random: no rank causes more than {self.blame[most]:.0%} of the waiting "
             f"(rank {most}). {lost}"
         )
 
 
 def find_culprits(work: Times, waits: Times) -> Culprits:
-    """Find who makes whom wait.
+    """Return the ranks that others wait for.
 
     Args:
         work: seconds of each rank's own work, [steps, ranks].
@@ -103,15 +102,15 @@ def find_culprits(work: Times, waits: Times) -> Culprits:
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
-# Latency and bandwidth of the network: given, or fitted from a trace in which all ranks wait for all. Pure.
+# Latency and bandwidth of the network: given, or fitted from a trace in which all ranks wait for all.
 
 
 LATENCY = 0.0003
-"""Seconds of a message between a rank and the coordinator, one way, where none are given."""
+"""Default seconds of a message between a rank and the coordinator, one way."""
 CYCLE = 0.001
-"""Seconds between two looks of Horovod for collectives that may start (``HOROVOD_CYCLE_TIME``)."""
+"""Seconds of Horovod's cycle, in which it starts collectives (``HOROVOD_CYCLE_TIME``)."""
 SMALL = 1_000_000
-"""Bytes of gradients up to which what an allreduce takes is put down to software, not to the link."""
+"""Bytes of gradients up to which the time of an allreduce is attributed to software, not to the link."""
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -131,7 +130,7 @@ class Link(NamedTuple):
 
     Attributes:
         network: its parameters.
-        allreduce_s: seconds that an allreduce of the gradients took in the trace; None: cannot be told.
+        allreduce_s: seconds that an allreduce of the gradients took in the trace; None: unknown.
         origin: where the parameters come from, in words.
     """
 
@@ -141,7 +140,7 @@ class Link(NamedTuple):
 
 
 def read_given(file: Path) -> Given:
-    """Read what is known from a JSON file with ``latency_s`` and ``bandwidth_bytes_s``; other fields are ignored.
+    """Read a JSON file with ``latency_s`` and ``bandwidth_bytes_s``; other fields are ignored.
 
     Raises:
         ValueError: it is no such file, or a number is not above 0.
@@ -154,7 +153,7 @@ def read_given(file: Path) -> Given:
 
 
 def checked(given: Given) -> Given:
-    """Return what is known, if it can be.
+    """Return ``given`` if it is valid.
 
     Raises:
         ValueError: a number is not above 0.
@@ -166,15 +165,15 @@ def checked(given: Given) -> Given:
 
 
 def allreduce_seconds(trace: Trace) -> float | None:
-    """Return what an allreduce of a trace's gradients takes: how long the rank that came last waits, in the median.
+    """Return the seconds of an allreduce of a trace's gradients: the median wait of the rank that came last.
 
-    None where ranks do not all wait for all, so that it cannot be told.
+    None where ranks do not all wait for all.
     """
     return float(np.median(trace.waits.min(axis=1))) if trace.synchronous and trace.ranks > 1 else None
 
 
 def fit(trace: Trace, given: Given = Given()) -> Link:  # noqa: B008  immutable
-    """Return the network to simulate a trace's job on.
+    """Return the network on which to simulate a trace's job.
 
     Args:
         trace: of the job.
@@ -211,7 +210,7 @@ def fit(trace: Trace, given: Given = Given()) -> Link:  # noqa: B008  immutable
 
 
 WORTH = 1.1
-"""How many times as quick a mode must be for the next risk."""
+"""Factor of speed that a mode must gain for the next risk."""
 
 
 class Choice(NamedTuple):
@@ -219,7 +218,7 @@ class Choice(NamedTuple):
 
     Attributes:
         prediction: of it.
-        reason: why, in a sentence.
+        reason: in a sentence.
     """
 
     prediction: Prediction
@@ -227,16 +226,16 @@ class Choice(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """All that a trace says.
+    """Advice on a trace.
 
     Attributes:
-        trace: what was read.
-        culprits: who makes whom wait.
-        link: the network that was simulated.
-        predictions: of the yardstick first (see ``base``), then the others', the quickest first.
+        trace: of the run.
+        culprits: the ranks that others wait for.
+        link: the simulated network.
+        predictions: of the yardstick (see ``base``), then of the other modes, from the fastest on.
         own: of the mode that the trace was recorded under; None where it cannot be simulated.
-        choices: the best mode of each risk that is worth it, the last of which is the quickest; none where the
-            yardstick is as quick.
+        choices: the best mode of each risk that is worth it, the last of which is the fastest; none where the
+            yardstick is as fast.
         unknown: what is not known, in sentences.
     """
 
@@ -255,7 +254,7 @@ class Advice(NamedTuple):
 
     @property
     def bound(self) -> float:
-        """Gain over the yardstick where nobody waited for anybody, each rank at its own pace."""
+        """Gain over the yardstick if no rank waited: each at its own pace."""
         return float((1 / self.culprits.work).mean() / self.predictions[0].steps_per_s.mean)
 
 
@@ -267,12 +266,12 @@ def advise(
     resamples: int = 8,
     seed: int = 0,
 ) -> Advice:
-    """Say what a trace says.
+    """Return the advice on a trace.
 
     Args:
         trace: of a run.
-        given: what is known of the network.
-        modes: names of those to try, with commas between them.
+        given: a user's knowledge of the network.
+        modes: names of those to try, separated by commas.
         steps, resamples, seed: see ``predict``.
 
     Raises:
@@ -300,7 +299,7 @@ def advise(
 
 
 def base_of(trace: Trace) -> str:
-    """Return the name of what modes are compared with for a trace."""
+    """Return the name of the yardstick for a trace."""
     return BASES.get(trace.headers[0].algorithm, "Horovod")
 
 
@@ -311,7 +310,7 @@ def mode_of(header: Header) -> Mode | None:
     if header.algorithm in SYNCHRONOUS:
         return YARDSTICK
     if header.options.get("local_size", 1) != 1 or header.options.get("hierarchical"):
-        return None  # hosts are simulated as no hosts
+        return None  # (hosts that step together are not simulated)
     risk = Risk.OWN
     if quorum is not None:
         risk = Risk.NONE if waits_for_all(quorum, header.ranks) else Risk.LATE
@@ -349,13 +348,13 @@ def choose(base: Prediction, others: Sequence[Prediction], name: str = "Horovod"
 
 
 def unknown(trace: Trace, link: Link) -> list[str]:
-    """Return what is not known, in sentences."""
+    """Return the limits of the advice, in sentences."""
     algorithm = trace.headers[0].algorithm
     found = [
         "Accuracy: steps a second are not seconds to an accuracy. What modes cost there was measured in other trainings"
         " (docs/choosing.md); try two seeds of yours.",
         f"The spread is over resamples of these {trace.steps} steps. What is rarer, or begins later, is not in it.",
-        "Other loads: ranks that share cores, disks or links with each other, or with other jobs, are quicker or slower"
+        "Other loads: ranks that share cores, disks or links with each other, or with other jobs, are faster or slower"
         " under another mode, since they then compute at other times.",
         f"Communication is simulated after the computation, in one piece: what {base_of(trace)} or EagerOptimizer hides"
         " behind the backward pass is not known. A pause, such as an evaluation, counts as computation unless it was"
@@ -367,7 +366,7 @@ def unknown(trace: Trace, link: Link) -> list[str]:
     ]
     if not all(header.synchronized for header in trace.headers):
         cure = "FSDP's waits on a GPU are not seen" if algorithm == FSDP else "record with --synchronize"
-        found.insert(0, f"Times on the GPU: it was not synchronized, so they say little; {cure}.")
+        found.insert(0, f"Times on the GPU: it was not synchronized, so they are not meaningful; {cure}.")
     if not trace.synchronous and not trace.waits.any():
         found.insert(0, "Waiting: none was seen. If ranks wait inside their computation, it counts as their work.")
     if algorithm == DDP:
@@ -382,5 +381,5 @@ def unknown(trace: Trace, link: Link) -> list[str]:
     if trace.clocks_ahead is None:
         found.append("The clocks of the hosts: nothing here depends on them, but a picture of the ranks side by side.")
     if np.ptp([header.parameter_bytes for header in trace.headers]):
-        found.append("The size of the model: ranks do not agree on it; rank 0's was taken.")
+        found.append("The size of the model: ranks do not agree on it; rank 0's was used.")
     return found

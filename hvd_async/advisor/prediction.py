@@ -1,4 +1,4 @@
-"""Predicts each mode's speed: a trace's computation, resampled in blocks of steps, through the simulation. Pure."""
+"""Predictions of each mode's speed: the simulation of a trace's computation, resampled in blocks of steps. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvd_async.simulation.network import Network
 from hvd_async.traces.format import DDP, FSDP
 
 # -- modes -------------------------------------------------------------------------------------------------------------
-# The modes that are tried: how each is simulated, the line of the script that chooses it, and what is risked. Data.
+# The modes to try: how each is simulated, the line of the script that chooses it, and its risk. Data.
 
 
 class Risk(IntEnum):
@@ -47,7 +47,7 @@ class Mode(NamedTuple):
         arm: as ``hvd_async.simulation.arms`` has it.
         line: the call in the script that replaces Horovod's ``hvd.DistributedOptimizer(opt, ...)``.
         risk: what it changes in training.
-        remark: what else is to be known of it.
+        remark: further notes for the user.
         options: of ``job_of``.
     """
 
@@ -64,11 +64,11 @@ class Mode(NamedTuple):
 
 
 YARDSTICK = Mode("horovod", "horovod", "hvd.DistributedOptimizer(opt)", Risk.NONE)
-"""The mode that all are compared with."""
+"""The mode that all others are compared with."""
 BASES: Mapping[str, str] = {DDP: "DDP", FSDP: "FSDP"}
-"""By a trace's algorithm, what the yardstick is called in its place where a job runs that: ranks wait for all, too."""
+"""Name of the yardstick by a trace's algorithm, where that also waits for all ranks in every step."""
 EVERY = "every"
-"""Stands for the names of all modes."""
+"""Name of all modes together."""
 OWN_CLASSES = "loses accuracy where ranks see different classes"
 MODES: Sequence[Mode] = (
     Mode("all", "all", 'hvd_async.EagerOptimizer(opt, quorum="all")', Risk.NONE),
@@ -134,7 +134,7 @@ def named_modes(ranks: int, names: str = EVERY) -> list[Mode]:
 
     Args:
         ranks: of the job.
-        names: with commas between them; ``k3`` is a quorum of three.
+        names: separated by commas; ``k3`` is a quorum of three.
 
     Raises:
         ValueError: there is no such mode.
@@ -159,11 +159,11 @@ def named_modes(ranks: int, names: str = EVERY) -> list[Mode]:
 
 Times = NDArray[np.float64]
 WARM_UP = 5
-"""Steps of a simulated job that do not count: ranks begin together."""
+"""First steps of a simulated job, which do not count: ranks begin together."""
 
 
 class Spread(NamedTuple):
-    """A figure's mean over the resamples, with the least and the most."""
+    """Mean, minimum and maximum over the resamples."""
 
     mean: float
     low: float
@@ -171,15 +171,15 @@ class Spread(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """A mode's figures for a job, as they are expected.
+    """Expected figures of a job under a mode.
 
     Attributes:
-        mode: which.
+        mode: the mode.
         steps_per_s: of a rank, the mean over the ranks.
-        gain: steps a second over Horovod's, resample by resample.
+        gain: ratio of steps per second to Horovod's, resample by resample.
         staleness, staleness_most: mean and longest, in the mode's own unit: rounds, steps, averagings.
-        megabytes: that a rank sends in a step.
-        wait_s: that a rank waits in a step.
+        megabytes: sent by a rank per step.
+        wait_s: seconds that a rank waits per step.
     """
 
     mode: Mode
@@ -192,10 +192,10 @@ class Prediction(NamedTuple):
 
 
 def resampled(work: Times, steps: int, random: np.random.Generator) -> Times:
-    """Return a series of so many steps, put together of blocks of the given one, [steps, ranks].
+    """Return a series of ``steps`` steps, made of random blocks of ``work``, [steps, ranks].
 
-    A block is the same steps of all ranks, as many as the root of the series' length: what ranks have in common, and
-    what lasts a few steps, stays together.
+    A block has the same steps of all ranks; its length is the square root of the length of ``work``. So correlations
+    between ranks, and over a few steps, remain.
     """
     block = max(1, round(len(work) ** 0.5))
     starts = random.integers(len(work), size=-(-steps // block))
@@ -214,15 +214,15 @@ def predict(
     seed: int = 0,
     local_size: int = 1,
 ) -> list[Prediction]:
-    """Predict what modes would do with a job, Horovod's optimizer first.
+    """Predict the speed of a job under Horovod's optimizer, then under each mode.
 
     Args:
         work: seconds of each rank's own work, [steps, ranks].
         network: between the ranks.
         parameter_bytes: of gradients, and of weights.
-        modes: to try.
+        modes: the modes to try.
         steps: of each simulated job.
-        resamples: jobs to simulate of each mode; the spread is over these.
+        resamples: number of simulated jobs per mode; the spread is over these.
         seed: of the resampling.
         local_size: ranks of a host, which are a group under a leader.
     """
@@ -240,13 +240,13 @@ def simulated(
     seed: int = 0,
     local_size: int = 1,
 ) -> list[Prediction]:
-    """Simulate jobs under modes, Horovod first; figures are the means over the jobs.
+    """Simulate jobs under Horovod, then under each mode; figures are the means over the jobs.
 
     Args:
-        jobs: of each the seconds that ranks compute, [steps, ranks].
+        jobs: seconds that ranks compute in each, [steps, ranks].
         network, parameter_bytes, modes: see ``predict``.
-        untimed: steps at the start that do not count.
-        seed: of what the modes draw.
+        untimed: first steps that do not count.
+        seed: of the modes' random draws.
         local_size: see ``predict``.
     """
     found: list[list[Outcome]] = []

@@ -1,8 +1,7 @@
-"""Advice for people, as tables of rich or as plain text, and for programs."""
+"""Advice as tables of rich, plain text, or JSON."""
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import sys
 import textwrap
@@ -13,13 +12,13 @@ from hvd_async.advisor.advice import Advice
 from hvd_async.advisor.prediction import YARDSTICK, Prediction, Risk, Spread
 
 WIDTH = 110
-"""Letters of a line of text."""
+"""Characters to which text is wrapped."""
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 """A title, names of columns, rows."""
 
 
 def as_json(advice: Advice) -> dict[str, Any]:
-    """Return advice as JSON has it; times in s."""
+    """Return advice as JSON values; times in s."""
     found, header = advice.culprits, advice.trace.headers[0]
     return {
         "trace": {
@@ -54,7 +53,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
 
 
 def modes_as_json(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
-    """Return predictions as JSON has them; times in s."""
+    """Return predictions as JSON values; times in s."""
     return [_mode(each) for each in predictions]
 
 
@@ -88,15 +87,15 @@ def who(advice: Advice) -> Table:
         for rank in range(advice.trace.ranks)
     ]
     return (
-        "Who makes whom wait",
-        ["rank", "work s", "waited s", "slowest in", "of all waiting", "makes wait most"],
+        "Stragglers",
+        ["rank", "work s", "waited s", "slowest in", "of all waiting", "delays most"],
         rows,
     )
 
 
 def _held(seconds: Sequence[float]) -> str:
     most = max(range(len(seconds)), key=lambda rank: seconds[rank])
-    return f"rank {most}, {seconds[most]:.3g} s a step" if seconds[most] > 0 else "nobody"
+    return f"rank {most}, {seconds[most]:.3g} s a step" if seconds[most] > 0 else "none"
 
 
 def what(predictions: Sequence[Prediction], base: str = "Horovod") -> Table:
@@ -127,20 +126,20 @@ def _range(spread: Spread, style: str) -> str:
 
 
 def sentences(advice: Advice) -> Iterator[str]:
-    """Yield what stands below the tables, a paragraph each."""
+    """Yield the paragraphs below the tables."""
     yield advice.culprits.text()
     if advice.own is not None:
         name = advice.base.lower() if advice.own.mode is YARDSTICK else advice.own.mode.name
-        seen, told = advice.trace.steps_per_s, advice.own.steps_per_s.mean
+        seen, predicted = advice.trace.steps_per_s, advice.own.steps_per_s.mean
         yield (
-            f"The simulation of the job as it was recorded ({name}): {told:.3g} steps/s, recorded were "
-            f"{seen:.3g}, so it is off by {told / seen - 1:+.0%}. Expect other modes to be off by as much or more."
+            f"The simulation of the job as it was recorded ({name}): {predicted:.3g} steps/s, recorded were "
+            f"{seen:.3g}, so it is off by {predicted / seen - 1:+.0%}. Expect other modes to be off by as much or more."
         )
-    yield f"If nobody waited for anybody: {advice.bound:.2f} times {advice.base}'s steps a second."
+    yield f"If no rank waited: {advice.bound:.2f} times {advice.base}'s steps a second."
     if not advice.choices:
         risk = Risk.NONE if advice.own is None else advice.own.mode.risk
         head = "Stay as you are" if risk is Risk.NONE else 'Horovod\'s optimizer, or quorum="all", would do'
-        yield f"{head}: no mode here is 10% quicker than {advice.base} in every resample."
+        yield f"{head}: no mode here is 10% faster than {advice.base} in every resample."
     for number, choice in enumerate(advice.choices):
         mode = choice.prediction.mode
         head = "Take" if not number else "Or, at a higher risk,"
@@ -153,7 +152,7 @@ def sentences(advice: Advice) -> Iterator[str]:
 
 
 def show(advice: Advice) -> None:
-    """Print advice: with rich's tables on a terminal, where rich is installed, else as plain text."""
+    """Print advice, with rich's tables on a terminal, else as plain text."""
     tables, (first, *rest) = [who(advice), what(advice.predictions, advice.base)], list(sentences(advice))
     show_table(tables[0])
     print(f"\n{_wrapped(first)}\n")
@@ -163,20 +162,19 @@ def show(advice: Advice) -> None:
 
 
 def _wrapped(paragraph: str) -> str:
-    """Return a paragraph in lines that are not too long; items of a list stay apart."""
+    """Wrap a paragraph to ``WIDTH``; items of a list keep their lines."""
     lines = paragraph.split("\n")
     return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  " * line.startswith("- ")) for line in lines)
 
 
 def show_table(table: Table) -> None:
-    """Print a table: rich's on a terminal that is wide enough, where rich is installed, else as plain text."""
-    rich = sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
+    """Print a table, rich's on a terminal that is wide enough, else as plain text."""
     framed = sum(_widths(table)) + 3 * len(table[1]) + 1
-    (_rich_table if rich and framed <= shutil.get_terminal_size().columns else _plain_table)(table)
+    (_rich_table if sys.stdout.isatty() and framed <= shutil.get_terminal_size().columns else _plain_table)(table)
 
 
 def _widths(table: Table) -> list[int]:
-    """Return how many letters each column needs."""
+    """Return the width of each column."""
     _, columns, rows = table
     return [max(len(row[place]) for row in (columns, *rows)) for place in range(len(columns))]
 

@@ -1,4 +1,4 @@
-"""Chooses the command. Each is a module of this package, which is imported when its command is called."""
+"""The command line: chooses the command, a module of this package that is imported when its command is called."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Any
 
 import hvd_async
 from hvd_async.errors import HvdAsyncError
@@ -14,34 +14,25 @@ from hvd_async.errors import HvdAsyncError
 COMMANDS: dict[str, str] = {
     "doctor": "will Horovod and hvd_async work on this machine, and how quick is its network?",
     "record": "run a training script and record when each rank computes and when it waits",
-    "advise": "learn from a recorded run who makes whom wait, and what each mode would bring",
-    "simulate": "simulate a job of so many ranks under several modes",
-    "plot": "draw a recorded run: who computed when, and who waited",
+    "advise": "learn from a recorded run which ranks are stragglers, and what each mode would bring",
+    "simulate": "simulate a job under several modes",
+    "plot": "draw a recorded run: when each rank computed, and when it waited",
 }
-"""By the command's name, which is its module's, what it does: a line for ``--help``."""
+"""Line of ``--help`` for each command.
+
+A command is the module of its name: ``add_arguments(parser)`` adds its options, ``run(arguments)`` runs it and returns
+the exit status. The first paragraph of its docstring is its description.
+"""
 
 
-class Command(Protocol):
-    """A command's module; its docstring's first paragraph is what ``--help`` says of it.
-
-    ``add_arguments`` adds its options to a parser, ``run`` does it and returns the exit status.
-    """
-
-    __doc__: str | None
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-
-    def run(self, arguments: argparse.Namespace) -> int: ...
-
-
-def module_of(command: str) -> Command:
-    """Return a command's module."""
-    return cast(Command, importlib.import_module(f"hvd_async.cli.{command}"))
+def module_of(command: str) -> Any:
+    """Return the module of a command."""
+    return importlib.import_module(f"hvd_async.cli.{command}")
 
 
 def make_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser, with the options of ``command``, or those of none."""
-    about = "Optimizers on Horovod that do not wait: look at a machine, record a job, learn what would quicken it."
+    """Return the parser of all commands; only ``command`` has its options."""
+    about = "Optimizers on Horovod that do not wait: check a machine, record a job, learn what would make it faster."
     parser = argparse.ArgumentParser("hvd_async", description=about)
     parser.add_argument("--version", action="version", version=f"hvd_async {hvd_async.__version__}")
     several = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -55,12 +46,11 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
+    """Run a command and return the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    named = next((word for word in given if not word.startswith("-")), None)
-    parser = make_parser(named)
+    parser = make_parser(next((word for word in given if not word.startswith("-")), None))
     parsed = parser.parse_args(given)
     try:
-        return module_of(parsed.command).run(parsed)
+        return int(module_of(parsed.command).run(parsed))
     except (HvdAsyncError, ValueError, OSError) as error:
         parser.exit(2, f"hvd_async {parsed.command}: {error}\n")

@@ -17,19 +17,19 @@ from hvd_async.traces.recorded import record_what_is_made
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the options of the command."""
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the trace, for all ranks")
     parser.add_argument(
         "--synchronize",
         action="store_true",
-        help="wait for the GPU before each mark; without it, times on CUDA say little",
+        help="wait for the GPU before each mark; without it, times on CUDA are not meaningful",
     )
     parser.add_argument("script", type=Path, help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script to its end; returns 1 if it fails.
+    """Run the script; return 1 if it fails.
 
     Raises:
         ValueError: there is no such script, or it made no optimizer that can be recorded.
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     sys.path.insert(0, str(script.resolve().parent))
     try:
         runpy.run_path(str(script), run_name="__main__")
-    except Exception:  # noqa: BLE001  the script's own, told as Python tells it
+    except Exception:  # noqa: BLE001  the script's own, shown as Python shows it
         traceback.print_exc()
         return 1
     if not made:

@@ -1,1 +1,1 @@
-"""Looks at a machine: will Horovod and hvd_async work here, how quick is the network, and what is to be mended."""
+"""A look at a machine: will Horovod and hvd_async work here, and how quick is the network?"""

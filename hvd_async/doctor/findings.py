@@ -1,33 +1,36 @@
-"""Findings of the checks: a verdict, the fact, and what to do about it. How they are shown is elsewhere."""
+"""Findings of the checks: a verdict, the fact and what to do about it; and how they are shown."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 FORMAT = 1
-"""The JSON's version; raised when a field changes its meaning."""
+"""Version of the JSON; raised when a field changes its meaning."""
+WIDTH = 100
+"""Characters to which advice is wrapped."""
 
 
 class Verdict(enum.Enum):
-    """How a check ended."""
+    """Result of a check."""
 
     OK = "ok"
     NOTE = "note"
-    """Works, but slower than it could, or not for everything."""
+    """Works, but slower than it could, or not for every use."""
     PROBLEM = "problem"
     """Jobs will fail."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check.
+class Finding(msgspec.Struct, frozen=True):
+    """Result of one check.
 
     Attributes:
         name: of the check.
-        verdict: how it ended.
+        verdict: its result.
         fact: in words, with its unit.
         advice: what to do about it; empty if there is nothing to do.
         values: the same fact for programs; names end in their unit (``_bytes``, ``_s``).
@@ -37,7 +40,7 @@ class Finding:
     verdict: Verdict
     fact: str
     advice: str = ""
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = {}
 
 
 def ok(name: str, fact: str, /, **values: Any) -> Finding:
@@ -61,17 +64,48 @@ def worst(findings: Iterable[Finding]) -> Verdict:
     return max((finding.verdict for finding in findings), key=order.index, default=Verdict.OK)
 
 
-def as_json(findings: Iterable[Finding], **more: Any) -> dict[str, Any]:
+def as_json(findings: Sequence[Finding], **more: Any) -> dict[str, Any]:
     """Return findings as ``--json`` writes them: ``format``, ``verdict``, ``findings``, and ``more``."""
-    found = list(findings)
-    listed = [
-        {
-            "name": finding.name,
-            "verdict": finding.verdict.value,
-            "fact": finding.fact,
-            "advice": finding.advice,
-            "values": dict(finding.values),
-        }
-        for finding in found
-    ]
-    return {"format": FORMAT, "verdict": worst(found).value, "findings": listed, **more}
+    return {"format": FORMAT, "verdict": worst(findings).value, "findings": msgspec.to_builtins(findings), **more}
+
+
+# -- on the screen -----------------------------------------------------------------------------------------------------
+
+COLOURS = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "bold red"}
+CLOSING = {
+    Verdict.OK: "Horovod and hvd_async will work here.",
+    Verdict.NOTE: "jobs will work here; the notes say what could be better.",
+    Verdict.PROBLEM: "fix the problems first.",
+}
+
+
+def show_findings(findings: Sequence[Finding]) -> None:
+    """Print a line per finding, its advice indented below it, and a summary; in colours on a terminal."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    width = min(WIDTH, console.width) if console.is_terminal else WIDTH
+    name_width = max((len(finding.name) for finding in findings), default=0)
+    indent = " " * (9 + name_width + 2)
+    for finding in findings:
+        verdict = (f"{finding.verdict.value:7}", COLOURS[finding.verdict])
+        console.print(Text.assemble(verdict, f"  {finding.name:{name_width}}  {finding.fact}"), soft_wrap=True)
+        for words in textwrap.wrap(finding.advice, width, initial_indent=indent, subsequent_indent=indent):
+            console.print(Text(words), soft_wrap=True)
+    problems, notes, good = (
+        sum(finding.verdict is verdict for finding in findings)
+        for verdict in (Verdict.PROBLEM, Verdict.NOTE, Verdict.OK)
+    )
+    counts = f"{problems} problem{'s' * (problems != 1)}, {notes} note{'s' * (notes != 1)}, {good} ok"
+    overall = worst(findings)
+    console.print(Text(f"{counts}: {CLOSING[overall]}", style=COLOURS[overall]), soft_wrap=True)
+
+
+def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; the first column is aligned to the left, the others to the right."""
+    first, *others = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    print(title)
+    for name, *cells in [header, *rows]:
+        aligned = [cell.rjust(width) for cell, width in zip(cells, others, strict=True)]
+        print("  ".join([name.ljust(first), *aligned]).rstrip())

@@ -1,168 +1,248 @@
-"""Cores, memory, descriptors, instructions and threads of this machine."""
+"""This machine: cores, memory, open files, processor, addresses and ports."""
 
 from __future__ import annotations
 
 import os
 import platform
 import resource
-from collections.abc import Mapping
-from dataclasses import dataclass
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
 from hvd_async.doctor.findings import Finding, note, ok, problem
-from hvd_async.runtime.descriptors import needed_for, shortage
+from hvd_async.errors import EngineError
+from hvd_async.runtime.addresses import own_addresses, reachable
+from hvd_async.runtime.descriptors import needed_for
 
 GIB = 2**30
 ENOUGH = 2 * GIB
-"""Bytes of memory a rank below which a real model may not fit beside the framework."""
+"""Bytes of memory per rank below which a real model may not fit beside the framework."""
 LEAST = GIB // 2
-"""Bytes of memory a rank that a framework takes by itself."""
-CGROUP = Path("/sys/fs/cgroup")
+"""Bytes of memory per rank that a framework needs for itself."""
+FEW_PORTS = 2000
+ROOT, CGROUP = Path("/"), "sys/fs/cgroup"
+PORT_LIMIT = 3.0
+"""Seconds in which a port of this machine must take a connection from it."""
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Facts of a machine.
-
-    Attributes:
-        cores: that this process may use.
-        quota: cores' worth of time that a container may use; None: no limit.
-        available: bytes of memory that can be had now.
-        flags: of the processor, as Linux names them; empty if unknown.
-        architecture: such as "x86_64".
-        soft, hard: limits on open files; None: none.
-    """
-
-    cores: int
-    quota: float | None
-    available: int
-    flags: frozenset[str]
-    architecture: str
-    soft: int | None
-    hard: int | None
+# -- facts -------------------------------------------------------------------------------------------------------------
 
 
-def read_machine(cgroup: Path = CGROUP, cpuinfo: Path = Path("/proc/cpuinfo")) -> Machine:
-    """Return the facts of this machine."""
-    soft, hard = (
-        None if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
-    )
-    left = _memory_left(cgroup)
+def usable_cores(root: Path = ROOT) -> float:
+    """Return the cores that this process, or its container, may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _read(root / CGROUP / "cpu.max").split()
+    return cores if len(quota) != 2 or quota[0] == "max" else min(cores, int(quota[0]) / int(quota[1]))
+
+
+def free_memory(root: Path = ROOT) -> int:
+    """Return the bytes of memory that this process, or its container, may still use."""
     available = int(psutil.virtual_memory().available)
-    return Machine(
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        quota=_quota(cgroup),
-        available=available if left is None else min(available, left),
-        flags=_flags(cpuinfo),
-        architecture=platform.machine(),
-        soft=soft,
-        hard=hard,
-    )
-
-
-def _words(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").split()
-    except OSError:  # (no cgroup of version 2)
-        return []
-
-
-def _quota(cgroup: Path) -> float | None:
-    words = _words(cgroup / "cpu.max")
-    return int(words[0]) / int(words[1]) if len(words) == 2 and words[0] != "max" else None
-
-
-def _memory_left(cgroup: Path) -> int | None:
-    most, used = _words(cgroup / "memory.max"), _words(cgroup / "memory.current")
+    most, used, stat = (_read(root / CGROUP / f"memory.{name}").split() for name in ("max", "current", "stat"))
     if not most or not used or most[0] == "max":
-        return None
-    told = _words(cgroup / "memory.stat")
-    cached = dict(zip(told[::2], told[1::2], strict=False)).get(
-        "inactive_file", "0"
-    )  # files, given back when asked for
-    return max(0, int(most[0]) - max(0, int(used[0]) - int(cached)))
+        return available
+    cached = int(dict(zip(stat[::2], stat[1::2], strict=False)).get("inactive_file", "0"))  # (freed on demand)
+    return min(available, max(0, int(most[0]) - max(0, int(used[0]) - cached)))
 
 
-def _flags(cpuinfo: Path) -> frozenset[str]:
+def processor_flags(root: Path = ROOT) -> set[str]:
+    """Return the instruction sets of an x86 processor, as Linux names them; none of others."""
+    lines = _read(root / "proc/cpuinfo").splitlines() if platform.machine() in ("x86_64", "AMD64") else []
+    return set(next((line for line in lines if line.startswith("flags")), "").partition(":")[2].split())
+
+
+def free_ports(root: Path = ROOT) -> int | None:
+    """Return the number of ports that the kernel chooses from; None if it does not say."""
+    ends = _read(root / "proc/sys/net/ipv4/ip_local_port_range").split()
+    return int(ends[1]) - int(ends[0]) + 1 if len(ends) == 2 else None
+
+
+def interface_addresses() -> dict[str, list[str]]:
+    """Return the addresses of each interface that has some."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {
+        name: [one.address.partition("%")[0] for one in found if one.family in families]
+        for name, found in psutil.net_if_addrs().items()
+        if any(one.family in families for one in found)
+    }
+
+
+def host_address(name: str) -> str:
+    """Return the address of a host's name; empty: it has none."""
     try:
-        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
-    except OSError:  # (not Linux)
-        return frozenset()
-    return next((frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), frozenset())
+        return socket.gethostbyname(name)
+    except OSError:
+        return ""
 
 
-def judge_cores(machine: Machine, local_ranks: int, environ: Mapping[str, str]) -> list[Finding]:
+def _read(path: Path) -> str:
+    """Return a file's text; empty where there is no such file: another system, or no cgroup of version 2."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+# -- judgements --------------------------------------------------------------------------------------------------------
+
+
+def check_machine(local_ranks: int, ranks: int, has_tensorflow: bool) -> Iterator[Finding]:
+    """Judge this machine for a job of ``ranks`` ranks, ``local_ranks`` of them here."""
+    yield from judge_cores(usable_cores(), local_ranks, os.environ)
+    yield judge_memory(free_memory(), local_ranks)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield judge_descriptors(soft, hard, ranks)
+    if has_tensorflow:
+        yield from judge_onednn(processor_flags(), os.environ)
+    name = socket.gethostname()
+    yield from judge_addresses(interface_addresses(), name, host_address(name), os.environ)
+    yield judge_ports(own_addresses(), free_ports())
+
+
+def judge_cores(cores: float, local_ranks: int, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Judge cores and OMP_NUM_THREADS for ``local_ranks`` ranks on this machine."""
-    cores = machine.cores if machine.quota is None else min(float(machine.cores), machine.quota)
     each = cores / local_ranks
     fact = f"{cores:g} for {local_ranks} ranks: {each:.2g} a rank"
     if each < 1:
-        advice = "Ranks share cores: start fewer here, take Gloo and not MPI, HOROVOD_CYCLE_TIME=5."
-        found = [note("cores", fact, advice, cores=cores, per_rank=each)]
+        advice = "Ranks share cores: start fewer here, use Gloo rather than MPI, and set HOROVOD_CYCLE_TIME=5."
+        yield note("cores", fact, advice, cores=cores, per_rank=each)
     else:
-        found = [ok("cores", fact, cores=cores, per_rank=each)]
+        yield ok("cores", fact, cores=cores, per_rank=each)
     wanted, text = max(1, int(each)), environ.get("OMP_NUM_THREADS", "")
-    if not text:
-        if local_ranks > 1:
-            advice = f"Each rank's torch starts a thread a core: set OMP_NUM_THREADS={wanted}."
-            return [*found, note("OMP_NUM_THREADS", "not set", advice)]
-        return [*found, ok("OMP_NUM_THREADS", "not set, one rank")]
     first = text.partition(",")[0].strip()
-    if not first.isdecimal() or int(first) < 1:
-        advice = f"It is no number of threads: set OMP_NUM_THREADS={wanted}, or unset it."
-        return [*found, problem("OMP_NUM_THREADS", repr(text), advice)]
-    threads = int(first)
+    threads = int(first) if first.isdecimal() else 0
     fact = f"{threads}; {threads * local_ranks} threads in all"
-    if threads * local_ranks > max(cores, local_ranks):
+    if not text and local_ranks == 1:
+        yield ok("OMP_NUM_THREADS", "not set, one rank")
+    elif not text:
+        advice = f"Each rank's torch starts a thread per core: set OMP_NUM_THREADS={wanted}."
+        yield note("OMP_NUM_THREADS", "not set", advice)
+    elif threads < 1:
+        advice = f"It must be a number of threads: set OMP_NUM_THREADS={wanted}, or unset it."
+        yield problem("OMP_NUM_THREADS", repr(text), advice)
+    elif threads * local_ranks > max(cores, local_ranks):
         advice = f"More threads than cores: set OMP_NUM_THREADS={wanted}."
-        return [*found, note("OMP_NUM_THREADS", fact, advice, threads=threads)]
-    return [*found, ok("OMP_NUM_THREADS", fact, threads=threads)]
+        yield note("OMP_NUM_THREADS", fact, advice, threads=threads)
+    else:
+        yield ok("OMP_NUM_THREADS", fact, threads=threads)
 
 
-def judge_memory(machine: Machine, local_ranks: int) -> Finding:
-    """Judge the memory for ``local_ranks`` ranks on this machine."""
-    each = machine.available // local_ranks
-    fact = f"{machine.available / GIB:.1f} GiB free: {each / GIB:.1f} GiB a rank"
-    values = {"available_bytes": machine.available, "per_rank_bytes": each}
+def judge_memory(available: int, local_ranks: int) -> Finding:
+    """Judge the free memory, bytes, for ``local_ranks`` ranks on this machine."""
+    each = available // local_ranks
+    fact = f"{available / GIB:.1f} GiB free: {each / GIB:.1f} GiB a rank"
+    values = {"available_bytes": available, "per_rank_bytes": each}
     if each < LEAST:
         return problem("memory", fact, "Too little for the framework itself: start fewer ranks here.", **values)
     if each < ENOUGH:
-        return note("memory", fact, "Enough for small models only: see that yours fits.", **values)
+        return note("memory", fact, "Enough for small models only: check that yours fits.", **values)
     return ok("memory", fact, **values)
 
 
-def judge_descriptors(machine: Machine, ranks: int) -> Finding:
-    """Judge the limit on open files, for this machine as rank 0's of a job of ``ranks`` ranks."""
+def judge_descriptors(soft: int, hard: int, ranks: int) -> Finding:
+    """Judge the limits on open files, with rank 0 of ``ranks`` ranks on this machine."""
     needed = needed_for(ranks)
-    limit = "no limit" if machine.soft is None else f"{machine.soft} open files"
-    fact = f"{limit}; rank 0 of {ranks} ranks needs {needed}"
-    values = {"soft": machine.soft, "hard": machine.hard, "needed": needed}
-    if shortage(ranks, here=False) or (machine.hard is not None and machine.hard < needed):
+    limits = {"soft": soft, "hard": hard}
+    values = {name: None if limit == resource.RLIM_INFINITY else limit for name, limit in limits.items()}
+    values["needed"] = needed
+    words = "no limit" if values["soft"] is None else f"{soft} open files"
+    fact = f"{words}; rank 0 of {ranks} ranks needs {needed}"
+    if values["hard"] is not None and hard < needed:
         advice = f"Raise the hard limit: ulimit -Hn {needed}, or LimitNOFILE= of what starts jobs (docs/clusters.md)."
         return problem("open files", fact, advice, **values)
-    if machine.soft is not None and machine.soft < needed:
-        advice = f"This library raises it for itself; Gloo, which connects all ranks, does not: ulimit -n {needed}."
+    if values["soft"] is not None and soft < needed:
+        advice = f"This library raises it itself; Gloo, which connects all ranks, does not: ulimit -n {needed}."
         return note("open files", fact, advice, **values)
     return ok("open files", fact, **values)
 
 
-def judge_onednn(machine: Machine, tensorflow: str, environ: Mapping[str, str]) -> list[Finding]:
-    """Judge whether TensorFlow will use oneDNN, if it is installed (``tensorflow``: its version) on an x86 processor.
-
-    TensorFlow has it on by itself only on processors with AVX-512 or AMX.
-    """
-    if not tensorflow or machine.architecture not in ("x86_64", "AMD64") or not machine.flags:
-        return []
-    quick = any(flag.startswith(("avx512", "amx")) for flag in machine.flags)
+def judge_onednn(flags: set[str], environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Judge whether TensorFlow will use oneDNN on an x86 processor: by default it does with AVX-512 or AMX only."""
+    if not flags:
+        return
+    quick = any(flag.startswith(("avx512", "amx")) for flag in flags)
     chosen = environ.get("TF_ENABLE_ONEDNN_OPTS", "")
-    has = "AVX-512" if quick else "AVX2" if "avx2" in machine.flags else "no AVX2"
+    has = "AVX-512" if quick else "AVX2" if "avx2" in flags else "no AVX2"
     values = {"avx512": quick, "TF_ENABLE_ONEDNN_OPTS": chosen}
     if chosen == "0":
-        advice = "Convolutions on the CPU are several times slower so: unset TF_ENABLE_ONEDNN_OPTS, or set it to 1."
-        return [note("oneDNN", f"{has}; switched off", advice, **values)]
-    if not quick and not chosen:
+        advice = "This makes convolutions on the CPU several times slower: unset TF_ENABLE_ONEDNN_OPTS, or set it to 1."
+        yield note("oneDNN", f"{has}; switched off", advice, **values)
+    elif not quick and not chosen:
         advice = "TensorFlow leaves oneDNN off here, which is several times slower: set TF_ENABLE_ONEDNN_OPTS=1."
-        return [note("oneDNN", f"{has}; off", advice, **values)]
-    return [ok("oneDNN", f"{has}; on", **values)]
+        yield note("oneDNN", f"{has}; off", advice, **values)
+    else:
+        yield ok("oneDNN", f"{has}; on", **values)
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address is valid on its own machine only."""
+    return address.startswith("127.") or address == "::1"
+
+
+def judge_addresses(
+    found: Mapping[str, Sequence[str]], name: str, named: str, environ: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Judge this machine's addresses.
+
+    Args:
+        found: of each interface.
+        name: the host's.
+        named: address of that name; empty: it has none.
+        environ: variables, some of which choose among addresses.
+    """
+    outward = {key: addresses for key, addresses in found.items() if not all(map(is_loopback, addresses))}
+    values = {"interfaces": {key: list(addresses) for key, addresses in found.items()}}
+    if outward:
+        yield ok("interfaces", "; ".join(f"{key} {', '.join(each)}" for key, each in outward.items()), **values)
+    else:
+        yield note("interfaces", "loopback only", "Jobs on this machine alone will work.", **values)
+    chosen, address = environ.get("HOROVOD_GLOO_IFACE", ""), environ.get("HVD_ASYNC_ADDRESS", "")
+    if chosen and chosen not in found:
+        advice = f"Name one of {', '.join(found)}, or unset it."
+        yield problem("HOROVOD_GLOO_IFACE", f"there is no interface {chosen!r} with an address", advice)
+    if address and address not in {name, "localhost"}.union(*found.values()):
+        advice = "Right only on other hosts than rank 0's, or behind a NAT: on rank 0's host set it to one of its own."
+        yield note("HVD_ASYNC_ADDRESS", f"{address} is no address of this machine", advice)
+    if not named:
+        advice = "Gloo looks it up for process sets: add it to /etc/hosts, or set HOROVOD_GLOO_IFACE."
+        yield note("host name", f"{name} has no address", advice, name=name, address="")
+    elif is_loopback(named) and outward:
+        advice = (
+            "For jobs on several hosts name the interface, HOROVOD_GLOO_IFACE="
+            f"{next(iter(outward))}, or correct /etc/hosts (docs/clusters.md)."
+        )
+        fact = f"{name} is {named}, good on this machine only"
+        yield note("host name", fact, advice, name=name, address=named)
+    else:
+        yield ok("host name", f"{name} is {named}", name=name, address=named)
+
+
+def judge_ports(addresses: Sequence[str], ports: int | None) -> Finding:
+    """Judge whether ranks of this machine can connect to each other.
+
+    Args:
+        addresses: of this machine, best guess first; the first and loopback are tried.
+        ports: number that the kernel chooses from; None: unknown.
+    """
+    tried = list(dict.fromkeys([*addresses[:1], "127.0.0.1"]))
+    refused = [address for address in tried if not _connects(address)]
+    fact = f"connections to {' and '.join(tried)}; {'unknown number of' if ports is None else ports} ports"
+    if refused:
+        advice = "Ranks cannot meet: look for a firewall, or a sandbox without a network (docs/clusters.md)."
+        return problem("ports", f"no connection to {' and '.join(refused)}", advice, refused=refused)
+    if ports is not None and ports < FEW_PORTS:
+        return note("ports", fact, "Few: widen net.ipv4.ip_local_port_range for large jobs.", ports=ports)
+    return ok("ports", fact, ports=ports)
+
+
+def _connects(address: str) -> bool:
+    """Return whether a port of this machine takes a connection at one of its addresses."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.create_server((address, 0), family=family) as server:
+            reachable([address], server.getsockname()[1], PORT_LIMIT, "this machine")
+    except (OSError, EngineError):
+        return False
+    return True

@@ -1,70 +1,63 @@
-"""Measures latency and bandwidth between hosts, pairwise and of an allreduce, over Horovod. Runs on every rank."""
+"""Latency and bandwidth between hosts, pairwise and of an allreduce: a benchmark of Horovod's collectives on CPUs.
+
+Every rank calls ``measure``. ``measure_hosts`` starts such a job on named hosts.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import platform
+import secrets
 import socket
+import socketserver
 import statistics
+import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
 
 import hvd_async
-from hvd_async.doctor.wire import Echo, latency
+from hvd_async.doctor.findings import Finding, note, ok, problem
+from hvd_async.doctor.programs import launch_command, run_job
+from hvd_async.doctor.software import BUILD, FRAMEWORKS, installed, read_build
 from hvd_async.errors import EngineError
-from hvd_async.runtime.addresses import own_addresses
+from hvd_async.runtime.addresses import own_addresses, reachable
+from hvd_async.runtime.data_plane import TORCH, choose
 
-FIRST = 2**18
-LARGEST = 2**26
+FIRST, LARGEST = 2**18, 2**26
 """Bytes of the first and of the largest message."""
+SMALL = 8
+"""Bytes of a message that takes as long as the software around it."""
 LONG = 0.4
-"""Seconds that a message should take: the software around it counts little then."""
+"""Seconds that the largest message should take: the software around it counts little then."""
 REPEATS = 5
 ALL_PAIRS = 6
 """Hosts up to which each is measured with every other; above, with its two neighbours in the ring of ranks."""
-SMALL = 8
-"""Bytes of a message that takes as long as the software around it."""
+SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Variables with the number of ranks: of ``horovodrun``, Open MPI, other MPIs. torchrun's ``WORLD_SIZE`` counts with
+its ``RANK``."""
+LINK_LIMIT = 10.0
+"""Seconds that a link's measurement may take."""
+SLOW = 0.5
+"""Share of the links' median bandwidth below which a link is named."""
 
 
-class Collectives(Protocol):
-    """Horovod's collectives, as a binding has them. Each is called by all ranks, in one order."""
-
-    framework: str
-
-    def rank(self) -> int: ...
-
-    def size(self) -> int: ...
-
-    def transport(self) -> str:
-        """Return what carries tensors on CPUs: "Gloo" or "MPI"."""
-        ...
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's picklable value."""
-        ...
-
-    def allreduce(self, size: int) -> None:
-        """Sum ``size`` bytes of float32."""
-        ...
-
-    def alltoall(self, splits: Sequence[int]) -> None:
-        """Send each rank so many bytes."""
-        ...
+# -- what is measured --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(msgspec.Struct, frozen=True):
     """A measurement from one rank to another.
 
     Attributes:
         sender, receiver: names of the hosts, with the rank where a host has several.
         latency_s: of a short message over TCP, one way; None: no connection.
-        bandwidth_bytes_s: of a long message over Horovod, without others at the time.
-        size_bytes: the long message's.
+        bandwidth_bytes_s: of a long message over Horovod, with no other traffic.
+        size_bytes: of the long message.
         failure: why there is no connection; else empty.
     """
 
@@ -76,14 +69,13 @@ class Link:
     failure: str = ""
 
 
-@dataclass(frozen=True)
-class Allreduce:
+class Allreduce(msgspec.Struct, frozen=True):
     """One allreduce of all ranks.
 
     Attributes:
         size_bytes: of each rank's tensor.
-        duration_s: the quickest of ``REPEATS``.
-        bandwidth_bytes_s: what each rank of a ring would have sent in this time.
+        duration_s: of the fastest of ``REPEATS``.
+        bandwidth_bytes_s: that each rank of a ring needs to finish in this time.
     """
 
     size_bytes: int
@@ -91,20 +83,23 @@ class Allreduce:
     bandwidth_bytes_s: float
 
 
-@dataclass(frozen=True)
-class Measurement:
+class Measurement(msgspec.Struct, frozen=True):
     """A network as all ranks have measured it.
 
     Attributes:
-        hosts: how many ranks each has.
+        latency_s: median of the links; None: no link has one.
+        bandwidth_bytes_s: of the slowest link, which limits a ring.
+        hosts: number of ranks of each host.
         ranks: of the job.
-        framework, transport: whose collectives.
-        software_s: what a collective of next to nothing takes: the ranks' agreement that it may start.
-        links: from rank to rank, one of each host.
-        allreduce: of growing tensors.
+        framework, transport: of the collectives.
+        software_s: duration of a collective of 8 bytes: the ranks' agreement that it may start.
+        links: from rank to rank, one rank per host.
+        allreduce: of tensors of increasing sizes.
         versions: of Python, hvd_async and the framework, on each host.
     """
 
+    latency_s: float | None
+    bandwidth_bytes_s: float
     hosts: dict[str, int]
     ranks: int
     framework: str
@@ -114,82 +109,173 @@ class Measurement:
     allreduce: tuple[Allreduce, ...]
     versions: dict[str, str]
 
-    @property
-    def latency_s(self) -> float | None:
-        """Median of the links' latencies, s; None: no link has one."""
-        known = [link.latency_s for link in self.links if link.latency_s is not None]
-        return statistics.median(known) if known else None
 
-    @property
-    def bandwidth_bytes_s(self) -> float:
-        """Bandwidth of the slowest link, bytes/s: a ring is as slow as that."""
-        return min(link.bandwidth_bytes_s for link in self.links)
+# -- a short message over TCP, as those of the control plane -----------------------------------------------------------
 
-    def as_json(self) -> dict[str, Any]:
-        """Return all of it, with ``latency_s`` and ``bandwidth_bytes_s`` of the whole."""
-        return {"latency_s": self.latency_s, "bandwidth_bytes_s": self.bandwidth_bytes_s, **asdict(self)}
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Measurement:
-        """Return what ``as_json`` has made a dictionary of.
-
-        Raises:
-            ValueError: it lacks a field.
-        """
-        names = cls.__dataclass_fields__
-        try:
-            fields: dict[str, Any] = {name: value[name] for name in names}
-            fields["links"] = tuple(Link(**link) for link in value["links"])
-            fields["allreduce"] = tuple(Allreduce(**one) for one in value["allreduce"])
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"no measurement of a network: {error}. Make one with hvd_async doctor --hosts") from None
-        return cls(**fields)
+ROUND_TRIPS = 50
+PATIENCE = 5.0
+"""Seconds for a connection, and for each answer."""
+TOKEN = 16
+"""Bytes that identify an ``Echo``: the address of another host's bridge may be one of this host's, too."""
 
 
-def host_name() -> str:
-    """Return this rank's host as Horovod knows it, else as it calls itself."""
-    return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+class Echo(socketserver.ThreadingTCPServer):
+    """Server that sends each connection its ``token``, then sends back what it receives."""
+
+    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("", 0), _Echoing)
+        self.port = int(self.server_address[1])
+        self.token = secrets.token_bytes(TOKEN)
+        self._thread = threading.Thread(target=self.serve_forever, name="hvd_async-doctor-echo", daemon=True)
+        self._thread.start()
+
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
+
+    def close(self) -> None:
+        """Stop to take connections."""
+        self.shutdown()
+        self._thread.join(PATIENCE)
+        self.server_close()
 
 
-def measure(collectives: Collectives) -> Measurement:
-    """Measure the network between the ranks; every rank calls it, and gets the same.
+class _Echoing(socketserver.BaseRequestHandler):
+    server: Echo
+
+    def handle(self) -> None:
+        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.request.settimeout(PATIENCE)
+        with contextlib.suppress(OSError):
+            self.request.sendall(self.server.token)
+            while data := self.request.recv(64):
+                self.request.sendall(data)
+
+
+def latency(addresses: Sequence[str], port: int, token: bytes, owner: str) -> float:
+    """Return the time of a short message to an ``Echo``, one way, seconds: half of the median round trip.
+
+    Args:
+        addresses: of its host; the first that answers is used.
+        port: of the ``Echo``.
+        token: of the ``Echo``.
+        owner: the host's name, for errors.
 
     Raises:
-        ValueError: there is one rank only.
+        EngineError: none answers within ``PATIENCE``, or another server does.
     """
-    rank, size = collectives.rank(), collectives.size()
+    address = reachable(addresses, port, PATIENCE, owner)
+    times = []
+    try:
+        with socket.create_connection((address, port), PATIENCE) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if connection.recv(TOKEN, socket.MSG_WAITALL) != token:
+                raise EngineError(f"something else answers at the address {address} of {owner}, port {port}")
+            for _ in range(ROUND_TRIPS):
+                began = time.perf_counter()
+                connection.sendall(b"?")
+                if not connection.recv(1):
+                    raise EngineError(f"the connection to {owner} has ended before its answer")
+                times.append(time.perf_counter() - began)
+    except OSError as error:
+        raise EngineError(f"the connection to {owner} has failed: {error}") from error
+    return statistics.median(times) / 2
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """All ranks of this job, and their collectives on tensors of one framework.
+
+    Args:
+        framework: ``torch`` or ``tensorflow``.
+    """
+
+    def __init__(self, framework: str) -> None:
+        self._module = importlib.import_module(framework)
+        if framework == "torch":
+            self._hvd = importlib.import_module("hvd_async.torch.horovod_api").hvd
+        else:
+            self._hvd = importlib.import_module(f"horovod.{framework}")
+            self._module.config.set_visible_devices([], "GPU")
+        self._counts = getattr(self._module, "tensor" if framework == "torch" else "constant")
+        self.framework = f"{framework} {self._module.__version__}"
+
+    def __enter__(self) -> Ranks:
+        self._hvd.init()
+        self.rank, self.size = int(self._hvd.rank()), int(self._hvd.size())
+        self.transport = "MPI" if self._hvd.mpi_enabled() else "Gloo"
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hvd.shutdown()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the picklable values of all ranks."""
+        return list(self._hvd.allgather_object(value, name="hvd_async.doctor.gather"))
+
+    def allreduce(self, size: int) -> None:
+        """Sum ``size`` bytes of float32."""
+        self._hvd.allreduce(self._module.zeros(size // 4), name=f"hvd_async.doctor.{size}", op=self._hvd.Sum)
+
+    def alltoall(self, splits: Sequence[int]) -> None:
+        """Send each rank its number of bytes in ``splits``."""
+        sent = self._module.zeros(sum(splits), dtype=self._module.uint8)
+        counts = self._counts(splits, dtype=self._module.int32)
+        self._hvd.alltoall(sent, splits=counts, name="hvd_async.doctor.alltoall")
+
+
+def measure(ranks: Ranks) -> Measurement:
+    """Measure the network between the ranks; every rank calls it, and all return the same.
+
+    Raises:
+        ValueError: there is only one rank.
+    """
+    rank, size = ranks.rank, ranks.size
     if size < 2:
         raise ValueError("a network is measured between two ranks at the least: start it with horovodrun -np 2")
-    version = f"Python {platform.python_version()}, hvd_async {hvd_async.__version__}, {collectives.framework}"
+    version = f"Python {platform.python_version()}, hvd_async {hvd_async.__version__}, {ranks.framework}"
+    host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
     with contextlib.closing(Echo()) as echo:
-        cards = collectives.gather((host_name(), own_addresses(told=rank == 0), echo.port, echo.token, version))
+        cards = ranks.gather((host, own_addresses(rank == 0), echo.port, echo.token, version))
         hosts = [str(card[0]) for card in cards]
-        pairs = pairs_of(hosts)
         names = [host if hosts.count(host) == 1 else f"{host}[{place}]" for place, host in enumerate(hosts)]
-        software = _quickest(collectives, functools.partial(collectives.allreduce, SMALL))
+        software = fastest(ranks, functools.partial(ranks.allreduce, SMALL))
         links = []
-        for sender, receiver in pairs:
+        for sender, receiver in pairs_of(hosts):
             delay, failure = None, ""
             if rank == sender:
-                delay, failure = _latency(cards[receiver], names[receiver])
-            delay, failure = collectives.gather((delay, failure))[sender]
-            length, bandwidth = _bandwidth(collectives, sender, receiver)
+                _, addresses, port, token, _ = cards[receiver]
+                try:
+                    delay = latency(addresses, port, token, names[receiver])
+                except EngineError as error:
+                    failure = str(error)
+            delay, failure = ranks.gather((delay, failure))[sender]
+            length, bandwidth = _bandwidth(ranks, sender, receiver)
             links.append(Link(names[sender], names[receiver], delay, bandwidth, length, failure))
-        allreduce = _allreduce(collectives, software)
+        allreduces = tuple(_allreduces(ranks, software))
+    latencies = [link.latency_s for link in links if link.latency_s is not None]
     return Measurement(
+        statistics.median(latencies) if latencies else None,
+        min(link.bandwidth_bytes_s for link in links),
         {host: hosts.count(host) for host in dict.fromkeys(hosts)},
         size,
-        collectives.framework,
-        collectives.transport(),
+        ranks.framework,
+        ranks.transport,
         software,
         tuple(links),
-        allreduce,
+        allreduces,
         {str(card[0]): str(card[4]) for card in cards},
     )
 
 
 def pairs_of(hosts: Sequence[str]) -> list[tuple[int, int]]:
-    """Return which ranks are measured, as (sender, receiver): the first of each host, or all ranks of a single one.
+    """Return the measured ranks as (sender, receiver): the first of each host, or all ranks of a single one.
 
     Args:
         hosts: of each rank.
@@ -202,51 +288,160 @@ def pairs_of(hosts: Sequence[str]) -> list[tuple[int, int]]:
     return [pair for one, other in zip(ranks, following, strict=True) for pair in ((one, other), (other, one))]
 
 
-def _latency(card: Sequence[Any], whose: str) -> tuple[float | None, str]:
-    """Seconds to the rank whose card it is, or why there are none."""
-    _, addresses, port, token, _ = card
-    try:
-        return latency(addresses, port, token, whose), ""
-    except EngineError as error:
-        return None, str(error)
+def fastest(ranks: Ranks, act: Callable[[], None], repeats: int = REPEATS) -> float:
+    """Return the seconds of a collective on its last rank, the least of several after one that is not counted.
 
-
-def _quickest(collectives: Collectives, act: Callable[[], None], repeats: int = REPEATS) -> float:
-    """Seconds that a collective takes on the rank that is last, the quickest of several after one that is not counted.
-
-    What else a machine does makes it slower and never quicker, so the quickest says most of the network.
+    Other load on a machine only makes it slower, so the least says most about the network.
     """
     times = []
     for _ in range(repeats + 1):
-        collectives.allreduce(SMALL)  # (all ranks begin together)
+        ranks.allreduce(SMALL)  # (all ranks begin together)
         began = time.perf_counter()
         act()
         times.append(time.perf_counter() - began)
-    everywhere = zip(*collectives.gather(times[1:]), strict=True)
-    return float(min(max(of_ranks) for of_ranks in everywhere))
+    return float(min(map(max, zip(*ranks.gather(times[1:]), strict=True))))
 
 
-def _bandwidth(collectives: Collectives, sender: int, receiver: int) -> tuple[int, float]:
-    """Bytes of a long message from one rank to another, and how many go per second."""
+def _bandwidth(ranks: Ranks, sender: int, receiver: int) -> tuple[int, float]:
+    """Return the bytes of a long message from one rank to another, and how many go per second."""
 
     def send(length: int) -> Callable[[], None]:
-        splits = [length if rank == receiver else 0 for rank in range(collectives.size())]
-        return lambda: collectives.alltoall(splits if collectives.rank() == sender else [0] * len(splits))
+        splits = [0] * ranks.size
+        if ranks.rank == sender:
+            splits[receiver] = length
+        return functools.partial(ranks.alltoall, splits)
 
-    software = _quickest(collectives, send(SMALL))
+    software = fastest(ranks, send(SMALL))
     length = FIRST
-    while _quickest(collectives, send(length), 1) < LONG and length < LARGEST:
-        length = min(LARGEST, 2 * length)
-    return length, length / max(_quickest(collectives, send(length)) - software, 1e-9)
+    while fastest(ranks, send(length), 1) < LONG and length < LARGEST:
+        length *= 2
+    return length, length / max(fastest(ranks, send(length)) - software, 1e-9)
 
 
-def _allreduce(collectives: Collectives, software: float) -> tuple[Allreduce, ...]:
-    """Allreduces of growing tensors, until one takes long."""
-    size, length, found = collectives.size(), FIRST, []
-    while True:
-        seconds = _quickest(collectives, functools.partial(collectives.allreduce, length))
-        bandwidth = 2 * (size - 1) / size * length / max(seconds - software, 1e-9)
-        found.append(Allreduce(length, seconds, bandwidth))
-        if seconds >= LONG or length >= LARGEST:
-            return tuple(found)
-        length = min(LARGEST, 4 * length)
+def _allreduces(ranks: Ranks, software: float) -> Iterator[Allreduce]:
+    """Measure allreduces of increasing sizes, until one takes ``LONG``."""
+    length, seconds = FIRST, 0.0
+    while seconds < LONG and length <= LARGEST:
+        seconds = fastest(ranks, functools.partial(ranks.allreduce, length))
+        sent = 2 * (ranks.size - 1) / ranks.size * length
+        yield Allreduce(length, seconds, sent / max(seconds - software, 1e-9))
+        length *= 4
+
+
+# -- jobs --------------------------------------------------------------------------------------------------------------
+
+
+def in_a_job() -> bool:
+    """Return whether this process is one of several ranks."""
+    sizes = [*SIZES, "WORLD_SIZE"] if "RANK" in os.environ else SIZES
+    return any(os.environ.get(name, "1") not in ("", "1") for name in sizes)
+
+
+def horovods_framework() -> str:
+    """Return the framework that Horovod has collectives for: torch if possible, which imports sooner.
+
+    Raises:
+        ValueError: there is no Horovod, or none for a framework.
+    """
+    built = read_build().built_for
+    for name in FRAMEWORKS:
+        if name in built:
+            return name
+    raise ValueError(
+        f"no Horovod here that was built for torch or tensorflow: {BUILD}. Without Horovod, on each host: torchrun "
+        "--nnodes ... --nproc-per-node 1 -m hvd_async doctor"
+    )
+
+
+def measure_here() -> tuple[int, Measurement]:
+    """Measure as one rank of a job; returns this rank, and the measurement of all."""
+    on_torch = bool(installed("torch")) and choose().name == TORCH
+    with Ranks("torch" if on_torch else horovods_framework()) as ranks:
+        return ranks.rank, measure(ranks)
+
+
+def measure_hosts(hosts: str, limit: float, options: Sequence[str]) -> Measurement:
+    """Start a job on hosts by ``horovodrun``, and return the measurement of its ranks.
+
+    Args:
+        hosts: as of ``horovodrun -H``.
+        limit: seconds for its start; each link has ``LINK_LIMIT`` more.
+        options: further ones of ``horovodrun``.
+
+    Raises:
+        ValueError: ``hosts`` does not read like ``h1:1,h2:1``, or there is no Horovod here.
+        EngineError: the job failed, or its time ran out.
+    """
+    ranks: list[str] = []
+    for host in hosts.split(","):
+        name, _, slots = host.strip().rpartition(":")
+        if not name or not slots.isdecimal() or int(slots) < 1:
+            raise ValueError(f"--hosts {hosts!r}: {host!r} is not HOST:RANKS, such as node1:1,node2:1")
+        ranks += [name] * int(slots)
+    limit += LINK_LIMIT * len(pairs_of(ranks))
+    horovods_framework()
+    outcome = run_job(launch_command("gloo", len(ranks), ["measure"], ["-H", hosts, *options]), limit)
+    results = outcome.results()
+    if outcome.returncode != 0 or not results:
+        end = "\n".join(outcome.output.splitlines()[-20:])
+        raise EngineError(f"the job on {hosts} has failed, {outcome.ending(limit)}. The end of its output:\n{end}")
+    return msgspec.convert(results[-1], Measurement)
+
+
+# -- judgement and tables ----------------------------------------------------------------------------------------------
+
+
+def judge_network(found: Measurement) -> Iterator[Finding]:
+    """Judge a measurement: hosts that cannot be reached, links slower than the others, versions that differ."""
+    unreachable = [link for link in found.links if link.failure]
+    for link in unreachable:
+        advice = (
+            "Open all ports between the hosts, or name the address on rank 0's host: HVD_ASYNC_ADDRESS, or "
+            "HOROVOD_GLOO_IFACE (docs/clusters.md)."
+        )
+        yield problem("connections", f"{link.sender} to {link.receiver}: {link.failure}", advice)
+    if not unreachable:
+        yield ok("connections", f"all of {len(found.links)} that were tried")
+    rates = sorted(link.bandwidth_bytes_s for link in found.links)
+    slow = [link for link in found.links if link.bandwidth_bytes_s < SLOW * rates[len(rates) // 2]]
+    for link in slow:
+        fact = f"{link.sender} to {link.receiver}: {megabits(link.bandwidth_bytes_s)} Mbit/s, less than half of others"
+        yield note("bandwidth", fact, "An allreduce is as slow as its slowest link: look into this one.")
+    if not slow:
+        yield ok("bandwidth", f"at least {megabits(rates[0])} Mbit/s")
+    if len(set(found.versions.values())) > 1:
+        fact = "; ".join(f"{host}: {version}" for host, version in found.versions.items())
+        yield problem("versions", fact, "Install the same on all hosts.", **found.versions)
+    else:
+        yield ok("versions", next(iter(found.versions.values())))
+    if len(found.hosts) == 1:
+        advice = "This is the memory's speed and not a network's: name several hosts (--hosts h1:1,h2:1)."
+        yield note("hosts", "one", advice)
+    elif max(found.hosts.values()) > 1:
+        advice = "The first rank of each host was measured; in the allreduce a host's ranks share its link."
+        yield note("hosts", f"{len(found.hosts)}, with {found.ranks} ranks", advice)
+
+
+def megabits(bytes_s: float) -> str:
+    """Return bytes/s as Mbit/s, in words."""
+    return f"{8e-6 * bytes_s:.0f}" if bytes_s > 1.25e6 else f"{8e-6 * bytes_s:.2g}"
+
+
+def tables(found: Measurement) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Yield the tables of a measurement: title, header and rows of each."""
+    links = [
+        [
+            f"{link.sender} -> {link.receiver}",
+            "none" if link.latency_s is None else f"{1e3 * link.latency_s:.3f}",
+            megabits(link.bandwidth_bytes_s),
+        ]
+        for link in found.links
+    ]
+    yield "Messages between hosts", ["from -> to", "latency, ms", "bandwidth, Mbit/s"], links
+    sums = [["8 bytes", f"{1e3 * found.software_s:.1f}", ""]]
+    sums += [
+        [f"{one.size_bytes / 2**20:g} MiB", f"{1e3 * one.duration_s:.1f}", megabits(one.bandwidth_bytes_s)]
+        for one in found.allreduce
+    ]
+    title = f"Allreduce of {found.ranks} ranks ({found.transport}, {found.framework})"
+    yield title, ["tensor", "time, ms", "of a link, Mbit/s"], sums

@@ -1,4 +1,4 @@
-"""Python, the frameworks, and Horovod: what is installed, whether it imports, and whether the build matches."""
+"""Python, the frameworks and Horovod: what is installed, whether it imports, fits together, and trains on two ranks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
+import shutil
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,15 +18,15 @@ from typing import Any
 
 import hvd_async
 from hvd_async.doctor.findings import Finding, note, ok, problem
-from hvd_async.doctor.processes import Outcome, run_limited
-from hvd_async.runtime.data_plane import choose
+from hvd_async.doctor.programs import PROGRAM, Outcome, launch_command, run_job, run_limited
+from hvd_async.runtime.data_plane import TORCH, choose
 
 FRAMEWORKS = ("torch", "tensorflow")
 OLDEST = {"torch": (2, 3), "tensorflow": (2, 16), "keras": (3,)}
 """Versions from which on the library works."""
 DISTRIBUTIONS = {"tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-gpu")}
 NEWEST_PYTHON = (3, 13)
-"""With which the library was tried, and for which TensorFlow has wheels."""
+"""Latest version that the library was tested with, and that TensorFlow has wheels for."""
 HOROVOD = "0.28.1"
 LIBRARIES = {"torch": "torch/mpi_lib_v2", "tensorflow": "tensorflow/mpi_lib"}
 """Horovod's shared library for each framework, below its package."""
@@ -33,15 +35,22 @@ KEYS = {"torch": "pytorch", "tensorflow": "tensorflow"}
 PATCH = b"HOROVOD_GLOO_OPERATION_TIMEOUT_SECONDS"
 """In a shared library that ``scripts/install_horovod.sh`` has built, and in no other."""
 BUILD = 'bash scripts/install_horovod.sh --python "$(which python)" (docs/install.md)'
+TRANSPORTS = {"gloo": "Gloo", "mpi": "MPI", "nccl": "NCCL"}
+DRIVER = "/proc/driver/nvidia/version"
+RANKS = 2
+"""Ranks of the self-test."""
+
+
+# -- what is installed -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Build:
-    """A Horovod as it lies on the disk.
+    """An installed Horovod.
 
     Attributes:
         version: of the distribution; empty: none is installed.
-        built_for: for each framework that it was built with, that framework's version then; empty if unknown.
+        built_for: versions of the frameworks that it was built for, by framework; empty if unknown.
         patched: whether ``scripts/install_horovod.sh`` has built it.
     """
 
@@ -50,8 +59,48 @@ class Build:
     patched: bool = False
 
 
+@dataclass(frozen=True)
+class Answer:
+    """Report of the program that imports a framework and Horovod's module for it.
+
+    Attributes:
+        gpus: number that the framework sees; None: it does not import.
+        transports: ``gloo``, ``mpi``, ``nccl``: whether Horovod has them; None: Horovod's module does not import.
+        ending: how the program ended, in words.
+    """
+
+    gpus: int | None
+    transports: Mapping[str, bool] | None
+    ending: str
+
+    @classmethod
+    def of(cls, outcome: Outcome, limit: float) -> Answer:
+        """Return the report in a program's output; ``limit``: seconds that it had."""
+        steps = {result.pop("step"): result for result in outcome.results()}
+        return cls(steps.get("framework", {}).get("gpus"), steps.get("horovod"), outcome.ending(limit))
+
+    def has(self, transport: str) -> bool:
+        """Return whether Horovod has a transport for the framework."""
+        return bool(self.transports and self.transports[transport])
+
+
+@dataclass(frozen=True)
+class Software:
+    """The software of this environment.
+
+    Attributes:
+        versions: of torch, tensorflow and keras; empty: not installed.
+        build: the installed Horovod.
+        answers: by installed framework.
+    """
+
+    versions: Mapping[str, str]
+    build: Build
+    answers: Mapping[str, Answer]
+
+
 def installed(name: str) -> str:
-    """Return the installed version of ``torch``, ``tensorflow``, ``keras`` or another package; empty: none is."""
+    """Return the installed version of ``torch``, ``tensorflow``, ``keras`` or another package; empty: there is none."""
     for distribution in DISTRIBUTIONS.get(name, (name,)):
         try:
             return importlib.metadata.version(distribution)
@@ -61,45 +110,57 @@ def installed(name: str) -> str:
 
 
 def read_build() -> Build:
-    """Return the Horovod of this environment, without an import of it."""
+    """Return the installed Horovod, without importing it."""
     version = installed("horovod")
     if not version:
         return Build()
-    located = importlib.metadata.distribution("horovod").locate_file("horovod")
-    return read_folder(version, Path(str(located)))
-
-
-def read_folder(version: str, folder: Path) -> Build:
-    """Return the Horovod in a package's folder."""
-    told: dict[str, str] = {}
-    if (folder / "metadata.json").is_file():
-        told = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
+    folder = Path(str(importlib.metadata.distribution("horovod").locate_file("horovod")))
+    metadata = folder / "metadata.json"
+    versions = json.loads(metadata.read_text(encoding="utf-8")) if metadata.is_file() else {}
     suffix = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
     libraries = {name: folder / f"{path}{suffix}" for name, path in LIBRARIES.items()}
     built = {name: path for name, path in libraries.items() if path.is_file()}
-    return Build(
-        version,
-        {name: told.get(KEYS[name], "") for name in built},
-        bool(built) and all(PATCH in path.read_bytes() for path in built.values()),
-    )
+    patched = bool(built) and all(PATCH in path.read_bytes() for path in built.values())
+    return Build(version, {name: versions.get(KEYS[name], "") for name in built}, patched)
 
 
-def ask(framework: str, limit: float) -> Outcome:
-    """Import a framework and Horovod's module for it in a process of its own."""
-    command = [sys.executable, "-m", "hvd_async.doctor.ask", framework]
-    return run_limited(command, limit, {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"})
+def ask(framework: str, limit: float) -> Answer:
+    """Import a framework and Horovod's module for it in a process of their own."""
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    return Answer.of(run_limited([sys.executable, "-m", PROGRAM, "ask", framework], limit, environment), limit)
 
 
-def ask_all(frameworks: list[str], limit: float) -> dict[str, Outcome]:
-    """Ask several frameworks side by side."""
-    with ThreadPoolExecutor(max(1, len(frameworks))) as pool:
-        return dict(zip(frameworks, pool.map(lambda name: ask(name, limit), frameworks), strict=True))
+def read_software(limit: float) -> Software:
+    """Return the software of this environment; ``limit``: seconds for each import."""
+    versions = {name: installed(name) for name in OLDEST}
+    present = [name for name in FRAMEWORKS if versions[name]]
+    with ThreadPoolExecutor(len(FRAMEWORKS)) as pool:
+        answers = dict(zip(present, pool.map(lambda name: ask(name, limit), present), strict=True))
+    return Software(versions, read_build(), answers)
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    """``"2.13.0+cpu"`` as (2, 13, 0)."""
-    match = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, match[0].split("."))) if match else ()
+# -- judgements --------------------------------------------------------------------------------------------------------
+
+
+def check_software(found: Software) -> Iterator[Finding]:
+    """Judge the software of this environment."""
+    yield judge_python(sys.version_info[:3])
+    yield from judge_frameworks(found.versions)
+    yield from judge_build(found.build, found.versions)
+    if found.versions["torch"]:
+        yield judge_data_plane(found.build, os.environ)
+    for name, answer in found.answers.items():
+        yield from judge_answer(name, answer, found.build)
+    if found.build.version and not shutil.which("horovodrun"):
+        yield note("horovodrun", "not on PATH", f"It is next to this Python: {os.path.dirname(sys.executable)}.")
+    if not shutil.which("mpirun"):
+        with_mpi = [answer for answer in found.answers.values() if answer.has("mpi")]
+        if not all(answer.has("gloo") for answer in with_mpi):
+            advice = "Horovod was built with MPI and without Gloo: it starts no ranks until Open MPI is installed."
+            yield problem("mpirun", "not on PATH", advice)
+        elif with_mpi:
+            yield note("mpirun", "not on PATH", "Horovod was built with MPI: launch with horovodrun --gloo.")
+    yield judge_gpus({name: answer.gpus for name, answer in found.answers.items()}, os.path.exists(DRIVER))
 
 
 def judge_python(version: tuple[int, ...]) -> Finding:
@@ -107,75 +168,68 @@ def judge_python(version: tuple[int, ...]) -> Finding:
     text = ".".join(map(str, version))
     fact = f"Python {text}, hvd_async {hvd_async.__version__}"
     if version[:2] > NEWEST_PYTHON:
-        return note("python", fact, "Not tried with this Python: take 3.10 to 3.13.", version=text)
+        return note("python", fact, "Not tested with this Python: use 3.10 to 3.13.", version=text)
     if version[:2] < (3, 10):
-        return problem("python", fact, "Take Python 3.10 to 3.13.", version=text)
+        return problem("python", fact, "Use Python 3.10 to 3.13.", version=text)
     return ok("python", fact, version=text)
 
 
-def judge_frameworks(versions: Mapping[str, str]) -> list[Finding]:
-    """Judge the installed versions of torch, tensorflow and keras; an empty version: it is not installed."""
-    if not any(versions.get(name) for name in FRAMEWORKS):
-        return [problem("frameworks", "neither torch nor tensorflow is installed", "Install one: pip install torch.")]
-    found = []
-    for name in ("torch", "tensorflow", "keras"):
-        version, oldest = versions.get(name, ""), ".".join(map(str, OLDEST[name]))
+def judge_frameworks(versions: Mapping[str, str]) -> Iterator[Finding]:
+    """Judge the installed versions of torch, tensorflow and keras."""
+    if not any(versions[name] for name in FRAMEWORKS):
+        yield problem("frameworks", "neither torch nor tensorflow is installed", "Install one: pip install torch.")
+        return
+    for name, least in OLDEST.items():
+        version, oldest = versions[name], ".".join(map(str, least))
         if not version:
-            if name == "keras" and versions.get("tensorflow"):
-                found.append(problem("keras", "not installed", "pip install 'keras>=3'", version=""))
-        elif numbers(version) < OLDEST[name]:
-            advice = f"Take {oldest} or newer: pip install '{name}>={oldest}', then build Horovod anew: {BUILD}."
-            found.append(problem(name, f"{version}, too old", advice, version=version))
+            if name == "keras" and versions["tensorflow"]:
+                yield problem("keras", "not installed", "pip install 'keras>=3'", version="")
+        elif tuple(map(int, re.findall(r"\d+", version)[:2])) < least:
+            advice = f"Use {oldest} or newer: pip install '{name}>={oldest}', then rebuild Horovod: {BUILD}."
+            yield problem(name, f"{version}, too old", advice, version=version)
         else:
-            found.append(ok(name, version, version=version))
-    return found
+            yield ok(name, version, version=version)
 
 
-def judge_build(build: Build, versions: Mapping[str, str]) -> list[Finding]:
+def judge_build(build: Build, versions: Mapping[str, str]) -> Iterator[Finding]:
     """Judge Horovod's files against the installed versions of the frameworks."""
     if not build.version:
-        advice = f"Build it for your frameworks: {BUILD}. (pip install horovod fails beside today's frameworks.)"
-        if versions.get("torch") and not versions.get("tensorflow"):
+        if versions["torch"] and not versions["tensorflow"]:
             advice = f"torch trains without it, under torchrun. For horovodrun, elastic jobs and MPI: {BUILD}."
-            return [note("horovod", "not installed", advice, version="")]
-        return [problem("horovod", "not installed", advice, version="")]
-    wanted = [name for name in FRAMEWORKS if versions.get(name)]
+            yield note("horovod", "not installed", advice, version="")
+        else:
+            advice = f"Build it for your frameworks: {BUILD}. (pip install horovod fails beside today's frameworks.)"
+            yield problem("horovod", "not installed", advice, version="")
+        return
+    wanted = [name for name in FRAMEWORKS if versions[name]]
     missing = [name for name in wanted if name not in build.built_for]
     values: dict[str, Any] = {"version": build.version, "built_for": dict(build.built_for), "patched": build.patched}
     words = [f"{name} {version}".strip() for name, version in build.built_for.items()]
     fact = f"{build.version}, built for {' and '.join(words) or 'no framework'}"
-    found = []
-    if missing and len(missing) == len(wanted):
-        found.append(problem("horovod", fact, f"Not built for {' and '.join(missing)}: {BUILD}.", **values))
+    if missing and missing == wanted:
+        yield problem("horovod", fact, f"Not built for {' and '.join(missing)}: {BUILD}.", **values)
     elif missing:
         advice = f"Not built for {missing[0]}, which is installed: if you want it, {BUILD}."
-        found.append(note("horovod", fact, advice, **values))
+        yield note("horovod", fact, advice, **values)
     elif build.version != HOROVOD:
-        found.append(note("horovod", fact, f"Tried with {HOROVOD} only: {BUILD}.", **values))
+        yield note("horovod", fact, f"Tested with {HOROVOD} only: {BUILD}.", **values)
     else:
-        found.append(ok("horovod", fact, **values))
+        yield ok("horovod", fact, **values)
     for name, version in build.built_for.items():
-        if version and versions.get(name) and version != versions[name]:
+        if version and versions[name] and version != versions[name]:
             fact = f"Horovod was built for {name} {version}, and {versions[name]} is installed"
-            advice = f"Build it anew, or go back to {name} {version}: {BUILD}."
-            found.append(problem("horovod build", fact, advice, built_for=version, installed=versions[name]))
+            advice = f"Rebuild it, or go back to {name} {version}: {BUILD}."
+            yield problem("horovod build", fact, advice, built_for=version, installed=versions[name])
     if build.built_for and not build.patched:
-        fact = "not built by scripts/install_horovod.sh"
         advice = (
             "Training works; without its changes ranks that exchange messages take turns, and lost hosts "
             f"of elastic jobs are waited for (docs/install.md). For these: {BUILD}."
         )
-        found.append(note("horovod changes", fact, advice, patched=False))
-    return found
+        yield note("horovod changes", "not built by scripts/install_horovod.sh", advice, patched=False)
 
 
 def judge_data_plane(build: Build, environment: Mapping[str, str]) -> Finding:
-    """Judge what carries the tensors of torch's ranks.
-
-    Args:
-        build: Horovod as it lies on the disk.
-        environment: variables that decide it.
-    """
+    """Judge what carries the tensors of torch's ranks under some environment variables."""
     try:
         plane = choose(environment, "torch" in build.built_for)
     except (ImportError, ValueError) as error:
@@ -186,60 +240,85 @@ def judge_data_plane(build: Build, environment: Mapping[str, str]) -> Finding:
     return ok("data plane", f"{carrier} for torch, as {plane.reason}{also}", plane=plane.name, reason=plane.reason)
 
 
-def judge_answer(framework: str, outcome: Outcome, build: Build, limit: float) -> list[Finding]:
-    """Judge what became of the import of a framework and of Horovod's module for it.
-
-    Args:
-        framework: ``torch`` or ``tensorflow``.
-        outcome: of ``ask``.
-        build: Horovod as it lies on the disk.
-        limit: seconds that the program was given.
-    """
-    steps = {result["step"]: result for result in outcome.results()}
-    if "framework" not in steps:
-        advice = f"See what this says: python -c 'import {framework}'. Install {framework} anew."
-        return [problem(f"import {framework}", outcome.ending(limit), advice)]
+def judge_answer(framework: str, answer: Answer, build: Build) -> Iterator[Finding]:
+    """Judge the imports of a framework and of Horovod's module for it."""
+    if answer.gpus is None:
+        advice = f"See what this says: python -c 'import {framework}'. Reinstall {framework}."
+        yield problem(f"import {framework}", answer.ending, advice)
+        return
     if framework not in build.built_for:
-        return []  # (judge_build has said so)
-    name = f"horovod.{framework}"
-    if "horovod" not in steps:
-        advice = f"It does not import: most likely it was built for another {framework}. Build it anew: {BUILD}."
-        return [problem(name, outcome.ending(limit), advice)]
-    built = {key: bool(steps["horovod"][key]) for key in ("gloo", "mpi", "nccl")}
-    names = {"gloo": "Gloo", "mpi": "MPI", "nccl": "NCCL"}
-    fact = "imports; built with " + (", ".join(names[key] for key, there in built.items() if there) or "no transport")
-    if not (built["gloo"] or built["mpi"]):
-        return [problem(name, fact, f"It can connect no ranks: {BUILD}.", **built)]
+        return  # (judge_build has said so)
+    name, built = f"horovod.{framework}", answer.transports
+    if built is None:
+        advice = f"It does not import: most likely it was built for another {framework}. Rebuild it: {BUILD}."
+        yield problem(name, answer.ending, advice)
+        return
+    words = ", ".join(TRANSPORTS[key] for key, there in built.items() if there) or "no transport"
     advices = []
     if not built["gloo"]:
         advices.append(f"Without Gloo launch with mpirun or horovodrun --mpi; elastic jobs need Gloo: {BUILD}.")
-    if steps["framework"]["gpus"] and not built["nccl"]:
+    if answer.gpus and not built["nccl"]:
         advices.append(
             f"Tensors on GPUs go by way of the CPU. With a CUDA toolkit and NCCL's header (docs/gpu.md): {BUILD}."
         )
-    if advices:
-        return [note(name, fact, " ".join(advices), **built)]
-    return [ok(name, fact, **built)]
+    fact = f"imports; built with {words}"
+    if not (built["gloo"] or built["mpi"]):
+        yield problem(name, fact, f"It can connect no ranks: {BUILD}.", **built)
+    elif advices:
+        yield note(name, fact, " ".join(advices), **built)
+    else:
+        yield ok(name, fact, **built)
 
 
-def judge_gpus(answers: Mapping[str, Outcome], driver: bool) -> Finding:
-    """Judge how many GPUs the frameworks see.
-
-    Args:
-        answers: of ``ask``, by framework.
-        driver: whether NVIDIA's driver is here.
-    """
-    seen = {
-        name: int(result["gpus"])
-        for name, outcome in answers.items()
-        for result in outcome.results()
-        if result["step"] == "framework"
-    }
+def judge_gpus(gpus: Mapping[str, int | None], driver: bool) -> Finding:
+    """Judge how many GPUs each framework sees; ``driver``: whether NVIDIA's driver is installed."""
+    seen = {name: count for name, count in gpus.items() if count is not None}
     words = ", ".join(f"{name} sees {count}" for name, count in seen.items())
     if not driver and not any(seen.values()):
         return ok("gpus", "none", **seen)
-    blind = [name for name, count in seen.items() if not count]
-    if blind:
+    if blind := [name for name, count in seen.items() if not count]:
         advice = f"A GPU driver is here, and {' and '.join(blind)} cannot use it: install the build for CUDA."
         return note("gpus", words, advice, **seen)
     return ok("gpus", words or "a driver is here", **seen)
+
+
+# -- the self-test -----------------------------------------------------------------------------------------------------
+
+
+def self_test(found: Software, limit: float) -> Iterator[Finding]:
+    """Train on two ranks with each framework, if anything can connect them; ``limit``: seconds for each training."""
+    for framework, answer in found.answers.items():
+        transport = transport_of(framework, answer, found.build)
+        if transport:
+            command = launch_command(transport, RANKS, ["train", framework])
+            yield judge_training(framework, run_job(command, limit), limit, transport)
+        else:
+            yield note(f"self-test {framework}", "left out", "Its ranks cannot be connected; see above.")
+
+
+def transport_of(framework: str, answer: Answer, build: Build) -> str:
+    """Return the transport of a framework's ranks: ``torch`` (torch.distributed), ``gloo`` or ``mpi``; or nothing."""
+    if framework == "torch" and answer.gpus is not None:
+        plane = judge_data_plane(build, os.environ)
+        if plane.values.get("plane") == TORCH:
+            return TORCH
+    return next((transport for transport in ("gloo", "mpi") if answer.has(transport)), "")
+
+
+def judge_training(framework: str, outcome: Outcome, limit: float, transport: str) -> Finding:
+    """Judge the training of a framework's two ranks, which had ``limit`` seconds."""
+    name, results = f"self-test {framework}", outcome.results()
+    if outcome.returncode != 0 or not results:
+        missing = "" if outcome.returncode else ", and no result"
+        advice = f"Run it to see all: {shlex.join(launch_command(transport, RANKS, ['train', framework]))}"
+        return problem(name, f"{outcome.ending(limit)}{missing}", advice, output=outcome.output[-4000:])
+    result = results[-1]
+    values = {**result, "duration_s": outcome.seconds, "transport": transport}
+    if result["distance"] != 0.0:
+        advice = "The averages do not arrive as they were sent: please report this with the output of --json."
+        return problem(name, f"replicas differ by {result['distance']:g} after drain()", advice, **values)
+    if not result["loss_after"] < result["loss_before"]:
+        fact = f"the loss went from {result['loss_before']:.3g} to {result['loss_after']:.3g}"
+        return problem(name, fact, "Training does not learn: please report this with the output of --json.", **values)
+    fact = f"{RANKS} ranks, {result['rounds']} rounds, replicas bit-identical, {outcome.seconds:.0f} s"
+    return ok(name, fact, **values)

@@ -1,4 +1,4 @@
-"""``Monitor``: samples an optimizer's ``stats()`` while it trains, and shows what it finds."""
+"""``Monitor``: samples an optimizer's ``stats()`` while it trains, writes the samples, and warns of stragglers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from hvd_async.errors import ranks_text
-from hvd_async.monitor.sample import Counts, Sample
-from hvd_async.monitor.sinks import Destinations, Sinks, Totals
+from hvd_async.monitor.sample import Counts, Sample, Totals
+from hvd_async.monitor.sinks import Sinks
 from hvd_async.monitor.slow_ranks import Warner
 
-EPOCHS = 2
-"""In so many comparisons of all ranks, one after the other, a rank must stand out to be called slow."""
+COMPARISONS = 2
+"""Comparisons of all ranks in a row in which a rank must stand out to be called slow."""
 
 
 class WaitReport(NamedTuple):
-    """One rank's waits since its report before; ``compare`` takes those of all.
+    """A rank's waits since its previous report; ``compare`` takes the reports of all.
 
     Attributes:
         rank: its number.
@@ -32,7 +32,7 @@ class WaitReport(NamedTuple):
     step_s: float
 
 
-class _Ranks(NamedTuple):
+class _Group(NamedTuple):
     """The ranks that share an optimizer, in order, and the place of this one."""
 
     place: int
@@ -43,33 +43,38 @@ class _Ranks(NamedTuple):
         """This rank's number."""
         return self.ranks[self.place]
 
+    @classmethod
+    def of(cls, optimizer: Any) -> _Group:
+        """Return the ranks that share an optimizer now."""
+        group = optimizer._async.rank_group
+        return cls(group.index, tuple(group.ranks))
+
 
 class Monitor:
     """Shows what an optimizer of this rank does, while it trains. Make one on every rank, before or during training.
 
     Call ``step()`` after each of the optimizer's. It communicates with no other rank. It does not keep the optimizer
-    alive, and goes on where ranks are lost or join (elastic training).
+    alive, and continues after membership changes (elastic training).
 
     Args:
         optimizer: an ``EagerOptimizer``, a ``GossipOptimizer`` or a ``LeaderOptimizer``, of any framework.
         every: calls of ``step()`` from one sample to the next.
-        seconds: from one sample to the next, in place of ``every``; looked at in ``step()``.
+        seconds: from one sample to the next, instead of ``every``; checked in ``step()``.
         tensorboard: a folder, for TensorBoard.
         prometheus: a file in Prometheus' text format, replaced at each sample.
-        prometheus_port: where to serve the same by HTTP, under ``/metrics``; 0: a free port. Needs
-            ``pip install 'hvd_async[monitor]'``.
+        prometheus_port: port of an HTTP server of the same text, under ``/metrics``; 0: a free one.
         all_ranks: whether every rank writes; else the first of those that share the optimizer. Rank R then writes into
             the folder ``rankR``, the file ``NAME.rankR.prom``, and serves at its place + ``prometheus_port``.
-        warn: whether to say on stderr, once, that a rank holds up the others for good. The first rank does.
+        warn: whether to warn on stderr, once, of a permanent straggler. The first rank does.
         window: steps over which waits are added up before they are judged; three such windows make a warning.
         name: of the optimizer, where a script has several; a label and a part of tags.
-        clock: seconds, rising.
+        clock: returns monotonic seconds.
 
     Attributes:
         last: the last sample; None before the first.
 
     Raises:
-        ValueError: an argument cannot be, or a package is not installed.
+        ValueError: an argument is not valid, or a package is not installed.
         OSError: a file or a port cannot be opened.
     """
 
@@ -94,8 +99,9 @@ class Monitor:
                 f"Monitor wants a wrapped optimizer, and {type(optimizer).__name__} is none: pass what EagerOptimizer, "
                 f"GossipOptimizer or LeaderOptimizer has returned"
             )
-        _check_steps("every", every)
-        _check_steps("window", window)
+        for option, value in (("every", every), ("window", window)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{option}={value!r} is not a number of steps: take 1 or more, 50 is usual")
         if seconds is not None and not seconds > 0:
             raise ValueError(f"seconds={seconds!r} is no time between samples: take a number above 0, or every=")
         if prometheus_port is not None and not 0 <= prometheus_port <= 65535:
@@ -103,38 +109,36 @@ class Monitor:
         self._optimizer = weakref.ref(optimizer)
         self._every, self._between, self._clock = every, seconds, clock
         self._warns, self._window = warn, window
-        self._calls = 0
-        self._ranks = self._ranks_of(optimizer)
+        self._calls, self._closed = 0, False
         self._counts = self._reported = Counts.of(optimizer.stats())
         self._at = self._reported_at = clock()
-        self._resets = self._counts.resets
-        self._totals = Totals(name)
-        self._begin_to_warn()
         self._distance: float | None = None
         self.last: Sample | None = None
-        files = [None if place is None else Path(place) for place in (tensorboard, prometheus)]
-        self._sinks = Sinks(Destinations(files[0], files[1], prometheus_port, all_ranks, name))
-        self._sinks.open(*self._place())
-        self._closed = False
+        self._join(optimizer, self._counts.resets)
+        self._totals = Totals(name)
+        folder, file = (None if place is None else Path(place) for place in (tensorboard, prometheus))
+        self._sinks = Sinks(folder, file, prometheus_port, all_ranks, name)
+        self._sinks.open(self._group.place, self._group.own)
 
-    @staticmethod
-    def _ranks_of(optimizer: Any) -> _Ranks:
-        group = optimizer._async.rank_group
-        return _Ranks(group.index, tuple(group.ranks))
+    def _join(self, optimizer: Any, resets: int) -> None:
+        """Begin among the ranks that share the optimizer now."""
+        self._group, self._resets = _Group.of(optimizer), resets
+        self._warner = Warner(self._group.ranks, self._window)
+        self._comparer = Warner(self._group.ranks, self._window, COMPARISONS)
 
-    def _place(self) -> tuple[int, int]:
-        return self._ranks.place, self._ranks.own
-
-    def _begin_to_warn(self) -> None:
-        size = len(self._ranks.ranks)
-        self._warner = Warner(size, self._window)
-        self._comparer = Warner(size, self._window, EPOCHS)
+    def _follow(self, optimizer: Any, resets: int) -> None:
+        """Continue among other ranks, if the membership has changed."""
+        before = self._group
+        if _Group.of(optimizer) != before or resets != self._resets:
+            self._join(optimizer, resets)
+            if (self._group.place, self._group.own) != (before.place, before.own):
+                self._sinks.reopen(self._group.place, self._group.own)
 
     def _hosts(self, optimizer: Any) -> list[str]:
-        """Return each rank's host by place, "?" where it is not known."""
+        """Return each rank's host by place; "?" before the first step, when there is no engine."""
         worker = optimizer._async.worker
-        hosts: Sequence[str] = () if worker is None else getattr(worker.engine, "hosts", ())
-        return [hosts[rank] if rank < len(hosts) else "?" for rank in self._ranks.ranks]
+        known: Sequence[str] = () if worker is None else getattr(worker.engine, "hosts", ())
+        return [known[rank] if rank < len(known) else "?" for rank in self._group.ranks]
 
     @property
     def port(self) -> int | None:
@@ -144,13 +148,9 @@ class Monitor:
     def step(self) -> None:
         """Count a step of the optimizer, and take a sample if one is due."""
         self._calls += 1
-        if self._is_due():
+        due = self._calls >= self._every if self._between is None else self._clock() - self._at >= self._between
+        if due:
             self.sample()
-
-    def _is_due(self) -> bool:
-        if self._between is None:
-            return self._calls >= self._every
-        return self._clock() - self._at >= self._between
 
     def sample(self) -> Sample | None:
         """Take a sample now, write it, and judge who is waited for; None where the optimizer or the monitor is gone."""
@@ -159,32 +159,18 @@ class Monitor:
         if optimizer is None or self._closed:
             return None
         now, counts = self._clock(), Counts.of(optimizer.stats())
-        self._follow(optimizer, counts)
+        self._follow(optimizer, counts.resets)
         sample = Sample.between(self._counts, counts, now - self._at, self._distance)
         self._counts, self._at, self.last = counts, now, sample
-        ranks, hosts = self._ranks.ranks, self._hosts(optimizer)
+        ranks, hosts, first = self._group.ranks, self._hosts(optimizer), self._group.place == 0
         self._totals.add(sample, ranks, hosts)
-        own = self._ranks.own
-        self._sinks.write(sample, lambda: self._totals.metrics(sample, own, time.time(), self._ranks.place == 0), ranks)
-        knows = sample.of_all and len(sample.waits) == len(ranks) > 1
-        if self._warns and knows and self._ranks.place == 0 and (found := self._warner.add(sample)) is not None:
-            self._warner.say(*found, ranks, hosts, optimizer._async.settings)
+        self._sinks.write(sample, lambda: self._totals.metrics(sample, self._group.own, time.time(), first), ranks)
+        if self._warns and first and sample.of_all and len(sample.waits) == len(ranks) > 1:
+            self._warner.add(sample, hosts, optimizer._async.settings)
         return sample
 
-    def _follow(self, optimizer: Any, counts: Counts) -> None:
-        """Go on among other ranks, where they have changed: who is slow is to be seen anew."""
-        ranks = self._ranks_of(optimizer)
-        if ranks == self._ranks and counts.resets == self._resets:
-            return
-        self._resets = counts.resets
-        moved = (ranks.place, ranks.own) != self._place()
-        self._ranks = ranks
-        self._begin_to_warn()
-        if moved:
-            self._sinks.reopen(*self._place())
-
     def record_consensus_distance(self, distance: float) -> None:
-        """Show a distance of the ranks' weights from their mean with each sample from now on.
+        """Show the distance of the ranks' weights from their mean with each sample from now on.
 
         Args:
             distance: what ``optimizer.consensus_distance()`` returns, a collective of all ranks.
@@ -192,23 +178,23 @@ class Monitor:
         self._distance = float(distance)
 
     def report(self) -> WaitReport:
-        """Return this rank's waits since its last report, for ``compare``."""
+        """Return this rank's waits since its previous report, for ``compare``."""
         optimizer = self._optimizer()
         now, counts = self._clock(), self._reported if optimizer is None else Counts.of(optimizer.stats())
         since = Sample.between(self._reported, counts, now - self._reported_at)
         self._reported, self._reported_at = counts, now
-        return WaitReport(self._ranks.own, since.wait_share, since.seconds / max(1, since.steps))
+        return WaitReport(self._group.own, since.wait_share, since.seconds / max(1, since.steps))
 
     def compare(self, reports: Sequence[WaitReport]) -> None:
-        """Judge by all ranks' reports who holds up the others, and have the first rank say so; two of them, one after
-        the other, make a warning.
+        """Judge by the reports of all ranks which of them delays the others; the first rank warns after two
+        comparisons in a row.
 
         It is for gossip, where each rank knows its own waits alone, and a rank that waits makes its neighbours wait.
         Partial allreduce needs no reports.
 
         Args:
-            reports: of all ranks that share the optimizer, and maybe of others: those that
-                ``hvd.allgather_object(monitor.report())`` returns.
+            reports: of all ranks that share the optimizer, and maybe of others, as
+                ``hvd.allgather_object(monitor.report())`` returns them.
 
         Raises:
             ValueError: one is missing.
@@ -216,22 +202,21 @@ class Monitor:
         optimizer = self._optimizer()
         if optimizer is None or self._closed:
             return
-        self._follow(optimizer, Counts.of(optimizer.stats()))
-        ranks = self._ranks.ranks
+        self._follow(optimizer, Counts.of(optimizer.stats()).resets)
         known = {one.rank: one for one in reports}
-        if missing := set(ranks) - known.keys():
+        if missing := set(self._group.ranks) - known.keys():
             raise ValueError(
                 f"compare() lacks the report of {ranks_text(missing)}: give it what "
                 f"hvd.allgather_object(monitor.report()) returns"
             )
-        own = [known[rank] for rank in ranks]
-        blames = self._comparer.compare([one.share for one in own]) if len(ranks) > 1 else None
-        if blames is not None and self._warns and self._ranks.place == 0:
+        own = [known[rank] for rank in self._group.ranks]
+        if self._warns and self._group.place == 0 and len(own) > 1:
             step_s = sum(one.step_s for one in own) / len(own)
-            self._comparer.say(blames, step_s, ranks, self._hosts(optimizer), optimizer._async.settings)
+            hosts, settings = self._hosts(optimizer), optimizer._async.settings
+            self._comparer.compare([one.share for one in own], step_s, hosts, settings)
 
     def close(self) -> None:
-        """Take a last sample, if there were steps since the one before, and close the files."""
+        """Take a last sample, if there were steps since the previous one, and close the files."""
         if not self._closed:
             try:
                 if self._calls:
@@ -247,8 +232,3 @@ class Monitor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _check_steps(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} is not a number of steps: take 1 or more, 50 is usual")

@@ -1,10 +1,11 @@
-"""Differences between two ``stats()`` of one optimizer, of any family, in one form. Pure."""
+"""Snapshot of an optimizer: the difference of two ``stats()``, of any family, and the values made of it. Pure."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 from hvd_async.stats import GossipStats, LeaderStats, Stats
 
@@ -17,12 +18,12 @@ class Counts:
         steps, rounds, resets, gradients_lost, gradients_skipped: as of ``Stats``; of gossip ``GossipStats.rounds``,
             of leaders pulls.
         wait_s: seconds this rank's training thread waited.
-        waits: by place, seconds that this rank waited for each; with ``of_all`` that all others did, added up. Empty
+        waits: seconds waited for each rank, by place: by this rank; with ``of_all`` by all others, added up. Empty
             where ranks do not wait for one another, or nobody counts it.
-        of_all: whether ``waits`` are those of all ranks. Such counts begin anew when the ranks change.
+        of_all: whether ``waits`` are those of all ranks. Such counts start anew after a membership change.
         staleness, contributors: histograms, as of ``Stats``.
         nbytes: sent by this rank (leaders: received).
-        distance_sum, distances: of leaders, the sum of the distances to them and how many; else 0.
+        distance_sum, distances: of leaders, the sum of the distances to them and their number; else 0.
     """
 
     steps: int = 0
@@ -41,39 +42,34 @@ class Counts:
 
     @classmethod
     def of(cls, stats: Stats | GossipStats | LeaderStats) -> Counts:
-        """Return the counts that an optimizer's ``stats()`` holds."""
+        """Return the counts in an optimizer's ``stats()``."""
+        shared: dict[str, Any] = {name: getattr(stats, name) for name in ("steps", "wait_s", "resets")}
         match stats:
             case Stats():
                 return cls(
-                    stats.steps,
-                    stats.rounds,
-                    stats.wait_s,
-                    stats.held_s,
-                    True,
-                    stats.staleness,
-                    stats.contributors,
-                    stats.bytes_sent,
-                    stats.resets,
-                    stats.gradients_lost,
-                    stats.gradients_skipped,
+                    **shared,
+                    rounds=stats.rounds,
+                    waits=stats.held_s,
+                    of_all=True,
+                    staleness=stats.staleness,
+                    contributors=stats.contributors,
+                    nbytes=stats.bytes_sent,
+                    gradients_lost=stats.gradients_lost,
+                    gradients_skipped=stats.gradients_skipped,
                 )
             case GossipStats():
                 return cls(
-                    stats.steps,
-                    stats.rounds,
-                    stats.wait_s,
-                    stats.waited_for,
+                    **shared,
+                    rounds=stats.rounds,
+                    waits=stats.waited_for,
                     staleness=stats.staleness,
                     nbytes=stats.bytes_sent,
-                    resets=stats.resets,
                 )
             case LeaderStats():
                 return cls(
-                    stats.steps,
-                    stats.pulls,
-                    stats.wait_s,
+                    **shared,
+                    rounds=stats.pulls,
                     nbytes=stats.bytes_received,
-                    resets=stats.resets,
                     distance_sum=stats.distance * stats.distances,
                     distances=stats.distances,
                 )
@@ -81,21 +77,21 @@ class Counts:
 
 @dataclass(frozen=True)
 class Sample:
-    """Values of one rank over the time since its sample before.
+    """Values of one rank over the time since its previous sample.
 
     Attributes:
         step: steps of this rank so far.
-        seconds: since the sample before.
+        seconds: since the previous sample.
         steps: taken in them.
         wait_s: seconds of them that this rank's training thread waited.
-        waits: by place, as of ``Counts``, the seconds waited for each rank; () where nobody counts it.
+        waits: seconds waited for each rank, by place, as of ``Counts``; () where nobody counts it.
         of_all: whether ``waits`` are those of all other ranks, added up; else this rank's.
         contributors: mean number of ranks in a round: the quorum in force. None where there was no round.
-        staleness_mean, staleness_max: of what has come, in rounds (gossip: steps). None where nothing has.
+        staleness_mean, staleness_max: of received gradients, in rounds (gossip: steps). None where there were none.
         nbytes: sent (leaders: received).
         leader_distance: mean distance to the leader, or the center, where this rank was pulled. None: it was not.
         counts: so far.
-        consensus_distance: of all ranks' weights from their mean, as it was measured last. None: it was not.
+        consensus_distance: of all ranks' weights from their mean, as last measured. None: it was not.
     """
 
     step: int
@@ -114,25 +110,32 @@ class Sample:
 
     @classmethod
     def between(cls, before: Counts, after: Counts, seconds: float, distance: float | None = None) -> Sample:
-        """Return the values between two counts of one optimizer, so many seconds apart, and the consensus distance."""
-        staleness = _more(before.staleness, after.staleness)
-        contributors = _more(before.contributors, after.contributors)
+        """Return the values between two counts of an optimizer.
+
+        Args:
+            before: counts at the start.
+            after: counts at the end.
+            seconds: between the two.
+            distance: of all ranks' weights from their mean, as last measured.
+        """
+        staleness = _gain(before.staleness, after.staleness)
+        earlier = () if after.of_all and after.resets != before.resets else before.waits
+        pairs = itertools.zip_longest(after.waits, earlier[: len(after.waits)], fillvalue=0.0)
         pulled = after.distances - before.distances
-        others = after.of_all and after.resets != before.resets
         return cls(
-            after.steps,
-            seconds,
-            max(0, after.steps - before.steps),
-            max(0.0, after.wait_s - before.wait_s),
-            _each_more(() if others else before.waits, after.waits),
-            after.of_all,
-            _mean(contributors),
-            _mean(staleness),
-            max(staleness, default=None),
-            max(0, after.nbytes - before.nbytes),
-            (after.distance_sum - before.distance_sum) / pulled if pulled > 0 else None,
-            after,
-            distance,
+            step=after.steps,
+            seconds=seconds,
+            steps=max(0, after.steps - before.steps),
+            wait_s=max(0.0, after.wait_s - before.wait_s),
+            waits=tuple(max(0.0, now - then) for now, then in pairs),
+            of_all=after.of_all,
+            contributors=_mean(_gain(before.contributors, after.contributors)),
+            staleness_mean=_mean(staleness),
+            staleness_max=max(staleness, default=None),
+            nbytes=max(0, after.nbytes - before.nbytes),
+            leader_distance=(after.distance_sum - before.distance_sum) / pulled if pulled > 0 else None,
+            counts=after,
+            consensus_distance=distance,
         )
 
     @property
@@ -151,23 +154,127 @@ class Sample:
         return min(1.0, self.wait_s / self.seconds) if self.seconds > 0 else 0.0
 
     def shares(self) -> list[float]:
-        """Return by place the share of their time that others waited for each rank: a mean over all other ranks, or
-        this rank's own share."""
+        """Return the share of the time spent waiting for each rank, by place: the mean over all other ranks, or this
+        rank's own share."""
         waiting = max(1, len(self.waits) - 1) if self.of_all else 1
         return [waited / (waiting * self.seconds) if self.seconds > 0 else 0.0 for waited in self.waits]
 
 
-def _more(before: Mapping[int, int], after: Mapping[int, int]) -> dict[int, int]:
-    """Return what a histogram has gained."""
+def _gain(before: Mapping[int, int], after: Mapping[int, int]) -> dict[int, int]:
+    """Return the counts that a histogram has gained."""
     gained = {value: count - before.get(value, 0) for value, count in after.items()}
     return {value: count for value, count in gained.items() if count > 0}
-
-
-def _each_more(before: Sequence[float], after: Sequence[float]) -> tuple[float, ...]:
-    pairs = itertools.zip_longest(before, after, fillvalue=0.0)
-    return tuple(max(0.0, b - a) for a, b in itertools.islice(pairs, len(after)))
 
 
 def _mean(histogram: Mapping[int, int]) -> float | None:
     total = sum(histogram.values())
     return sum(value * count for value, count in histogram.items()) / total if total else None
+
+
+# -- values for TensorBoard and Prometheus -----------------------------------------------------------------------------
+
+MOST_CULPRITS = 64
+"""Ranks with a time series of their own; the seconds of further ones are added up as culprit "other"."""
+
+
+def scalars(sample: Sample, ranks: Sequence[int], prefix: str = "hvd_async/") -> dict[str, float]:
+    """Return a sample's values for TensorBoard, by tag.
+
+    Args:
+        sample: the values.
+        ranks: by place; the first ``MOST_CULPRITS`` have tags of their own.
+        prefix: of the tags.
+    """
+    values: dict[str, float | None] = {
+        "steps_per_second": sample.steps_per_s,
+        "own_wait_share": sample.wait_share,
+        "contributors": sample.contributors,
+        "staleness_mean": sample.staleness_mean,
+        "staleness_max": sample.staleness_max,
+        "megabytes_per_second": sample.bytes_per_s / 1e6,
+        "leader_distance": sample.leader_distance,
+        "consensus_distance": sample.consensus_distance,
+        "resets": sample.counts.resets,
+        "gradients_lost": sample.counts.gradients_lost,
+    }
+    by_rank = zip(ranks[:MOST_CULPRITS], sample.shares(), strict=False)
+    values |= {f"wait_share_for/rank_{rank}": share for rank, share in by_rank}
+    return {prefix + tag: float(value) for tag, value in values.items() if value is not None}
+
+
+class Metric(NamedTuple):
+    """A Prometheus metric with all its samples.
+
+    Attributes:
+        name: without the prefix ``hvd_async_`` and a counter's suffix ``_total``.
+        kind: as Prometheus has it.
+        help: what it is, with its unit.
+        samples: labels and value of each.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    help: str
+    samples: Sequence[tuple[dict[str, str], float]]
+
+
+class Totals:
+    """Sums over a monitor's samples, which only rise, across membership changes too; and the metrics made of them.
+
+    Args:
+        name: of the optimizer, which becomes a label; "": none.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        self._own = {"optimizer": name} if name else {}
+        self._waits: dict[tuple[str, str], float] = {}
+
+    def add(self, sample: Sample, ranks: Sequence[int], hosts: Sequence[str]) -> None:
+        """Add the waits of a sample; ``ranks``, ``hosts``: by place."""
+        largest_first = sorted(zip(sample.waits, ranks, hosts, strict=False), key=lambda one: -one[0])
+        for seconds, rank, host in largest_first:
+            if seconds > 0.0:
+                key = (str(rank), host)
+                if key not in self._waits and len(self._waits) >= MOST_CULPRITS:
+                    key = ("other", "")
+                self._waits[key] = self._waits.get(key, 0.0) + seconds
+
+    def metrics(self, sample: Sample, rank: int, now: float, first: bool = True) -> list[Metric]:
+        """Return all metrics as they are after a sample.
+
+        Args:
+            sample: the last one, which has been added.
+            rank: this one.
+            now: Unix time of the sample in s.
+            first: whether it is the first of those that share the optimizer. Only the first reports what all ranks
+                know alike, so that a sum over the ranks' files counts it once.
+        """
+        counts, waiter = sample.counts, "all" if sample.of_all else str(rank)
+        waits = [
+            ({**self._own, "waiter": waiter, "culprit": culprit, "host": host}, seconds)
+            for (culprit, host), seconds in sorted(self._waits.items())
+        ]
+        distance = sample.consensus_distance if first else None
+        rows: list[tuple[Literal["counter", "gauge"], str, float | None, str]] = [
+            ("counter", "steps", counts.steps, "Steps of this rank."),
+            ("counter", "rounds", counts.rounds, "Rounds (gossip: exchanges and averages, leaders: pulls)."),
+            ("counter", "own_wait_seconds", counts.wait_s, "Seconds that this rank's training thread waited."),
+            ("counter", "transferred_bytes", counts.nbytes, "Bytes sent (leaders: received) by this rank."),
+            ("counter", "resets", counts.resets, "Membership changes (elastic training)."),
+            ("counter", "gradients_lost", counts.gradients_lost, "Gradients of lost ranks that are in no round."),
+            ("counter", "gradients_skipped", counts.gradients_skipped, "Steps with a gradient that was not finite."),
+            ("gauge", "steps_per_second", sample.steps_per_s, "Steps of this rank per second, lately."),
+            ("gauge", "contributors", sample.contributors, "Mean number of ranks in a round, lately."),
+            ("gauge", "staleness_mean", sample.staleness_mean, "Mean staleness in rounds (gossip: steps), lately."),
+            ("gauge", "staleness_max", sample.staleness_max, "Highest staleness in rounds (gossip: steps), lately."),
+            ("gauge", "leader_distance", sample.leader_distance, "Mean distance to the leader or center, lately."),
+            ("gauge", "consensus_distance", distance, "RMS distance of all weights from their mean, last measured."),
+            ("gauge", "sample_timestamp_seconds", now, "Unix time of the last sample."),
+        ]
+        own = {**self._own, "rank": str(rank)}
+        known = [(kind, name, float(value), text) for kind, name, value, text in rows if value is not None]
+        found = [Metric(name, kind, text, [(own, value)]) for kind, name, value, text in known]
+        if waits and (first or not sample.of_all):
+            text = "Seconds that the waiter (all: all ranks, added up) waited for the culprit."
+            found.append(Metric("wait_seconds", "counter", text, waits))
+        return found

@@ -1,38 +1,33 @@
-"""Ranks that hold up the others for good: how one is found, the warning, and what would help."""
+"""Permanent stragglers: the rule that finds them, the warning, and what would help."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvd_async.algorithms.eager.quorum import needed
 from hvd_async.algorithms.registry import ALGORITHMS
 from hvd_async.monitor.sample import Sample
 from hvd_async.runtime.log import warn
 
-# -- the rule (pure) ---------------------------------------------------------------------------------------------------
-# The rule by which a rank is called slow for good: others wait for it much, far more than for the rest, and again and
-# again. Pure.
-
+# -- the rule: the others wait long for a rank, much longer than for the rest, in several windows in a row; pure -------
 
 BEGIN, END = 0.1, 0.05
-"""Shares of the others' time: a rank that takes so much may be called slow; it is slow until it takes less than END."""
+"""Shares of the others' time from which on a rank may be called slow, and below which it no longer is."""
 BEGIN_RATIO, END_RATIO = 2.5, 1.5
-"""The same of how many times as long others wait for it as for a rank of the rest, on average."""
+"""The same for how many times as long the others wait for it as for a rank of the rest, on average."""
 WINDOWS = 3
-"""In so many windows, one after the other, the one or the other must be so."""
+"""Windows in a row in which a rank must stand out to be called slow, or not, to be called slow no more."""
 
 
-@dataclass(frozen=True)
-class Blame:
-    """How much one rank holds up the others in a window.
+class Blame(NamedTuple):
+    """How much one rank delays the others in a window.
 
     Attributes:
         share: of the others' time that they wait for it.
-        ratio: how many times as long as for a rank of the rest, on average; of waits that ranks report of themselves,
-            how many times as long as itself the rest waits.
+        ratio: of that to their wait for a rank of the rest, on average; where ranks report their own waits, of the
+            mean wait of the rest to its own.
     """
 
     share: float
@@ -47,7 +42,7 @@ def by_waits_for(shares: Sequence[float]) -> list[Blame]:
 
 def by_own_waits(shares: Sequence[float]) -> list[Blame]:
     """Return each rank's blame, from the share of its time that each waits itself: where neighbours wait for each
-    other, all end up waiting but the one that is slow."""
+    other, all ranks but the slow one end up waiting."""
     total, rest = sum(shares), max(1, len(shares) - 1)
     means = [max(0.0, total - share) / rest for share in shares]
     return [Blame(max(0.0, mean - own), _ratio(mean, own)) for own, mean in zip(shares, means, strict=True)]
@@ -60,38 +55,38 @@ def _ratio(one: float, other: float) -> float:
 
 
 class SlowRanks:
-    """The ranks that are slow for good, by place, window after window.
+    """The ranks that are slow, by place, window after window.
 
     Args:
-        size: how many ranks there are.
-        windows: a rank must stand out in so many, one after the other, to be called slow, and fail to in so many to be
-            called slow no more.
+        size: number of ranks.
+        windows: in a row that change what a rank is called.
+
+    Attributes:
+        slow: places of the slow ranks.
     """
 
     def __init__(self, size: int, windows: int = WINDOWS) -> None:
         self._windows = windows
         self._against = [0] * size
-        """By place, in how many windows, up to now, it was not as the rank is called."""
+        """By place, the last windows in a row in which the rank was not as it is called."""
         self.slow: frozenset[int] = frozenset()
-        """Those that are."""
 
     def judge(self, blames: Sequence[Blame]) -> bool:
-        """Take in a window; returns whether other ranks are slow now than before."""
-        slow = set(self.slow)
+        """Judge a window; return whether the slow ranks have changed."""
+        before = self.slow
         for place, blame in enumerate(blames):
-            if place in slow:
-                other = blame.share < END or blame.ratio < END_RATIO
+            if place in before:
+                differs = blame.share < END or blame.ratio < END_RATIO
             else:
-                other = blame.share >= BEGIN and blame.ratio > BEGIN_RATIO
-            self._against[place] = self._against[place] + 1 if other else 0
+                differs = blame.share >= BEGIN and blame.ratio > BEGIN_RATIO
+            self._against[place] = self._against[place] + 1 if differs else 0
             if self._against[place] >= self._windows:
                 self._against[place] = 0
-                slow ^= {place}
-        changed, self.slow = slow != self.slow, frozenset(slow)
-        return changed
+                self.slow ^= {place}
+        return self.slow != before
 
 
-# -- words of the warning (pure) ---------------------------------------------------------------------------------------
+# -- words of the warning; pure ----------------------------------------------------------------------------------------
 
 
 def named(places: Sequence[int], ranks: Sequence[int], hosts: Sequence[str]) -> str:
@@ -104,28 +99,17 @@ def named(places: Sequence[int], ranks: Sequence[int], hosts: Sequence[str]) -> 
     )
 
 
-def waiting(share: float, step_s: float, whose: str) -> str:
-    """Return how much the others wait.
-
-    Args:
-        share: of their time.
-        step_s: seconds of a step, as they are.
-        whose: the ranks that are waited for, in words.
-    """
-    return f"the other ranks wait {share:.0%} of their time, {1e3 * share * step_s:.3g} ms a step, for {whose}"
-
-
 def advice(settings: Mapping[str, Any], size: int, slow: int) -> str:
-    """Return what would spare the other ranks these waits; "" where nothing of this library's would.
+    """Return the options that would spare the other ranks these waits; "" where there are none.
 
     Args:
         settings: of the optimizer.
-        size: how many ranks share it.
-        slow: how many of them are slow.
+        size: number of ranks that share it.
+        slow: number of slow ranks.
     """
     match ALGORITHMS[settings["algorithm"]].waits_for:
         case "quorum":
-            return _of_rounds(settings, size, slow)
+            return _advice_on_rounds(settings, size, slow)
         case "neighbours" | "period" | "all":
             return (
                 'GossipOptimizer(algorithm="adpsgd") waits for nobody, but after max_local_steps without an averaging '
@@ -136,88 +120,75 @@ def advice(settings: Mapping[str, Any], size: int, slow: int) -> str:
     return ""
 
 
-def _of_rounds(settings: Mapping[str, Any], size: int, slow: int) -> str:
-    """Return it for partial allreduce."""
-    quorum, by_host = settings["quorum"], settings.get("local_size", 1) > 1
-    parties = size // settings.get("local_size", 1)
-    without = _starts_without(quorum, parties, slow)
+def _advice_on_rounds(settings: Mapping[str, Any], size: int, slow: int) -> str:
+    quorum, local_size = settings["quorum"], settings.get("local_size", 1)
+    parties = size // local_size
+    always = quorum in ("solo", "auto")
+    fires_without = always if isinstance(quorum, str) else needed(quorum, parties) <= parties - slow
     if settings["pace"] == "rounds":
-        late = f"a higher max_staleness (now {settings['max_staleness']}) would have rounds wait for it later"
-        return late if without else 'quorum="solo" would let rounds start without it'
-    whom = "the other hosts" if by_host else "the others"
-    changes = [] if without and settings["max_staleness"] else ['quorum="solo"']
+        if fires_without:
+            return f"a higher max_staleness (now {settings['max_staleness']}) would have rounds wait for it later"
+        return 'quorum="solo" would let rounds start without it'
+    changes = [] if fires_without and settings["max_staleness"] else ['quorum="solo"']
     changes += ['pace="rounds"', *(["max_staleness=16"] if not settings["max_staleness"] else [])]
-    return f"{', '.join(changes)} would let it give fewer gradients in place of holding up {whom}"
-
-
-def _starts_without(quorum: Any, parties: int, slow: int) -> bool:
-    """Whether rounds start without the slow ranks, once these need not do as many steps as the others."""
-    if isinstance(quorum, str):
-        return quorum in ("solo", "auto")
-    return needed(quorum, parties) <= parties - slow
+    others = "the other hosts" if local_size > 1 else "the others"
+    return f"{', '.join(changes)} would let it give fewer gradients in place of holding up {others}"
 
 
 # -- the warning -------------------------------------------------------------------------------------------------------
-# Says which ranks hold up the others for good, once, and again when that changes.
 
 
 class Warner:
-    """Judges windows of samples, or of what all ranks have reported.
+    """Judges windows of samples, or the reports of all ranks, and warns when the slow ranks change.
 
     Args:
-        size: how many ranks there are.
-        steps: of a window of samples, at the least.
+        ranks: by place.
+        steps: of a window of samples, at least.
         windows: as of ``SlowRanks``.
     """
 
-    def __init__(self, size: int, steps: int, windows: int = WINDOWS) -> None:
-        self._rule, self._steps = SlowRanks(size, windows), steps
+    def __init__(self, ranks: Sequence[int], steps: int, windows: int = WINDOWS) -> None:
+        self._ranks, self._steps = ranks, steps
+        self._rule = SlowRanks(len(ranks), windows)
         self._begin_window()
 
     def _begin_window(self) -> None:
-        self._shares: list[float] = []
+        self._waited = [0.0] * len(self._ranks)
+        """Mean seconds that the others have waited for each rank, by place."""
         self._taken, self._seconds = 0, 0.0
 
-    def add(self, sample: Sample) -> tuple[list[Blame], float] | None:
-        """Take in a sample whose waits are those of all ranks.
-
-        Returns:
-            What ``say`` needs, where other ranks are slow now than before: the blames of the window that has shown it,
-            and its seconds a step.
-        """
-        if not self._shares:
-            self._shares = [0.0] * len(sample.waits)
-        weighted = [share * sample.seconds for share in sample.shares()]
-        self._shares = [a + b for a, b in zip(self._shares, weighted, strict=True)]
-        self._taken, self._seconds = self._taken + sample.steps, self._seconds + sample.seconds
-        if self._taken < self._steps or self._seconds <= 0.0:
-            return None
-        blames = by_waits_for([share / self._seconds for share in self._shares])
-        step_s = self._seconds / self._taken
-        self._begin_window()
-        return (blames, step_s) if self._rule.judge(blames) else None
-
-    def compare(self, waits: Sequence[float]) -> list[Blame] | None:
-        """Take in the share of its time that each rank waits; returns the blames where other ranks are slow now."""
-        blames = by_own_waits(waits)
-        return blames if self._rule.judge(blames) else None
-
-    def say(
-        self, blames: Sequence[Blame], step_s: float, ranks: Sequence[int], hosts: Sequence[str], settings: Any
-    ) -> None:
-        """Write the warning to stderr.
+    def add(self, sample: Sample, hosts: Sequence[str], settings: Mapping[str, Any]) -> None:
+        """Add a sample to the window, and judge the window if it is full.
 
         Args:
-            blames: by place.
-            step_s: seconds of a step.
-            ranks, hosts: by place.
+            sample: whose waits are those of all ranks.
+            hosts: by place.
             settings: of the optimizer.
         """
+        waited = [share * sample.seconds for share in sample.shares()]
+        self._waited = [a + b for a, b in zip(self._waited, waited, strict=True)]
+        self._taken, self._seconds = self._taken + sample.steps, self._seconds + sample.seconds
+        if self._taken >= self._steps and self._seconds > 0.0:
+            blames = by_waits_for([seconds / self._seconds for seconds in self._waited])
+            step_s = self._seconds / self._taken
+            self._begin_window()
+            self._judge(blames, step_s, hosts, settings)
+
+    def compare(
+        self, shares: Sequence[float], step_s: float, hosts: Sequence[str], settings: Mapping[str, Any]
+    ) -> None:
+        """Judge the share of its time that each rank waits; ``step_s``: seconds of a step."""
+        self._judge(by_own_waits(shares), step_s, hosts, settings)
+
+    def _judge(self, blames: Sequence[Blame], step_s: float, hosts: Sequence[str], settings: Mapping[str, Any]) -> None:
+        if not self._rule.judge(blames):
+            return
         slow = sorted(self._rule.slow)
         if not slow:
             warn("the ranks do not wait for one of them more than for others any more")
             return
         share = min(1.0, sum(blames[place].share for place in slow))
-        told = waiting(share, step_s, named(slow, ranks, hosts))
-        hint = advice(settings, len(ranks), len(slow))
-        warn(f"{told}{f'; {hint}' if hint else ''}")
+        wait_ms, who = 1e3 * share * step_s, named(slow, self._ranks, hosts)
+        hint = advice(settings, len(self._ranks), len(slow))
+        text = f"the other ranks wait {share:.0%} of their time, {wait_ms:.3g} ms a step, for {who}"
+        warn(f"{text}; {hint}" if hint else text)

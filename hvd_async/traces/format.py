@@ -1,4 +1,4 @@
-"""The trace of a run as files: a folder with ``rank.N.jsonl`` for each rank. A header, then a line for each step. Pure.
+"""The trace of a run as files: a folder with ``rank.N.jsonl`` for each rank N: a header, then a line per step. Pure.
 
 Times are Unix times in seconds by the rank's own clock.
 """
@@ -31,7 +31,7 @@ FSDP = "fsdp"
 SYNCHRONOUS = (HOROVOD, DDP, FSDP)
 """Algorithms in which every rank waits for all others in every step."""
 PLAIN = "none"
-"""``Header.algorithm`` of an optimizer that is not wrapped, and of a loop that is marked by hand."""
+"""``Header.algorithm`` of an optimizer that is not wrapped, and of a loop with marks of its own."""
 
 
 class Header(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -39,17 +39,17 @@ class Header(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         version: of the format.
-        rank: which one, from 0.
-        ranks: of the job.
+        rank: from 0.
+        ranks: number of ranks of the job.
         host: the name of the rank's machine.
-        framework: "torch", "keras", or what a loop that is marked by hand says.
+        framework: "torch", "keras", or a name given by the script.
         algorithm: "horovod", "ddp", "fsdp"; "eager", "sgp" and so on; "none".
         options: of the optimizer, by name.
-        parameter_bytes: of what is trained; gradients have as many.
+        parameter_bytes: of the trained parameters; gradients have as many.
         buckets: parts in which gradients travel; 0: unknown.
         synchronized: whether the device was synchronized before each mark, so that times on a GPU are true.
         clock_ahead_s: seconds that this rank's clock is ahead of rank 0's; None: unknown.
-        run: what all ranks of a run have alike, and those of another one do not; None: unknown.
+        run: identifies the run, the same on all ranks; None: unknown.
     """
 
     version: int
@@ -71,8 +71,8 @@ class Step(msgspec.Struct, frozen=True):
 
     Attributes:
         begin_s: when it began: the end of the step before.
-        arrived_s: when the gradients were there; from here the rank waits for others.
-        released_s: when it had what it waited for.
+        arrived_s: when the gradients were ready; from here on the rank waits for others.
+        released_s: when the wait ended.
         done_s: when the optimizer's step returned.
     """
 
@@ -88,22 +88,22 @@ def file_of(folder: Path, rank: int) -> Path:
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
-# Reads a trace and checks it: whether all ranks are there, of one run, with steps enough.
+# Reads a trace and checks that it has all ranks of one run, with enough steps.
 
 
 Times = NDArray[np.float64]
 LEAST = 20
-"""Steps that a trace needs."""
+"""Least number of steps of a trace."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A run's trace: the steps that all ranks have recorded, after those that were left out.
+    """Trace of a run: the steps that all ranks have recorded, without the first ones.
 
     Attributes:
         headers: by rank.
         begin, arrived, released, done: Unix times in s by each rank's own clock, [steps, ranks].
-        left_out: steps at the start that are not in it.
+        left_out: number of first steps that are not in it.
     """
 
     headers: Sequence[Header]
@@ -115,17 +115,17 @@ class Trace:
 
     @property
     def ranks(self) -> int:
-        """How many."""
+        """Number of ranks."""
         return len(self.headers)
 
     @property
     def steps(self) -> int:
-        """Number of steps that each rank has here."""
+        """Number of steps per rank."""
         return len(self.begin)
 
     @property
     def work(self) -> Times:
-        """Seconds that each rank was at work in each step, [steps, ranks]: before it arrived, and after its waiting."""
+        """Seconds that each rank worked in each step, [steps, ranks]: before it arrived, and after its wait."""
         return np.maximum(self.arrived - self.begin, 0.0) + np.maximum(self.done - self.released, 0.0)
 
     @property
@@ -135,12 +135,12 @@ class Trace:
 
     @property
     def steps_per_s(self) -> float:
-        """Steps of a rank a second, the mean over the ranks, without what was left out between steps."""
+        """Steps per second of a rank, the mean over the ranks, without pauses between steps that were skipped."""
         return float(np.mean(self.steps / (self.done - self.begin).sum(axis=0)))
 
     @property
     def local_size(self) -> int:
-        """Ranks of a host; 1 where hosts have different numbers of ranks, or these do not follow each other."""
+        """Ranks per host; 1 where hosts differ in their number, or a host's ranks are not consecutive."""
         hosts = [header.host for header in self.headers]
         size = hosts.count(hosts[0])
         groups = [set(hosts[first : first + size]) for first in range(0, len(hosts), size)]
@@ -157,12 +157,12 @@ class Trace:
     def clocks_ahead(self) -> Times | None:
         """Seconds that each rank's clock is ahead of rank 0's, [ranks]; None if that is unknown.
 
-        Ranks of one host have one clock. Others' are told from the ends of their waits, where all ranks are released
-        together: by the median of the differences.
+        Ranks of one host share a clock. Clocks of hosts are compared at the ends of waits, which all ranks reach
+        together, by the median of the differences.
         """
-        told = [header.clock_ahead_s for header in self.headers]
-        if all(each is not None for each in told):
-            return np.array(told, dtype=np.float64)
+        recorded = [header.clock_ahead_s for header in self.headers]
+        if all(each is not None for each in recorded):
+            return np.array(recorded, dtype=np.float64)
         if len({header.host for header in self.headers}) == 1:
             return np.zeros(self.ranks)
         if not self.synchronous:
@@ -175,12 +175,12 @@ def read_trace(folder: str | os.PathLike[str], skip: int = 3, least: int = LEAST
     """Read a trace.
 
     Args:
-        folder: which ``record`` has written, with the files of all ranks.
-        skip: steps at the start to leave out, in which caches fill and ranks meet.
-        least: steps that must remain.
+        folder: with the files of all ranks.
+        skip: number of first steps to leave out, in which caches fill and ranks meet.
+        least: number of steps that must remain.
 
     Raises:
-        ValueError: it is no whole trace; the message says what is missing.
+        ValueError: the trace is incomplete; the message says what is missing.
     """
     if skip < 0:
         raise ValueError(f"skip={skip}: leave out 0 steps or more")
@@ -220,7 +220,7 @@ def read_trace(folder: str | os.PathLike[str], skip: int = 3, least: int = LEAST
 
 
 def _read(path: Path) -> tuple[Header, list[Step]]:
-    """Return a file's header and steps. A last line that is cut off, of a job that was killed, is left out."""
+    """Return a file's header and steps, without an incomplete last line of a job that was killed."""
     head, *lines = path.read_bytes().split(b"\n")
     try:
         version = msgspec.json.decode(head, type=_Version).version
@@ -232,6 +232,6 @@ def _read(path: Path) -> tuple[Header, list[Step]]:
 
 
 class _Version(msgspec.Struct):
-    """The part of a header that tells how to read the rest."""
+    """The part of a header by which to read the rest."""
 
     version: int

@@ -1,6 +1,6 @@
-"""Recording of the steps of an optimizer: of torch, or any that a script makes without a change to it.
+"""Recording of an optimizer's steps: of a given torch optimizer, or of the first one that an unchanged script makes.
 
-It needs no framework: it knows names alone.
+It imports no framework, and uses only names of their modules.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from hvd_async.traces.torch_distributed import TorchJob
 
 Instrument = Callable[[ModuleType], None]
 
-# -- one optimizer of torch, whoever has wrapped it --------------------------------------------------------------------
+# -- a torch optimizer, wrapped by any library -------------------------------------------------------------------------
 
 
 def recorded(
     optimizer: Any, folder: Any, rank: int, ranks: int, synchronize: Callable[[], None] | None = None
 ) -> Recorder:
-    """Record the steps of a torch optimizer from now on; returns what records them.
+    """Record the steps of a torch optimizer from now on; return the recorder.
 
-    Where the optimizer has ``synchronize()`` (Horovod's), the rank waits there; ours says itself how long it
-    has waited. Of others it is not known, and taken for none.
+    A Horovod optimizer waits in ``synchronize()``; ours counts its waits. The waits of others are unknown, and recorded
+    as none.
 
     Args:
         optimizer: the one that the training loop steps.
         folder: of the trace.
-        rank, ranks: this rank, and how many there are.
+        rank, ranks: this rank, and the number of ranks.
         synchronize: waits for the device; called before each mark.
 
     Raises:
@@ -71,14 +71,14 @@ def recorded(
 
 
 def check_all_ranks(driver: Any, ranks: int) -> None:
-    """Refuse an optimizer that only some ranks share.
+    """Check that all ranks share an optimizer.
 
     Args:
-        driver: of one of our optimizers; None: it is none.
+        driver: of one of our optimizers; None for others.
         ranks: of the job.
 
     Raises:
-        ValueError: it is of a process set.
+        ValueError: only a process set does.
     """
     if driver is not None and driver.size != ranks:
         raise ValueError(
@@ -103,12 +103,12 @@ def _nothing() -> None:
 
 
 def _replace(optimizer: Any, name: str, function: Callable[..., Any]) -> None:
-    """Give an optimizer another method. (It must be a bound one: torch's schedulers look into it.)"""
+    """Replace a method of an optimizer. (By a bound one: torch's schedulers inspect it.)"""
     setattr(optimizer, name, types.MethodType(function, optimizer))
 
 
 def waited_s(optimizer: Any) -> float:
-    """Return the seconds that one of our optimizers has waited since its ranks were last others."""
+    """Return the seconds that one of our optimizers has waited since the last membership change."""
     worker = optimizer._async.worker
     return 0.0 if worker is None else float(worker.wait_s)
 
@@ -116,7 +116,7 @@ def waited_s(optimizer: Any) -> float:
 def _stepping(
     step: Callable[..., Any], recorder: Recorder, before: Callable[[], None], ours: bool, seen: float
 ) -> Callable[..., Any]:
-    """Return a method that marks what ``step`` does; ``seen``: seconds that one of our optimizers has waited so far."""
+    """Return a method that marks ``step``; ``seen``: seconds that one of our optimizers has waited so far."""
 
     @functools.wraps(step)
     def timed(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -151,17 +151,16 @@ def _synchronizing(
     return timed
 
 
-# -- what a script makes -----------------------------------------------------------------------------------------------
-# Has optimizers recorded that a script makes, without a change to it: their factories record what they return.
-#
-# The factories are replaced when the script imports their module, so nothing is imported that it does not need.
+# -- the first optimizer of a script -----------------------------------------------------------------------------------
+# Factories record the optimizer that they return. They are replaced when the script imports their module, so that
+# nothing is imported that it does not need.
 
 
 FACTORIES: Mapping[str, Sequence[str]] = {
     "horovod.torch": ("DistributedOptimizer",),
     "hvd_async.torch": ("DistributedOptimizer", "EagerOptimizer", "GossipOptimizer", "LeaderOptimizer"),
 }
-"""By module, what makes optimizers there. Our ``DistributedOptimizer`` is Horovod's, or without Horovod our own."""
+"""Factories of optimizers by module. Our ``DistributedOptimizer`` is Horovod's, or without Horovod our own."""
 
 
 def record_what_is_made(folder: Path, synchronize: bool = False) -> list[str]:
@@ -173,7 +172,7 @@ def record_what_is_made(folder: Path, synchronize: bool = False) -> list[str]:
         synchronize: wait for the GPU before each mark.
 
     Returns:
-        The names of what is recorded, and of factories that have made optimizers since; it grows.
+        The name of what is recorded, then of factories that have made further optimizers; it grows.
 
     Raises:
         ValueError: a module that is to be instrumented is imported already.
@@ -218,7 +217,7 @@ def record_what_is_made(folder: Path, synchronize: bool = False) -> list[str]:
 
 
 def _waiting(optimizer: Any) -> Callable[[], None] | None:
-    """Return what waits for the optimizer's device; None where that is the CPU."""
+    """Return a function that waits for the optimizer's device; None where that is the CPU."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.is_cuda:
@@ -228,10 +227,10 @@ def _waiting(optimizer: Any) -> Callable[[], None] | None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds modules as the other finders do, and has their loader instrument what it has loaded.
+    """Finder that has modules instrumented after they are executed; it finds them by the other finders.
 
     Args:
-        instruments: by a module's name, what is called with the module after it was executed.
+        instruments: by a module's name, the function to call with the module.
     """
 
     def __init__(self, instruments: Mapping[str, Instrument]) -> None:
@@ -250,13 +249,13 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads as another one, and calls ``instrument`` with the module."""
+    """Loader that loads by another one, then calls ``instrument`` with the module."""
 
     def __init__(self, loader: Any, instrument: Instrument) -> None:
         self._loader, self._instrument = loader, instrument
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the other loader offers besides, such as the source or resources."""
+        """Return other attributes of that loader, such as the source or resources."""
         return getattr(self._loader, name)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:

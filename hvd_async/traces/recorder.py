@@ -1,4 +1,4 @@
-"""Records a rank's steps into its file of a trace. A training thread calls it; lines are written many at a time."""
+"""Records a rank's steps into its file of a trace. A training thread calls it; lines are written in batches."""
 
 from __future__ import annotations
 
@@ -15,34 +15,33 @@ import msgspec
 from hvd_async.traces.format import PLAIN, VERSION, Header, Step, file_of
 
 BUFFERED = 512
-"""Steps that are kept before they are written."""
+"""Steps that are buffered at most."""
 WRITES_EACH = 2.0
-"""Seconds after which they are written also if they are fewer: a job may be killed."""
+"""Seconds after which fewer are written, too: a job may be killed."""
 LAUNCHES = ("HOROVOD_GLOO_RENDEZVOUS_PORT", "PMIX_NAMESPACE", "SLURM_STEP_ID", "MASTER_PORT")
-"""Variables that launchers set, alike on all ranks and mostly to something else in each run; the first that is there
+"""Variables that launchers set to the same value on all ranks, and mostly to another in each run; the first that is set
 counts. Of horovodrun on Gloo and what starts ranks as it does; Open MPI, and SLURM with PMIx; SLURM; torchrun."""
 
 
 class Recorder:
     """Marks of one rank, for a loop of your own; ``hvd_async.torch.record`` sets them for an optimizer.
 
-    In each step call ``arrived()`` when the gradients are there, ``released()`` when those of all ranks are (it may be
-    left out), and ``done()`` when the step has been taken; or ``stepped()`` alone. What lies between ``done()`` and the
-    next ``arrived()`` counts as computation: also reading data. Call ``skip()`` after what belongs to no step, such as
-    an evaluation.
+    In each step call ``arrived()`` when the gradients are ready, ``released()`` when those of all ranks are (optional),
+    and ``done()`` at the end of the step; or only ``stepped()``. The time between ``done()`` and the next ``arrived()``
+    counts as computation, reading data included. Call ``skip()`` after what belongs to no step, such as an evaluation.
 
     Args:
-        folder: of the trace; it is made. A file that this rank has there is replaced, those of ranks that the job does
-            not have are removed: an earlier run had more.
+        folder: of the trace, created if missing. This rank's file of an earlier run is replaced; files of ranks that
+            the job does not have are removed.
         rank: this one, from 0.
         ranks: of the job.
-        framework: for people.
+        framework: a name, for reports.
         algorithm, options: of the optimizer; see ``Header``.
-        parameter_bytes: of what is trained.
-        buckets: parts in which gradients travel; 0: unknown.
+        parameter_bytes: of the trained parameters.
+        buckets: parts in which gradients are sent; 0: unknown.
         synchronized: whether times are of a device that is synchronized before each mark.
-        run: what tells this run's files from another's, the same on all ranks; None: by what the launcher says.
-        clock: gives monotonic seconds, for tests.
+        run: identifies the run, the same on all ranks; None: taken from the launcher's variables.
+        clock: returns monotonic seconds.
 
     Raises:
         ValueError: there is no such rank.
@@ -96,7 +95,7 @@ class Recorder:
         self._file.flush()
 
     def arrived(self, waited_s: float = 0.0) -> None:
-        """Mark that this step's gradients are there. Of several marks in a step the first counts.
+        """Mark that this step's gradients are ready. Of several marks in a step the first counts.
 
         Args:
             waited_s: seconds that the rank has already waited since then.
@@ -106,18 +105,18 @@ class Recorder:
             self._arrived = max(now - waited_s, now if self._begin is None else self._begin)
 
     def released(self, waited_s: float | None = None) -> None:
-        """Mark that the rank has what it waited for; of several marks in a step the last counts.
+        """Mark the end of the wait; of several marks in a step the last counts.
 
         Args:
-            waited_s: the seconds that it has waited since it arrived, if they are known; None: until now.
+            waited_s: seconds of the wait, if known; None: since the arrival.
         """
         if self._arrived is not None:
             self._released = self._clock() if waited_s is None else min(self._arrived + waited_s, self._clock())
 
     def waited(self, seconds: float) -> None:
-        """Mark the end of a wait, of which a step may have several, such as one for each layer.
+        """Mark the end of one of several waits in a step, such as one per layer.
 
-        The step's record has a single wait, as long as all of them together, which ends with the last one.
+        They are recorded as a single wait, as long as all of them together, which ends with the last one.
 
         Args:
             seconds: duration of the wait that ends now.
@@ -128,7 +127,7 @@ class Recorder:
         self._arrived = max(self._released - self._waited, begin)
 
     def done(self) -> None:
-        """Mark that the step was taken, and begin the next one."""
+        """Mark the end of the step, and begin the next one."""
         now = self._clock()
         if self._begin is not None and self._arrived is not None:
             origin, released = self._origin, self._arrived if self._released is None else self._released
@@ -138,10 +137,10 @@ class Recorder:
             self.flush()
 
     def stepped(self, waited_s: float) -> None:
-        """Mark that a step ends now, of whose marks none was set.
+        """Mark the end of a step without any other mark.
 
         Args:
-            waited_s: seconds that the rank has waited in it. They are put at its end; all else is computation.
+            waited_s: seconds that the rank has waited in it, taken to be its end; the rest is computation.
         """
         now = self._clock()
         begin = now if self._begin is None else self._begin
@@ -150,7 +149,7 @@ class Recorder:
         self.done()
 
     def skip(self) -> None:
-        """Leave out what was since the last ``done()``: the next step begins now."""
+        """Leave out the time since the last ``done()``: the next step begins now."""
         self._next(self._clock())
 
     def _next(self, now: float) -> None:
@@ -158,20 +157,20 @@ class Recorder:
         self._begin, self._arrived, self._released, self._waited = now, None, None, 0.0
 
     def flush(self) -> None:
-        """Write what is kept."""
+        """Write the buffered steps."""
         steps, self._steps, self._written = self._steps, [], self._clock()
         if not self._file.closed:
             self._file.write(b"".join(msgspec.json.encode(step) + b"\n" for step in steps))
             self._file.flush()
 
     def close(self) -> None:
-        """Write what is kept, and close the file; nothing is recorded any more."""
+        """Write the buffered steps, and close the file; nothing is recorded afterwards."""
         self.flush()
         self._ends.close()
 
 
 def launched(environment: Mapping[str, str]) -> str | None:
-    """Return what all ranks of a launch have alike, by a rank's environment; None if no launcher says."""
+    """Return what identifies a launch, from the environment of any of its ranks; None if no launcher is known."""
     name = next((name for name in LAUNCHES if environment.get(name)), None)
     if name is None:
         return None
@@ -180,14 +179,14 @@ def launched(environment: Mapping[str, str]) -> str | None:
 
 
 def _remove_beyond(folder: Path, ranks: int) -> None:
-    """Remove files of an earlier run's ranks that are none of this one's: no rank of this run would replace them."""
+    """Remove files of ranks that only an earlier run had: no rank of this run would replace them."""
     for path in folder.glob("rank.*.jsonl"):
         number = path.name.split(".")[1]
         if number.isdecimal() and int(number) >= ranks:
-            path.unlink(missing_ok=True)  # (another rank may have been quicker)
+            path.unlink(missing_ok=True)  # (another rank may have removed it)
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options as JSON has them; of what it has no word for, the text."""
+    """Return options as JSON values; anything else as its ``repr``."""
     encoded = msgspec.json.encode(dict(options), enc_hook=repr)
     return cast("dict[str, Any]", msgspec.json.decode(encoded))

@@ -1,4 +1,4 @@
-"""A picture of a trace: a row for each rank, computation and waiting side by side. Needs matplotlib."""
+"""A picture of a trace: a row per rank with its computation and its waits. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 from hvd_async.traces.format import Times, Trace
 
 COMPUTES, WAITS, UPDATES = "#4477aa", "#ddcc77", "#aa3377"
-"""Colours that stay apart for colour-blind readers."""
+"""Colours that colour-blind readers can distinguish."""
 
 
 def draw(trace: Trace, file: Path, first: int = 0, steps: int = 20) -> None:
-    """Draw some steps of a trace, as the ending of the file's name says: .png, .svg, .pdf.
+    """Draw some steps of a trace, in the format of the file's suffix: .png, .svg, .pdf.
 
     Args:
         trace: of a run.
         file: to write.
-        first: step to begin with.
-        steps: how many.
+        first: first step.
+        steps: number of steps.
 
     Raises:
         ValueError: matplotlib is not installed, or the trace has no such step.

@@ -1,12 +1,12 @@
-"""Records a job of ``torch.distributed`` that needs no Horovod: DDP, FSDP2, or a loop that calls collectives itself.
+"""Recording of a job of ``torch.distributed`` without Horovod: DDP, FSDP2, or a loop that calls collectives itself.
 
-Steps are those of the first optimizer that steps once the default process group is there. A rank waits for others
+Steps are those of the first optimizer that steps after the default process group is initialized. A rank waits
 
 - between the end of DDP's own computation in the backward pass and the end of its last allreduce,
-- in ``Work.wait()``, where collectives that Python has started end: those of FSDP2, SyncBatchNorm and the script,
+- in ``Work.wait()``, for collectives that Python has started: those of FSDP2, SyncBatchNorm and the script,
 - where DDP broadcasts buffers before the forward pass, and where results of functional collectives are waited for.
 
-The module imports no framework: it is handed torch's modules once the script has imported them.
+The module imports no framework: it receives torch's modules once the script has imported them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from hvd_async.traces.recorder import Recorder
 
 
 class TorchJob:
-    """Times the steps and waits of this process, once ``watch`` has seen torch.
+    """Timer of the steps and waits of this process, from ``watch`` on.
 
     Args:
         folder: of the trace.
         synchronize: wait for the GPU before each mark.
-        made: names of what is recorded already, to which this job adds its own; see ``record_what_is_made``.
+        made: names of recorded optimizers, to which this job adds its own; see ``record_what_is_made``.
     """
 
     def __init__(self, folder: Path, synchronize: bool, made: list[str]) -> None:
@@ -45,7 +45,7 @@ class TorchJob:
         self._device = False
         self._backward_ended = 0.0
         self._in_backward = False
-        self._told = False
+        self._has_warned = False
 
     def watch(self, torch: Any) -> None:
         """Follow the optimizers and the collectives of a process from now on.
@@ -112,7 +112,7 @@ class TorchJob:
             self._torch.autograd.Variable._execution_engine.queue_callback(self._computed)
 
     def _computed(self) -> None:
-        """Note when this rank's gradients were there, and come back when DDP has those of all ranks."""
+        """Note when this rank's gradients were ready, and queue a callback for when DDP has those of all ranks."""
         self._wait_for_device()
         self._backward_ended = time.perf_counter()
         self._torch.autograd.Variable._execution_engine.queue_callback(self._averaged)
@@ -125,7 +125,7 @@ class TorchJob:
             self._recorder.waited(time.perf_counter() - self._backward_ended)
 
     def _wait_for_device(self) -> None:
-        """Wait for the computation that was submitted, but not for collectives, which have streams of their own."""
+        """Wait for the submitted computation, but not for collectives, which have streams of their own."""
         if self._device:
             self._torch.cuda.current_stream().synchronize()
 
@@ -141,8 +141,8 @@ class TorchJob:
             self._in_backward = False  # (a backward pass that raised never came to its callbacks)
             self._wait_for_device()
             self._recorder.arrived()
-        elif not self._told:
-            self._told = True
+        elif not self._has_warned:
+            self._has_warned = True
             warn(f"record: a second optimizer steps, {type(optimizer).__name__}; only the first one is recorded")
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:

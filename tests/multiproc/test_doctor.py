@@ -11,10 +11,10 @@ import pytest
 from launch import REPOSITORY, RunJob
 from test_virtual_cluster import have_namespaces
 
-from hvd_async.doctor import trial
+from hvd_async.doctor import programs
 from hvd_async.doctor.findings import Verdict
-from hvd_async.doctor.processes import Outcome
-from hvd_async.doctor.trial import judge_trial, run_trial
+from hvd_async.doctor.programs import Outcome, launch_command, run_job
+from hvd_async.doctor.software import judge_training
 from tests.conftest import LONG_RUN
 
 pytestmark = pytest.mark.multiproc
@@ -22,15 +22,16 @@ pytestmark = pytest.mark.multiproc
 
 @pytest.mark.parametrize(("framework", "transport"), [("tensorflow", "gloo"), ("torch", "mpi"), ("torch", "torch")])
 def test_the_self_test_passes(framework: str, transport: str) -> None:
-    found = judge_trial(framework, run_trial(framework, transport, 120.0), 120.0, transport)
+    outcome = run_job(launch_command(transport, 2, ["train", framework]), 120.0)
+    found = judge_training(framework, outcome, 120.0, transport)
     assert found.verdict is Verdict.OK, found.values.get("output", found.fact)
     assert found.values["rounds"] >= 20
 
 
 def test_torch_trains_over_gloo_too(forked: RunJob) -> None:
     """(That ``horovodrun`` starts a trial over Gloo is shown with TensorFlow.)"""
-    job = forked("torch", trial.__file__, 2, args=("torch",))
-    found = judge_trial("torch", Outcome(job.returncode, job.output, job.seconds), 120.0)
+    job = forked("torch", programs.__file__, 2, args=("train", "torch"))
+    found = judge_training("torch", Outcome(job.returncode, job.output, job.seconds), 120.0, "gloo")
     assert found.verdict is Verdict.OK, found.values.get("output", found.fact)
     assert found.values["rounds"] >= 20
 

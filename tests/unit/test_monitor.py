@@ -1,24 +1,24 @@
-"""``Monitor``, on counts that a test makes up: what it samples, writes and says, and what becomes of it."""
+"""``Monitor`` on made-up counts: what it samples, writes and says, also after membership changes."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
 import pathlib
-import sys
+import struct
 import urllib.request
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tensorboard.compat.proto.event_pb2 import Event
 
 import hvd_async
-from hvd_async.monitor import Monitor, WaitReport
-from hvd_async.monitor import slow_ranks as warner
-from hvd_async.monitor.sample import Counts, Sample
-from hvd_async.monitor.sinks import MOST_CULPRITS, Destinations, Endpoint, Metric, Sinks, Totals, text_of
+from hvd_async.monitor import Monitor, WaitReport, slow_ranks
+from hvd_async.monitor.sample import MOST_CULPRITS
 from hvd_async.stats import GossipStats, LeaderStats, Stats
-from tests.unit.monitored import Clock, Optimizer
-from tests.unit.test_runner_report import scalars_in
+from tests.unit.test_monitor_rule import EAGER
 
 FIRST = Stats(steps=10, rounds=10, wait_s=1.0, held_s=(0.0, 0.0, 0.5, 0.0), contributors={4: 10}, staleness={0: 10})
 LATER = Stats(
@@ -29,8 +29,34 @@ LATER = Stats(
     contributors={4: 20, 3: 40},
     staleness={0: 40, 1: 15, 3: 5},
     bytes_sent=50_000_000,
-    gradients_skipped=2,
 )
+WAITS = "hvd_async_wait_seconds_total"
+
+
+class Clock:
+    """Seconds that a test lets pass."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Optimizer:
+    """A wrapped optimizer as a monitor sees it; two ranks share a host."""
+
+    def __init__(self, stats: Stats | GossipStats | LeaderStats, size: int = 4, place: int = 0, **settings: Any):
+        self.now = stats
+        self._async = SimpleNamespace(settings={**EAGER, **settings})
+        self.be(place, size)
+
+    def be(self, place: int, size: int) -> None:
+        self._async.rank_group = SimpleNamespace(index=place, ranks=tuple(range(size)))
+        self._async.worker = SimpleNamespace(engine=SimpleNamespace(hosts=[f"n{rank // 2}" for rank in range(size)]))
+
+    def stats(self) -> Any:
+        return self.now
 
 
 def parsed(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -39,12 +65,29 @@ def parsed(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for one in families for s in one.samples}
 
 
+def scalars_in(folder: pathlib.Path) -> list[tuple[int, str, Any]]:
+    """(step, tag, value) of every scalar in a folder of TensorBoard events."""
+    found: list[tuple[int, str, Any]] = []
+    for path in folder.glob("events.out.tfevents.*"):
+        content = path.read_bytes()
+        while content:
+            (length,) = struct.unpack("<Q", content[:8])
+            event = Event.FromString(content[12 : 12 + length])
+            found += [(event.step, value.tag, pytest.approx(value.simple_value)) for value in event.summary.value]
+            content = content[16 + length :]
+    return found
+
+
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was written to stderr."""
+    """Warnings."""
     lines: list[str] = []
-    monkeypatch.setattr(warner, "warn", lines.append)
+    for module in (slow_ranks.__name__, "hvd_async.monitor.sinks"):
+        monkeypatch.setattr(f"{module}.warn", lines.append)
     return lines
+
+
+# -- samples ------------------------------------------------------------------------------------------------------
 
 
 def test_a_sample_is_the_difference_of_two_counts():
@@ -61,13 +104,13 @@ def test_a_sample_is_the_difference_of_two_counts():
     assert found.wait_share == pytest.approx(0.3)
     assert found.shares() == pytest.approx([0.0, 0.3 / 15, 3.0 / 15, 0.0])
     assert found.contributors == pytest.approx((4 * 10 + 3 * 40) / 50)
-    assert found.staleness_mean == pytest.approx((15 + 3 * 5) / 50)
-    assert found.staleness_max == 3
+    assert (found.staleness_mean, found.staleness_max) == (pytest.approx((15 + 3 * 5) / 50), 3)
     assert found.bytes_per_s == 10_000_000
 
 
-def test_seconds_take_the_place_of_steps():
-    clock, optimizer = Clock(), Optimizer(FIRST)
+def test_seconds_replace_steps():
+    clock = Clock()
+    optimizer = Optimizer(FIRST)
     monitor = Monitor(optimizer, every=1, seconds=2.0, clock=clock)
     clock.now += 1.9
     monitor.step()
@@ -93,96 +136,98 @@ def test_gossip_and_leaders_have_values_of_their_own():
     assert (second.leader_distance, second.waits, second.bytes_per_s) == (4.0, (), 2.0)
 
 
-def test_a_consensus_distance_is_shown_from_when_it_was_measured(tmp_path: pathlib.Path):
-    path, clock, optimizer = tmp_path / "metrics.prom", Clock(), Optimizer(FIRST)
-    key = ("hvd_async_consensus_distance", (("rank", "0"),))
-    with Monitor(optimizer, prometheus=path, tensorboard=tmp_path / "tb", clock=clock) as monitor:
-        monitor.sample()
-        assert key not in parsed(path.read_text())
-        monitor.record_consensus_distance(0.25)
-        for _ in range(2):
-            sample = monitor.sample()
-            assert sample is not None
-            assert sample.consensus_distance == 0.25
-            assert parsed(path.read_text())[key] == 0.25
-    drawn = [value for _, tag, value in scalars_in(tmp_path / "tb") if tag == "hvd_async/consensus_distance"]
-    assert drawn == [0.25, 0.25]
+def test_a_monitor_does_not_keep_its_optimizer_alive(tmp_path: pathlib.Path):
+    monitor = Monitor(Optimizer(FIRST), prometheus=tmp_path / "m.prom")
+    gc.collect()
+    monitor.step()
+    assert monitor.sample() is None
+    monitor.close()
+    monitor.close()
 
 
-def test_files_hold_the_last_sample(tmp_path: pathlib.Path):
-    clock, optimizer = Clock(), Optimizer(FIRST)
-    path = tmp_path / "a" / "metrics.prom"
-    with Monitor(optimizer, prometheus=path, tensorboard=tmp_path / "tb", clock=clock) as monitor:
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"every": 0}, "every=0 is not a number of steps"),
+        ({"every": True}, "every=True is not a number of steps"),
+        ({"window": 2.5}, "window=2.5 is not a number of steps"),
+        ({"seconds": 0}, "seconds=0 is no time between samples"),
+        ({"prometheus_port": 70000}, "prometheus_port=70000 is no port"),
+    ],
+)
+def test_invalid_options_are_refused(options: dict[str, Any], error: str):
+    with pytest.raises(ValueError, match=error):
+        Monitor(Optimizer(FIRST), **options)
+
+
+def test_an_optimizer_that_is_not_wrapped_is_refused():
+    with pytest.raises(ValueError, match="Monitor wants a wrapped optimizer, and object is none"):
+        hvd_async.Monitor(object())
+
+
+# -- files and the endpoint ---------------------------------------------------------------------------------------
+
+
+def test_files_and_the_endpoint_hold_the_last_sample(tmp_path: pathlib.Path):
+    clock, optimizer, path = Clock(), Optimizer(FIRST), tmp_path / "a" / "metrics.prom"
+    with Monitor(optimizer, prometheus=path, tensorboard=tmp_path / "tb", prometheus_port=0, clock=clock) as monitor:
         assert not path.exists()
         optimizer.now, clock.now = LATER, 105.0
+        monitor.record_consensus_distance(0.25)
         monitor.sample()
         found = parsed(path.read_text())
-        assert found["hvd_async_steps_total", (("rank", "0"),)] == 60
-        assert found["hvd_async_steps_per_second", (("rank", "0"),)] == 10
-        assert found["hvd_async_staleness_max", (("rank", "0"),)] == 3
-        waits = "hvd_async_wait_seconds_total"
+        with urllib.request.urlopen(f"http://127.0.0.1:{monitor.port}/metrics", timeout=10) as answer:
+            assert parsed(answer.read().decode()) == found
+        own = {name: value for (name, labels), value in found.items() if labels == (("rank", "0"),)}
+        assert own.pop("hvd_async_sample_timestamp_seconds") > 1e9
+        expected = {"steps": 60, "rounds": 60, "own_wait_seconds": 2.5, "transferred_bytes": 50_000_000}
+        expected |= {"resets": 0, "gradients_lost": 0, "gradients_skipped": 0}
+        assert {name: value for name, value in own.items() if name.endswith("_total")} == {
+            f"hvd_async_{name}_total": value for name, value in expected.items()
+        }
+        assert own["hvd_async_steps_per_second"] == 10
+        assert own["hvd_async_consensus_distance"] == 0.25
         culprit = (("culprit", "2"), ("host", "n1"), ("waiter", "all"))
-        assert found[waits, culprit] == pytest.approx(3.0)
-        assert not [key for key in found if key[0] == waits and ("culprit", "0") in key[1]], "nobody waited for it"
+        assert found[WAITS, culprit] == pytest.approx(3.0)
+        assert not [key for key in found if key[0] == WAITS and ("culprit", "0") in key[1]], "nobody waited for it"
         assert [one.name for one in path.parent.iterdir()] == ["metrics.prom"], "nothing is left beside it"
         optimizer.now, clock.now = dataclasses.replace(LATER, steps=70, held_s=(0.0, 0.3, 4.5, 0.0)), 106.0
         monitor.step()
-    assert parsed(path.read_text())[waits, culprit] == pytest.approx(4.0), "closing takes a last sample"
+    assert monitor.port is None
+    assert parsed(path.read_text())[WAITS, culprit] == pytest.approx(4.0), "closing takes a last sample"
     shown = [(step, tag, value) for step, tag, value in scalars_in(tmp_path / "tb") if "rank_2" in tag]
-    assert shown == [
-        (60, "hvd_async/wait_share_for/rank_2", 3.0 / 15),
-        (70, "hvd_async/wait_share_for/rank_2", 1.0 / 3),
-    ]
+    tag = "hvd_async/wait_share_for/rank_2"
+    assert shown == [(60, tag, 3.0 / 15), (70, tag, 1.0 / 3)]
 
 
-def test_labels_are_escaped_and_names_follow_the_conventions():
-    hostile = 'a"b\\n\nd'  # (a backslash and an n, then a line's end)
-    text = text_of([Metric("x_total", "counter", "a\\b\nc", [({"host": hostile}, 1.5)]), Metric("y", "gauge", "", [])])
-    assert parsed(text) == {("hvd_async_x_total", (("host", hostile),)): 1.5}
-    clock, optimizer = Clock(), Optimizer(FIRST)
-    sample = Monitor(optimizer, clock=clock).sample()
-    assert sample is not None
-    for metric in Totals().metrics(sample, 0, 0.0):
-        assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
-
-
-def test_there_are_no_more_series_than_a_bound(tmp_path: pathlib.Path):
+def test_the_number_of_series_is_bounded(tmp_path: pathlib.Path):
     size, clock = 3 * MOST_CULPRITS, Clock()
     optimizer = Optimizer(Stats(held_s=(0.0,) * size), size=size)
     monitor = Monitor(optimizer, prometheus=tmp_path / "m.prom", clock=clock)
-    before: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    before: dict[Any, float] = {}
     for number in range(1, 4):
         clock.now += 1.0
         optimizer.now = Stats(held_s=tuple(float(number * (1 + (place + number) % size)) for place in range(size)))
         monitor.sample()
         found = parsed((tmp_path / "m.prom").read_text())
-        waits = {key: value for key, value in found.items() if key[0] == "hvd_async_wait_seconds_total"}
+        waits = {key: value for key, value in found.items() if key[0] == WAITS}
         assert len(waits) == MOST_CULPRITS + 1
         assert all(value >= before.get(key, 0.0) for key, value in waits.items()), "counters rise"
         before = waits
 
 
-def test_ranks_that_are_not_the_first_write_only_if_all_do(tmp_path: pathlib.Path):
+def test_other_ranks_write_only_if_all_do_and_nothing_twice(tmp_path: pathlib.Path):
     optimizer = Optimizer(FIRST, place=1)
-    quiet = Monitor(optimizer, prometheus=tmp_path / "m.prom", tensorboard=tmp_path / "tb")
-    quiet.sample()
+    Monitor(optimizer, prometheus=tmp_path / "m.prom", tensorboard=tmp_path / "tb").sample()
     assert not list(tmp_path.iterdir())
     loud = Monitor(optimizer, prometheus=tmp_path / "m.prom", all_ranks=True, name="d")
+    optimizer.now = LATER
     loud.sample()
     (path,) = tmp_path.iterdir()
     assert path.name == "m.rank1.prom"
-    assert parsed(path.read_text())["hvd_async_steps_total", (("optimizer", "d"), ("rank", "1"))] == 10
-
-
-def test_the_endpoint_serves_what_the_file_holds(tmp_path: pathlib.Path):
-    clock, optimizer = Clock(), Optimizer(FIRST)
-    with Monitor(optimizer, prometheus=tmp_path / "m.prom", prometheus_port=0, clock=clock) as monitor:
-        optimizer.now, clock.now = LATER, 105.0
-        monitor.sample()
-        with urllib.request.urlopen(f"http://127.0.0.1:{monitor.port}/metrics", timeout=10) as answer:
-            served = answer.read().decode()
-    assert parsed(served) == parsed((tmp_path / "m.prom").read_text())
-    assert monitor.port is None
+    found = parsed(path.read_text())
+    assert found["hvd_async_steps_total", (("optimizer", "d"), ("rank", "1"))] == 60
+    assert WAITS not in {name for name, _ in found}, "the first rank reports what all ranks know"
 
 
 def test_a_last_sample_that_fails_keeps_no_port(monkeypatch: pytest.MonkeyPatch):
@@ -198,90 +243,23 @@ def test_a_last_sample_that_fails_keeps_no_port(monkeypatch: pytest.MonkeyPatch)
     assert monitor.port is None
 
 
-def test_without_prometheus_client_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(ValueError, match=r"pip install 'hvd_async\[monitor\]'"):
-        Monitor(Optimizer(FIRST), prometheus_port=0)
-
-
-def test_a_file_that_cannot_be_written_is_dropped_and_training_goes_on(tmp_path, monkeypatch):
-    lines: list[str] = []
-    monkeypatch.setattr("hvd_async.monitor.sinks.warn", lines.append)
+def test_a_file_that_cannot_be_written_is_dropped_and_training_goes_on(tmp_path: pathlib.Path, said: list[str]):
     optimizer = Optimizer(FIRST)
     monitor = Monitor(optimizer, prometheus=tmp_path / "m.prom", tensorboard=tmp_path / "tb")
     (tmp_path / "m.prom").mkdir()
     monitor.sample()
     monitor.sample()
-    assert len(lines) == 1
-    assert "the monitor writes no more to prometheus=" in lines[0]
-    assert not list(tmp_path.glob(".*")), "nor is anything left of it"
-    assert len({step for step, _, _ in scalars_in(tmp_path / "tb")}) == 1
+    assert len(said) == 1
+    assert "the monitor writes no more to prometheus=" in said[0]
+    assert {path.name for path in tmp_path.iterdir()} == {"m.prom", "tb"}, "nothing is left of it"
+    assert scalars_in(tmp_path / "tb")
 
 
-def test_what_all_ranks_know_alike_only_the_first_tells():
-    later = dataclasses.replace(FIRST, held_s=tuple(held + 1.0 for held in FIRST.held_s))
-    sample, totals = Sample.between(Counts.of(FIRST), Counts.of(later), 1.0), Totals()
-    totals.add(sample, range(len(later.held_s)), ["n"] * len(later.held_s))
-    first, other = (
-        next(each.samples for each in totals.metrics(sample, 1, 0.0, alone) if each.name == "wait_seconds_total")
-        for alone in (True, False)
-    )
-    assert len(first) == len(later.held_s)
-    assert not other
-
-
-def test_what_another_rank_still_has_is_opened_once_it_has_left(tmp_path, monkeypatch):
-    """Elastic x all ranks x ports: rank 1 becomes rank 0 while the old rank 0 has not closed its port yet."""
-    lines: list[str] = []
-    monkeypatch.setattr("hvd_async.monitor.sinks.warn", lines.append)
-    old = Endpoint(0)
-    assert old.port is not None
-    sinks = Sinks(Destinations(prometheus=tmp_path / "m.prom", prometheus_port=old.port, all_ranks=True))
-    sinks.reopen(0, 0)
-    sample = Sample.between(Counts.of(FIRST), Counts.of(FIRST), 1.0)
-    sinks.write(sample, list, [0])
-    assert (tmp_path / "m.prom").exists(), "the file does not wait for the port"
-    assert (len(lines), sinks.port) == (1, None)
-    old.close()
-    sinks.write(sample, list, [0])
-    assert sinks.port == old.port
-    sinks.close()
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"every": 0}, "every=0 is not a number of steps"),
-        ({"every": True}, "every=True is not a number of steps"),
-        ({"window": 2.5}, "window=2.5 is not a number of steps"),
-        ({"seconds": 0}, "seconds=0 is no time between samples"),
-        ({"prometheus_port": 70000}, "prometheus_port=70000 is no port"),
-    ],
-)
-def test_wrong_options_are_refused(options, told):
-    with pytest.raises(ValueError, match=told):
-        Monitor(Optimizer(FIRST), **options)
-
-
-def test_an_optimizer_that_is_not_wrapped_is_refused():
-    with pytest.raises(ValueError, match="Monitor wants a wrapped optimizer, and object is none"):
-        hvd_async.Monitor(object())
-
-
-def test_a_monitor_does_not_keep_its_optimizer_alive(tmp_path: pathlib.Path):
-    monitor = Monitor(Optimizer(FIRST), prometheus=tmp_path / "m.prom")
-    gc.collect()
-    monitor.step()
-    assert monitor.sample() is None
-    monitor.close()
-    monitor.close()
-
-
-# -- warnings, and other ranks ------------------------------------------------------------------------------------
+# -- warnings, and membership changes -----------------------------------------------------------------------------
 
 
 def run(monitor: Monitor, optimizer: Optimizer, clock: Clock, windows: int, each: tuple[float, ...]) -> None:
-    """Have so many windows of 10 steps pass, of a second each, in which ranks hold up the others by seconds."""
+    """Let windows of 10 steps and a second pass, in each of which ranks hold up the others by ``each`` seconds."""
     for _ in range(windows):
         clock.now += 1.0
         now = optimizer.now
@@ -291,7 +269,7 @@ def run(monitor: Monitor, optimizer: Optimizer, clock: Clock, windows: int, each
         monitor.sample()
 
 
-def test_a_rank_that_is_slow_for_good_is_named_once_and_again_when_that_changes(said):
+def test_a_permanent_straggler_is_named_once_and_again_when_that_changes(said: list[str]):
     clock, optimizer = Clock(), Optimizer(Stats(held_s=(0.0,) * 4))
     monitor = Monitor(optimizer, window=10, clock=clock)
     run(monitor, optimizer, clock, 2, (0.0, 0.0, 0.0, 0.93))
@@ -302,16 +280,15 @@ def test_a_rank_that_is_slow_for_good_is_named_once_and_again_when_that_changes(
         'pace="rounds" would let it give fewer gradients in place of holding up the others'
     ]
     run(monitor, optimizer, clock, 9, (0.0, 0.0, 0.0, 0.2))
-    assert len(said) == 1, "between the two limits it is what it was"
+    assert len(said) == 1, "between the two limits nothing changes"
     run(monitor, optimizer, clock, 9, (0.0, 0.0, 0.0, 0.1))
     assert said[1:] == ["the ranks do not wait for one of them more than for others any more"]
     run(monitor, optimizer, clock, 9, (0.0, 0.9, 0.0, 0.0))
-    assert len(said) == 3
     assert "for rank 1 on host n0;" in said[2]
 
 
 @pytest.mark.parametrize("options", [{"warn": False}, {"place": 1}])
-def test_only_the_first_rank_speaks_and_not_if_it_must_not(said, options):
+def test_only_the_first_rank_warns_and_not_if_it_must_not(said: list[str], options: dict[str, Any]):
     clock, place = Clock(), options.pop("place", 0)
     optimizer = Optimizer(Stats(held_s=(0.0,) * 4), place=place)
     monitor = Monitor(optimizer, window=10, clock=clock, **options)
@@ -319,8 +296,17 @@ def test_only_the_first_rank_speaks_and_not_if_it_must_not(said, options):
     assert not said
 
 
-def test_among_other_ranks_it_goes_on(said, tmp_path: pathlib.Path):
-    """Elastic training: rank 1 of 4 becomes rank 0 of 3, and seconds held begin anew."""
+def test_hosts_are_known_from_the_first_step_on(said: list[str]):
+    clock, optimizer = Clock(), Optimizer(Stats(held_s=(0.0,) * 4))
+    worker, optimizer._async.worker = optimizer._async.worker, None
+    monitor = Monitor(optimizer, window=10, clock=clock)
+    optimizer._async.worker = worker
+    run(monitor, optimizer, clock, 3, (0.0, 0.0, 0.0, 0.93))
+    assert "for rank 3 on host n1;" in said[0]
+
+
+def test_it_continues_among_other_ranks(said: list[str], tmp_path: pathlib.Path):
+    """Elastic training: rank 1 of 4 becomes rank 0 of 3, and seconds held start anew."""
     clock, optimizer = Clock(), Optimizer(Stats(held_s=(0.0,) * 4), place=1)
     monitor = Monitor(optimizer, window=10, clock=clock, prometheus=tmp_path / "m.prom")
     run(monitor, optimizer, clock, 4, (0.0, 0.0, 0.5, 2.0))
@@ -330,15 +316,41 @@ def test_among_other_ranks_it_goes_on(said, tmp_path: pathlib.Path):
     monitor.sample()
     found = parsed((tmp_path / "m.prom").read_text())
     assert found["hvd_async_resets_total", (("rank", "0"),)] == 1
-    waits = {dict(key[1])["culprit"]: value for key, value in found.items() if "wait_seconds_total" in key[0] and
-             "culprit" in dict(key[1])}  # fmt: skip
+    waits = {dict(labels)["culprit"]: value for (name, labels), value in found.items() if name == WAITS}
     assert waits == {"2": 2.0 + 3.0, "3": 8.0}
     run(monitor, optimizer, clock, 3, (0.0, 0.0, 1.5))
     assert len(said) == 1
     assert "for rank 2 on host n1;" in said[0]
 
 
-def test_gossip_is_judged_by_all_ranks_reports(said):
+def test_a_rank_with_a_new_number_leaves_its_file(tmp_path: pathlib.Path):
+    optimizer = Optimizer(FIRST, place=2)
+    monitor = Monitor(optimizer, prometheus=tmp_path / "m.prom", all_ranks=True)
+    monitor.sample()
+    optimizer.be(1, 3)
+    monitor.sample()
+    assert [path.name for path in tmp_path.iterdir()] == ["m.rank1.prom"]
+
+
+def test_a_port_that_another_rank_still_has_is_opened_once_it_has_left(tmp_path: pathlib.Path, said: list[str]):
+    """Elastic x ports: rank 1 becomes rank 0 while the old rank 0 has not closed its port yet."""
+    first, becoming = Monitor(Optimizer(FIRST), prometheus_port=0), Optimizer(FIRST, place=1)
+    port = first.port
+    assert port is not None
+    monitor = Monitor(becoming, prometheus=tmp_path / "m.prom", prometheus_port=port)
+    becoming.be(0, 3)
+    monitor.sample()
+    assert (tmp_path / "m.prom").exists(), "the file does not wait for the port"
+    assert monitor.port is None
+    assert len(said) == 1
+    assert f"cannot write to prometheus_port={port} yet" in said[0]
+    first.close()
+    monitor.sample()
+    assert monitor.port == port
+    monitor.close()
+
+
+def test_gossip_is_judged_by_the_reports_of_all_ranks(said: list[str]):
     clock = Clock()
     optimizer = Optimizer(GossipStats(waited_for=(0.0,) * 4), algorithm="dpsgd")
     monitor = Monitor(optimizer, clock=clock)

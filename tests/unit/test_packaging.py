@@ -97,7 +97,7 @@ def test_the_wheel_says_what_it_is(wheel):
     assert told["Requires-Python"] == ">=3.10"
     assert {"torch", "tensorflow", "horovod", "runners", "docs", "dev"} <= set(told.get_all("Provides-Extra"))
     needed = {name for name, extra in requirements(told) if extra is None}
-    assert needed == {"msgspec", "numpy", "psutil", "pyzmq", "rich"}
+    assert needed == {"msgspec", "numpy", "prometheus_client", "psutil", "pyzmq", "rich"}
     assert [name for name, extra in requirements(told) if extra == "torch"] == ["torch"], "no Horovod, no compiler"
     (name,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
     assert "hvd_async = hvd_async.cli.main:main" in archive.read(name).decode()

@@ -1,4 +1,5 @@
-import csv
+"""``scripts/plot.py``: pictures of runs and of benchmarks, and what it says of files that it cannot draw."""
+
 import dataclasses
 import importlib
 import json
@@ -13,7 +14,6 @@ from hvd_async.runner.summary import KEYS
 from scripts.benchmarks.cases import accuracy
 from scripts.benchmarks.support import plot as drawing
 from scripts.benchmarks.support import runs
-from scripts.benchmarks.support.intervals import Interval
 from scripts.benchmarks.support.report import Report, row
 
 SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / "scripts"
@@ -64,18 +64,6 @@ def test_a_folder_tells_what_the_runner_wrote(tmp_path):
     assert [times[100] for times in run.step_times] == [0.3, 0.2]
 
 
-def test_a_run_that_goes_on_is_told_as_far_as_it_went(tmp_path):
-    (run,) = runs.read([logged(tmp_path / "now", ended=False, epochs=1)])
-    assert (run.arm, run.ranks, runs.labels([run])) == (None, 2, ["now"])
-
-
-def test_epochs_of_unknown_length_are_not_put_on_a_clock(tmp_path):
-    logged(tmp_path)
-    (run,) = runs.read([tmp_path / "metrics.csv"])
-    run.epochs[1]["seconds"] = None
-    assert run.curve("seconds", "train_loss") == ([4.0], [1.0])
-
-
 def test_a_run_that_was_resumed_with_more_ranks_has_the_sums_of_all(tmp_path):
     logged(tmp_path, epochs=1)
     table = MetricsFile(tmp_path / "metrics.csv", resumed=True)
@@ -84,34 +72,6 @@ def test_a_run_that_was_resumed_with_more_ranks_has_the_sums_of_all(tmp_path):
     (run,) = runs.read([tmp_path])
     assert run.by_rank("wait_s") == [1.5, 2.125, 3.0]
     assert run.ranks == 3
-
-
-def test_files_of_a_folder_are_one_run_and_summaries_are_their_own(tmp_path):
-    logged(tmp_path)
-    write_leaders(tmp_path / "leaders.csv", [PULLS])
-    (run,) = runs.read([tmp_path / "metrics.csv", tmp_path / "leaders.csv"])
-    assert (len(run.epochs), len(run.pulls), run.summary, run.ranks) == (3, 5, {}, 4)
-    (tmp_path / "b.json").write_text(json.dumps(summary_of("sgp", ranks=3)))
-    first, second = runs.read([tmp_path / "summary.json", tmp_path / "b.json"])
-    assert (first.arm, second.arm, second.ranks) == ("solo", "sgp", 3)
-    assert second.by_rank("wait_s") == [8.0] * 3
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "quorum", "arm"),
-    [("eager", 3, "k3"), ("eager", 0.75, "0.75"), ("eager", "auto", "auto"), ("allreduce", None, "horovod")],
-)
-def test_runs_are_called_as_in_the_benchmarks(algorithm, quorum, arm):
-    assert runs.Run(pathlib.Path("x"), summary=summary_of(algorithm, quorum)).arm == arm
-
-
-def test_runs_that_are_alike_are_called_by_their_folders():
-    def run(place, algorithm):
-        return runs.Run(pathlib.Path(place), summary=summary_of(algorithm))
-
-    assert runs.labels([run("a/x", "sgp"), run("b/x", "osgp")]) == ["sgp", "osgp"]
-    assert runs.labels([run("a/x", "sgp"), run("b/y", "sgp")]) == ["x", "y"]
-    assert runs.labels([run("a/x", "sgp"), run("b/x", "sgp")]) == ["a/x", "b/x"]
 
 
 # -- pictures of runs -----------------------------------------------------------------------------------------
@@ -151,27 +111,6 @@ def test_there_is_a_panel_for_everything_that_is_told(tmp_path):
     assert line.get_xdata() == pytest.approx([4, 8, 12])
 
 
-def test_a_summary_alone_is_drawn_as_bars():
-    alone = runs.Run(pathlib.Path("s.json"), summary=summary_of("sgp", leader_distance_by_rank=[0.5, 0.25]))
-    drawn = titles(alone)
-    assert list(drawn) == [
-        *("test accuracy", "step time, median", "waiting for others", "staleness, mean"),
-        "distance from leaders, or the centre",
-    ]
-    assert [patch.get_height() for patch in drawn["test accuracy"].patches] == [0.9]
-
-
-def test_distances_of_any_size_can_be_told_apart():
-    found = {"sgp": 5e-5, "lsgd": 0.07}
-    given = [runs.Run(pathlib.Path(name), summary=summary_of(name, consensus_distance=d)) for name, d in found.items()]
-    axes = titles(*given)["distance from the average (consensus)"]
-    low, high = axes.get_ylim()
-    assert axes.get_yscale() == "log"
-    assert 5e-7 < low < 5e-5
-    assert 0.07 < high < 1
-    assert len(axes.get_yticks()) > 2
-
-
 def test_who_led_is_drawn_from_what_a_runner_wrote(plot, tmp_path, capsys):
     write_leaders(tmp_path / "leaders.csv", [PULLS])
     (run,) = runs.read([tmp_path / "leaders.csv"], 6)
@@ -188,32 +127,6 @@ def test_who_led_is_drawn_from_what_a_runner_wrote(plot, tmp_path, capsys):
 
 
 # -- pictures of benchmarks -----------------------------------------------------------------------------------
-
-
-def test_bars_stand_in_groups_with_their_ends_and_marks():
-    from matplotlib.figure import Figure
-
-    rows = [
-        row(arm, {"ranks": ranks}, Interval(10.0 * ranks + place, 5.0, 90.0), "s", most=95.0 if place else None)
-        for ranks in (8, 4)
-        for place, arm in enumerate(("horovod", "solo"))
-    ]
-    axes = Figure().subplots()
-    drawing.bars(axes, rows, "{ranks} ranks")
-    drawing.marks(axes, rows, "{ranks} ranks", "most", "D", "the most")
-    middles = [patch.get_x() + patch.get_width() / 2 for patch in axes.patches]
-    quarter = drawing.WIDTH / 4
-    assert middles == pytest.approx([-quarter, 1 - quarter, quarter, 1 + quarter])
-    assert [patch.get_height() for patch in axes.patches] == [80.0, 40.0, 81.0, 41.0]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["8 ranks", "4 ranks"]
-    ends = [segment[:, 1].tolist() for bars in axes.collections for segment in bars.get_segments()]
-    assert ends == [[5.0, 90.0]] * 4
-    marks = [
-        (line.get_xdata()[0], line.get_ydata()[0])
-        for line in axes.lines
-        if line.get_marker() == "D" and len(line.get_xdata())
-    ]
-    assert marks == [(pytest.approx(quarter), 95.0), (pytest.approx(1 + quarter), 95.0)]
 
 
 def test_a_benchmark_is_drawn_again_as_it_was(plot, tmp_path):
@@ -239,14 +152,11 @@ def test_a_benchmark_is_drawn_again_as_it_was(plot, tmp_path):
     [
         ("x.csv", "a,b\n1,2\n", [], "x.csv is no metrics.csv, step_times.csv, leaders.csv of a runner (it begins with"),
         ("x.csv", "", [], "is no metrics.csv"),
-        ("x.csv", "epoch,train_loss\n1,2,3\n", [], "is no metrics.csv"),
         ("x.csv", "epoch,train_loss\n1,many\n", [], "could not convert string to float: 'many'"),
         ("x.csv", "epoch,train_loss\n", [], "x.csv tells nothing: no epoch had ended"),
-        ("x.csv", "time_s,group,leader\n", [], "or nobody led"),
         ("x.csv", "time_s,group,leader\n0.0,,\n", [], "or nobody led (easgd has a centre)"),
         ("x.csv", "time_s,group,leader\n0.0,,3\n", ["--ranks", "2"], "--ranks 2: there were 4 in"),
         ("x.json", "{", [], "x.json cannot be read as JSON"),
-        ("x.json", "[]", [], "x.json holds no JSON object"),
         ("x.json", '{"algorithm": "sgp"}', [], "x.json is no runner's summary (it has no framework)"),
         (
             "x.json",
@@ -257,7 +167,6 @@ def test_a_benchmark_is_drawn_again_as_it_was(plot, tmp_path):
         ("x.json", '{"case": "race", "rows": [{}]}', [], "x.json: its rows are not those of race"),
         ("x.json", '{"case": "race", "rows": []}', ["SCRIPTS"], "x.json is a benchmark's: give it by itself"),
         ("x.json", "{}", ["nowhere"], "nowhere is not there: give a runner's --log-dir"),
-        ("x.png", "\ufeff\x00", [], "x.png is no metrics.csv"),
         ("empty/x", "", ["empty"], "empty holds no metrics.csv, step_times.csv, leaders.csv or summary.json"),
     ],
 )
@@ -272,21 +181,3 @@ def test_what_cannot_be_drawn_says_so(plot, tmp_path, capsys, monkeypatch, name,
     assert stopped.value.code == 2
     assert told in capsys.readouterr().err
     assert not (tmp_path / "no.png").exists()
-
-
-def test_metrics_are_those_that_the_runner_writes(tmp_path):
-    logged(tmp_path)
-    with (tmp_path / "metrics.csv").open() as file:
-        names = csv.DictReader(file).fieldnames
-    assert {"epoch", "train_loss", "test_accuracy", "seconds", "consensus_distance", "staleness_mean"} <= set(names)
-    assert set(runs.BY_RANK) <= set(names)
-
-
-def test_one_epoch_is_drawn_as_bars(tmp_path):
-    (run,) = runs.read([logged(tmp_path, epochs=1)])
-    drawn = titles(run)
-    assert "test accuracy" in drawn
-    assert not [title for title in drawn if " over " in title]
-    (tmp_path / "summary.json").unlink()
-    (run,) = runs.read([tmp_path])
-    assert "training loss over epochs" in titles(run), "of a run that goes on there is nothing else"

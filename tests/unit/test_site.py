@@ -82,30 +82,14 @@ def inventory(site):
     return {name: target.replace("$", name) for name, _, _, target, _ in lines}
 
 
-def public_names() -> set[str]:
-    """What users import: read apart from scripts/website/api.py, so that each finds what the other forgets."""
-    found = set()
-    for module in ("hvd_async.errors", "hvd_async.stats", "hvd_async.topology", "hvd_async.tensorflow.keras.callbacks"):
-        text = ROOT.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8")
-        found |= {f"{module}.{name}" for name in re.findall(r"^(?:def|class) ([A-Za-z]\w*)", text, re.MULTILINE)}
-    for module in ("hvd_async", "hvd_async.torch", "hvd_async.tensorflow", "hvd_async.tensorflow.keras"):
-        text = ROOT.joinpath(*module.split("."), "__init__.py").read_text(encoding="utf-8")
-        name = "_ours" if "_ours = (" in text else "__all__"
-        listed = re.search(rf"^{name} = [(\[](.*?)[)\]]$", text, re.MULTILINE | re.DOTALL)
-        assert listed
-        found |= {f"{module}.{one}" for one in re.findall(r"\w+", listed[1])}
-        found |= {f"{module}.{one}" for one in re.findall(r"^def ([A-Za-z]\w*)", text, re.MULTILINE)}
-    for module in ("hvd_async.torch.elastic", "hvd_async.tensorflow.elastic", "hvd_async.tensorflow.keras.elastic"):
-        text = ROOT.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8")
-        found |= {f"{module}.{name}" for name in re.findall(r"^class ([A-Za-z]\w*)", text, re.MULTILINE)}
-    return found
-
-
 @needs_mkdocs
-def test_every_public_name_is_documented(inventory):
-    names = public_names()
+def test_every_public_name_is_documented_where_the_inventory_says(site, inventory, pages):
+    """(That pages name all that is public is tests/conformance/test_public_names.py's.)"""
+    names = re.findall(r"^::: (\S+)$", "".join(api.pages().values()), re.MULTILINE)
     assert len(names) > 70
-    assert not names - inventory.keys()
+    for name in names:
+        file, _, anchor = inventory[name].partition("#")
+        assert anchor in pages[site / file].anchors, name
 
 
 @needs_mkdocs
@@ -117,13 +101,6 @@ def test_so_are_the_methods_of_wrapped_optimizers(inventory):
             methods = [node.name for node in body if isinstance(node, ast.FunctionDef) and ast.get_docstring(node)]
             missing = [name for name in methods if name[0] != "_" and f"{module}.{kind}.{name}" not in inventory]
             assert not missing, f"{kind}: {missing}"
-
-
-@needs_mkdocs
-def test_names_lead_to_their_place(site, inventory, pages):
-    for name in public_names():
-        file, _, anchor = inventory[name].partition("#")
-        assert anchor in pages[site / file].anchors, name
 
 
 @needs_mkdocs
@@ -164,40 +141,16 @@ def test_nothing_is_fetched_from_elsewhere(site, pages):
 
 
 @needs_mkdocs
-def test_the_search_knows_pages_and_names(site):
-    text = (site / "search" / "search_index.js").read_text(encoding="utf-8")  # what is read where there is no server
-    index = json.loads(text.removeprefix("var __index = "))
-    places = {entry["location"].partition("#")[0] for entry in index["docs"]}
-    assert {f"{page.stem}.html" for page in DOCS} <= places
-    assert "api/torch.html" in places
-    assert (site / "assets" / "website" / "iframe-worker.js").is_file()
-
-
-@needs_mkdocs
-def test_options_are_described_on_the_wrappers_page(site):
-    text = (site / "api" / "torch.html").read_text(encoding="utf-8")
-    assert "Own options: see" not in text
-    assert "linear weight prediction" in re.sub(r"<[^>]+>", "", text), "of EagerOptions"
-
-
-@needs_mkdocs
-def test_diagrams_are_drawn(pages):
+def test_the_search_works_without_a_server_and_diagrams_are_drawn(site, pages):
+    text = (site / "search" / "search_index.js").read_text(encoding="utf-8")
+    places = {entry["location"].partition("#")[0] for entry in json.loads(text.removeprefix("var __index = "))["docs"]}
+    assert {*(f"{page.stem}.html" for page in DOCS), "api/torch.html"} <= places
     texts = {path.name: path.read_text(encoding="utf-8") for path in pages}
     assert texts["concepts.html"].count('<svg class="sequence"') == 3
     assert not [name for name, text in texts.items() if "sequenceDiagram" in text]
 
 
 # -- without the build ----------------------------------------------------------------------------------------
-
-
-LINKED = ["eager.md", "round.svg", "examples/torch_eager.py"]
-
-
-@pytest.mark.parametrize(
-    "path", ["CHANGELOG.md", "scripts/slurm", "scripts/slurm/train.sbatch", *(f"docs/{name}" for name in LINKED)]
-)
-def test_a_files_page_tells_the_file(path):
-    assert repository_links.path_of(repository_links.uri_of(path)) == path
 
 
 def test_links_are_moved():

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 from common import Report
 
-from hvd_async.doctor.collectives import HorovodCollectives
-from hvd_async.doctor.network import measure
-from hvd_async.tensorflow import network_probe
+from hvd_async.doctor.network import Ranks, measure
 
 
 def main() -> None:
-    with HorovodCollectives(network_probe) as collectives:
-        Report(collectives.rank()).put("network", measured=measure(collectives).as_json())
+    with Ranks("tensorflow") as ranks:
+        Report(ranks.rank).put("network", measured=msgspec.to_builtins(measure(ranks)))
 
 
 if __name__ == "__main__":
