@@ -6,10 +6,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 
+from hvd_async.runner.course import Position
 from hvd_async.runner.loop import Run
-from hvd_async.runner.metrics import OptimizerCounts, Replicas
 from hvd_async.runner.options import parse
-from hvd_async.runner.position import Position
+from hvd_async.runner.report import OptimizerCounts, Replicas
 from hvd_async.runner.trainer import World
 
 
@@ -47,7 +47,7 @@ class Counter:
     `calls` has what the loop asked for, in order; distances: of the ranks at each epoch's end, if they gossip.
     """
 
-    checkpoint_suffix, opening, watch = ".txt", None, None
+    checkpoint_suffix, opening = ".txt", None
 
     def __init__(self, clock, size, right=(1.0,), pace=1, distances=()):
         """pace: rounds that this rank sees at each of its steps."""
@@ -97,7 +97,7 @@ class Counter:
     def restore(self, path, world):
         return Position(*json.loads(path.read_text())) if path.exists() else None
 
-    def outcome(self):
+    def counts(self):
         return OptimizerCounts.synchronous(len(self.rates), self.size, 0.0)
 
     def replicas(self):
