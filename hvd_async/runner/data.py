@@ -128,18 +128,18 @@ def stratified_split(labels: NDArray[np.int64], share: float, seed: int) -> tupl
 
 def augment(images: Pixels, rng: np.random.Generator) -> Pixels:
     """Return the grey images [n, height, width], each shifted, rotated and scaled a little; the edge is repeated."""
-    from scipy.ndimage import affine_transform
+    from scipy.ndimage import map_coordinates
 
-    count, *sides = images.shape
-    angles = np.deg2rad(rng.uniform(-ROTATION, ROTATION, count))
-    scales = 1 / rng.uniform(1 - ZOOM, 1 + ZOOM, count)
-    shifts = rng.uniform(-SHIFT, SHIFT, (count, 2)) * sides
-    center = (np.array(sides) - 1) / 2
-    varied = np.empty_like(images)
-    for i, image in enumerate(images):
-        cosine, sine = scales[i] * np.cos(angles[i]), scales[i] * np.sin(angles[i])
-        matrix = np.array([[cosine, -sine], [sine, cosine]])
-        varied[i] = affine_transform(image, matrix, center + shifts[i] - matrix @ center, order=1, mode="nearest")
+    count, height, width = images.shape
+    angle = np.deg2rad(rng.uniform(-ROTATION, ROTATION, count))
+    scale = 1 / rng.uniform(1 - ZOOM, 1 + ZOOM, count)
+    shift = rng.uniform(-SHIFT, SHIFT, (count, 2)) * (height, width)
+    center = (np.array([height, width]) - 1) / 2
+    turn = scale * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+    points = np.indices((height, width)) - center[:, None, None]
+    rows, columns = np.einsum("abn,bhw->anhw", turn, points) + (center + shift).T[..., None, None]
+    places = np.broadcast_to(np.arange(count)[:, None, None], images.shape)
+    varied: Pixels = map_coordinates(images, [places, rows, columns], order=1, mode="nearest")
     return varied
 
 

@@ -435,7 +435,7 @@ class Summary(JobCounts):
         write_atomically(path, lambda place: place.write_bytes(text + b"\n"))
 
 
-KEYS = tuple(each.name for each in fields(Summary))
+KEYS = (*Summary.__annotations__, *JobCounts.__annotations__)
 
 
 def summarise(ranks: Sequence[RankMetrics], replicas: Replicas, **job: Any) -> Summary:
