@@ -25,20 +25,13 @@ if TYPE_CHECKING:
 WARMUP_START = 0.1
 """Share of the base rate that a warm-up starts at: not 0, so that the first step has an effect."""
 DECAY = 0.1
-"""Factor of the rate at each of ``Schedule.decay_epochs``."""
+"""Factor of step decay."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up, then a constant rate, step decay or a cosine.
-
-    Attributes:
-        base: the rate after the warm-up.
-        epochs: length of the run.
-        warmup: length of the warm-up, in epochs.
-        decay_epochs: epochs at which the rate is multiplied by ``DECAY``.
-        cosine: whether the rate falls to 0 along half a cosine, from the end of the warm-up to ``epochs``.
-    """
+    """The learning rate by epoch: a linear warm-up, then the base rate, which is multiplied by ``DECAY`` at each of
+    ``decay_epochs``, or falls to 0 along half a cosine."""
 
     base: float
     epochs: float
@@ -133,25 +126,13 @@ class Budget:
 def training_batches(
     samples: int, rank: int, size: int, batch_size: int, *, seed: int, epoch: int, lockstep: bool, lap: int = 0
 ) -> list[Indices]:
-    """Return the indices of each batch of a rank in an epoch.
+    """Return the indices of each batch of a rank, of up to ``batch_size`` of the ``samples``, in an epoch.
 
-    The order is drawn from the seed, the epoch and the lap, and is the same on all ranks. In lockstep all ranks have
-    equally many batches of the same size, and the tail of the order is dropped. Otherwise each sample is in one batch
-    of one rank; ranks may have different numbers of batches, also none, and rank 0 has the most. The batches of a rank
-    differ in size by at most one, since a tiny last batch would have as much weight as the others.
-
-    Args:
-        samples: number of samples.
-        rank: the rank.
-        size: number of ranks.
-        batch_size: largest size of a batch.
-        seed: of the order.
-        epoch: its number.
-        lockstep: see above.
-        lap: counts how often the rank has gone through its samples in this epoch.
-
-    Raises:
-        ValueError: fewer samples than ranks, in lockstep.
+    The order is drawn from the seed, the epoch and the lap (how often the rank has gone through its samples in this
+    epoch), and is the same on all ranks. In lockstep all ranks have equally many batches of the same size, and the tail
+    of the order is dropped; ValueError if there are fewer samples than ranks. Otherwise each sample is in one batch of
+    one rank; rank 0 has the most batches, others may have none. The batches of a rank differ in size by at most one,
+    since a tiny last batch would have as much weight as the others.
     """
     order = np.random.default_rng([seed, epoch, lap] if lap else [seed, epoch]).permutation(samples).astype(np.int64)
     if not lockstep:
@@ -207,12 +188,6 @@ class EpochProgress(NamedTuple):
 class Course:
     """The course of one rank.
 
-    Args:
-        options: of the job.
-        source: of the images.
-        rank: this rank.
-        size: number of ranks.
-
     Attributes:
         length: steps of an epoch on the rank with the most batches; with --pace rounds, its rounds.
         last_epoch: number of epochs after which the run ends, on all ranks; None if the clock ends it.
@@ -257,13 +232,8 @@ class Course:
         return Position(epoch, step=done, steps_per_epoch=self.length)
 
     def stopped(self, epoch: int, ranks: Sequence[EpochProgress], rounds: int) -> Position | None:
-        """Return the position of a run that was asked to stop in an epoch; None if nothing is left to do.
-
-        Args:
-            epoch: its number.
-            ranks: the progress of all ranks.
-            rounds: number of rounds since this run began.
-        """
+        """Return the position of a run that was asked to stop, from the progress of all ranks in the epoch and the
+        ``rounds`` since the run began; None if nothing is left to do."""
         done = self._first_round + rounds
         if self._options.by_rounds:
             complete = done >= self._last_round(epoch)
@@ -302,12 +272,8 @@ class Course:
         return EpochProgress(first + steps, max(first, end), count)
 
     def batches(self, epoch: int, rounds: Callable[[], int]) -> Iterator[tuple[float, Batch]]:
-        """Yield for each batch of this rank in an epoch the epochs that have passed, with a fraction, and the batch.
-
-        Args:
-            epoch: its number.
-            rounds: returns the number of rounds that this rank has seen since the run began.
-        """
+        """Yield for each batch of this rank in an epoch the epochs that have passed, with a fraction, and the batch;
+        ``rounds`` returns the number of rounds that this rank has seen since the run began."""
         return self._by_rounds(epoch, rounds) if self._options.by_rounds else self._by_steps(epoch)
 
     def _by_steps(self, epoch: int) -> Iterator[tuple[float, Batch]]:

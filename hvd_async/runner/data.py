@@ -278,18 +278,8 @@ def training_data(
 ) -> Generator[Batch, None, None]:
     """Yield the batches of a plan, prefetched, each varied by ``key`` and its place in the plan.
 
-    A batch of which no image can be read is left out; in lockstep, where all ranks must do equally many steps, a
-    readable image of the plan replaces it.
-
-    Args:
-        source: of the images.
-        plan: the indices of each batch.
-        key: of the variation.
-        lockstep: see above.
-        first: the place to start at.
-
-    Raises:
-        ValueError: none of the plan's images can be read, in lockstep.
+    Starts at place ``first``. A batch of which no image can be read is left out; in lockstep, where all ranks must do
+    equally many steps, a readable image of the plan replaces it: ValueError if there is none.
     """
     work = ((plan[place], (*key, place)) for place in range(first, len(plan)))
     for place, batch in enumerate(_prefetched(source, "train", work), first):

@@ -7,10 +7,9 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -47,11 +46,7 @@ class Run:
     """One run of the training script on one rank.
 
     Args:
-        options: of the command line.
-        world: the job.
         asked: returns whether this rank was asked to stop; None if that cannot happen.
-        clock: in seconds.
-        sleep: takes seconds.
 
     Raises:
         ValueError: the options do not fit the data or the number of ranks; with a hint.
@@ -80,6 +75,7 @@ class Run:
         self._counts: OptimizerCounts | None = None
         """At the end of the last epoch, as the distance."""
         self._distance: float | None = None
+        self._watch: Callable[[], object] | None = None
         self._first_step = 0
         self._images, self._train_s, self._slept_s = 0, 0.0, 0.0
         self._step_times: list[float] = []
@@ -87,10 +83,9 @@ class Run:
         """In lockstep, steps before ranks next ask each other whether to stop."""
 
     def fit(self, trainer: Trainer) -> Summary | None:
-        """Train, from the last checkpoint if --resume says so. A collective.
+        """Train, from the last checkpoint if --resume says so, and return the summary. A collective.
 
-        Returns:
-            The summary; None if the run was asked to stop and has work left, which is in the checkpoint.
+        None if the run was asked to stop and has work left: it is in the checkpoint.
         """
         options = self.options
         resumed = self._restore(trainer)
@@ -103,7 +98,15 @@ class Run:
                 enabled=self.world.rank == 0,
             )
             stack.callback(reporter.close)
-            watch = stack.enter_context(_monitored(options, trainer))
+            if options.monitor is not None:
+                folder = options.log_dir
+                monitor = Monitor(
+                    trainer.optimizer,
+                    every=options.monitor,
+                    tensorboard=None if folder is None else folder / "monitor",
+                    prometheus=None if folder is None else folder / "metrics.prom",
+                )
+                self._watch = stack.enter_context(monitor).step
             if resumed:
                 reporter.note(f"resumed after {self._place()}")
             elif options.resume:
@@ -116,7 +119,7 @@ class Run:
             self._budget.begin()
             before = trainer.rounds
             for epoch in self._course.epochs():
-                if self._epoch(epoch, trainer, reporter, watch, lambda: trainer.rounds - before):
+                if self._epoch(epoch, trainer, reporter, lambda: trainer.rounds - before):
                     self.world.gather(None, "hvd_async.runner.stopped")  # a launcher ends all ranks when one ends
                     reporter.note(f"stopped after {self._place()}, as asked: --resume goes on from there")
                     return None
@@ -142,9 +145,7 @@ class Run:
 
     # -- an epoch ------------------------------------------------------------------------------------------------------
 
-    def _epoch(
-        self, epoch: int, trainer: Trainer, reporter: Reporter, watch: Callable[[], None], rounds: Callable[[], int]
-    ) -> bool:
+    def _epoch(self, epoch: int, trainer: Trainer, reporter: Reporter, rounds: Callable[[], int]) -> bool:
         """Train, test and save; return whether the run stops here with work left. A collective."""
         progress, slept, steps, images = (
             self._course.progress(epoch),
@@ -158,7 +159,8 @@ class Run:
         trainer.begin_epoch(epoch)
         for step, rate, batch in self._steps(epoch, progress, rounds):
             loss = trainer.train_step(batch, rate)
-            watch()
+            if self._watch is not None:
+                self._watch()
             loss_sum += loss * len(batch)
             self._images += len(batch)
             reporter.step(step, loss, rate)
@@ -323,24 +325,6 @@ class Run:
             if options.summary is not None:
                 summary.write(options.summary)
         return summary
-
-
-@contextlib.contextmanager
-def _monitored(options: Options, trainer: Trainer) -> Iterator[Callable[[], None]]:
-    """Yield what to call after each step, for --monitor.
-
-    Raises:
-        OSError: a file cannot be opened.
-    """
-    if options.monitor is None:
-        yield lambda: None
-        return
-    folder = options.log_dir
-    files: Mapping[str, Any] = (
-        {} if folder is None else {"tensorboard": folder / "monitor", "prometheus": folder / "metrics.prom"}
-    )
-    with Monitor(trainer.optimizer, every=options.monitor, **files) as monitor:
-        yield monitor.step
 
 
 def start(options: Options, world: World) -> Run:

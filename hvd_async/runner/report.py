@@ -201,12 +201,7 @@ def _write_rows(path: Path, rows: Iterable[Sequence[Any]]) -> None:
 
 
 def write_step_times(path: Path, ranks: Sequence[Sequence[float]]) -> None:
-    """Write percentiles of the step times as CSV: columns ``percent`` (0 to 100), ``rank0``, ``rank1`` ... in seconds.
-
-    Args:
-        path: of the file.
-        ranks: the step times of each rank, in seconds; without any, its column is empty.
-    """
+    """Write percentiles of each rank's step times as CSV: columns ``percent`` (0 to 100), ``rank0``, ``rank1`` ..."""
     percents = range(101)
     columns = [
         [f"{each:.6f}" for each in np.percentile(times, percents)] if times else [""] * len(percents) for times in ranks
@@ -218,9 +213,7 @@ def write_step_times(path: Path, ranks: Sequence[Sequence[float]]) -> None:
 def write_leaders(path: Path, histories: Sequence[Sequence[Pull]]) -> None:
     """Write pulls as CSV: ``time_s`` since the first, ``group`` (empty: all ranks), ``leader`` (empty: the center).
 
-    Args:
-        path: of the file.
-        histories: the pulls of each rank; those of a group are taken from its first rank.
+    Of the ranks' histories, that of a group's first rank counts.
     """
     first_of: dict[int, Sequence[Pull]] = {}
     for history in histories:
@@ -320,14 +313,9 @@ TAGS = {
 
 
 class Reporter:
-    """Progress of rank 0, on the screen and in the logs.
+    """Progress of rank 0, on the screen and in the logs, to which a resumed run appends; not ``enabled`` on others.
 
-    Args:
-        epochs: how many there will be; None: the clock ends the run.
-        progress: "bar", "lines" or "auto" (a bar if stderr is a terminal).
-        log_dir: folder of the logs; None: none.
-        resumed: whether to append to the logs.
-        enabled: false on all other ranks, where it does nothing.
+    ``epochs`` is None if the clock ends the run; ``progress`` is as in the options.
     """
 
     def __init__(
@@ -431,7 +419,7 @@ class Summary(JobCounts):
 
     def write(self, path: Path) -> None:
         """Write it as JSON, completely or not at all."""
-        text = msgspec.json.format(msgspec.json.encode(self), indent=2)
+        text = msgspec.json.format(msgspec.json.encode({key: getattr(self, key) for key in KEYS}), indent=2)
         write_atomically(path, lambda place: place.write_bytes(text + b"\n"))
 
 
@@ -439,13 +427,7 @@ KEYS = (*Summary.__annotations__, *JobCounts.__annotations__)
 
 
 def summarise(ranks: Sequence[RankMetrics], replicas: Replicas, **job: Any) -> Summary:
-    """Return the summary of a job.
-
-    Args:
-        ranks: the figures of all ranks, in order.
-        replicas: at the end.
-        **job: framework, algorithm, quorum, train_loss and test_accuracy.
-    """
+    """Return the summary of all ranks, in order; ``job``: framework, algorithm, quorum, train_loss, test_accuracy."""
     times = np.concatenate([rank.step_times for rank in ranks])
     train_s = max(rank.train_s for rank in ranks)
     return Summary(
@@ -472,64 +454,47 @@ def percentile(values: Any, percent: float) -> float | None:
 
 SHOWN_RANKS = 8
 """Number of ranks that the text names one by one."""
+IN_HEAD = ("framework", "algorithm", "quorum", "world_size", "steps")
 
 
 def describe(summary: Summary, stragglers: Sequence[str], best_accuracy: float | None) -> str:
-    """Return the summary as text, with the lines of ``straggler_lines``."""
+    """Return the summary as text, with the lines of ``straggler_lines``, and whether anything was lost."""
     quorum = "" if summary.quorum is None else f" ({summary.quorum})"
-    best = "" if best_accuracy is None else f" (best {best_accuracy:.4f})"
-    took = "" if summary.latency_s is None else f", {1000 * summary.latency_s:.1f} ms each"
-    lines = [
-        ("test accuracy", f"{_text(summary.test_accuracy, 4)}{best}"),
-        ("training", f"loss {_text(summary.train_loss, 4)}, {_text(summary.images_per_sec, 1)} images/s of all ranks"),
-        ("step time", ", ".join(f"{name} {_text(seconds, 3)} s" for name, seconds in summary.step_time_s.items())),
-        *(("" if i else "stragglers", line) for i, line in enumerate(stragglers)),
-        ("rounds" if summary.led is None else "pulls", f"{summary.rounds}{took}"),
-    ]
-    if summary.staleness["mean"] is not None:
-        late = ", ".join(f"{name} {_text(value, 2)}" for name, value in summary.staleness.items())
-        lines.append(("staleness", f"{late} {'rounds' if summary.gradients_produced is not None else 'steps'}"))
-    if summary.contributors["mean"] is not None:
-        lines.append(("arrived", f"{summary.contributors['mean']:.1f} of {summary.world_size} ranks on average"))
-    if summary.led is not None:
-        leaders = [f"{'the center' if rank < 0 else f'rank {rank}'} {times}" for rank, times in summary.led.items()]
-        away = [f"{distance:.3g}" for distance in summary.leader_distance_by_rank or ()]
-        lines += [("led", _first(leaders)), ("distance", f"from the leaders when pulled, by rank: {_first(away)}")]
-    elif summary.gradients_produced is None:
-        lines.append(("consensus", f"distance {summary.consensus_distance:.3g} before the last drain"))
+    lines = [("stragglers" if line is stragglers[0] else "", line) for line in stragglers]
+    lines += [("best accuracy", f"{best_accuracy:.4f}")] if best_accuracy is not None else []
+    for name in KEYS:
+        value = getattr(summary, name)
+        if name not in IN_HEAD and value is not None:
+            lines.append((name.replace("_", " "), _text(value)))
+    if summary.gradients_produced is None:
+        lines.append(("", "The consensus distance is that before the last drain."))
     else:
         lost = summary.gradients_produced - (summary.gradients_applied or 0)
         verdict = f"{abs(lost)} were {'LOST' if lost > 0 else 'applied TWICE'}: this is an error"
         counts = f"{summary.gradients_produced} produced, {summary.gradients_applied} applied"
         lines.append(("gradients", f"{counts}: {verdict if lost else 'no gradient was lost'}"))
-    if summary.gradients_skipped:
-        lines.append(("skipped", f"{summary.gradients_skipped} gradients, as they overflowed"))
-    differ = f"NOT identical: a weight differs by up to {_text(summary.max_replica_diff, 3)}"
-    lines.append(("replicas", "bit-identical on all ranks" if summary.replicas_identical else differ))
+    lines.append(("replicas", "bit-identical on all ranks" if summary.replicas_identical else "NOT identical"))
     head = f"{summary.framework} {summary.algorithm}{quorum} on {summary.world_size} ranks, {summary.steps} steps each"
-    return "\n".join([head, *(f"  {name:<14} {text}" for name, text in lines)])
+    return "\n".join([head, *(f"  {name:<24} {text}" for name, text in lines)])
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_text(each)}" for name, each in value.items())
+    if isinstance(value, tuple):
+        return ", ".join([*map(_text, value[:SHOWN_RANKS]), *(["..."] if len(value) > SHOWN_RANKS else [])])
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def straggler_lines(ranks: Sequence[RankMetrics], injector: Injector) -> list[str]:
-    """Return the lines about the cost of stragglers: each rank's sleep and waits, and those of a synchronous run."""
-    waits = [f"{rank.counts.wait_s:.1f}" for rank in ranks]
-    waiting = f"seconds waited for others, by rank: {_first(waits)}"
+    """Return the lines about the cost of injected delays, compared with a synchronous run's."""
     if injector.kind == "none":
-        return ["none were injected (--inject makes some)", waiting]
+        return ["none were injected (--inject makes some)"]
     bound = max(len(rank.step_times) for rank in ranks) * injector.slowest(len(ranks))
     saved = bound - sum(rank.slept_s + rank.counts.wait_s for rank in ranks) / len(ranks)
     verdict = "were saved" if saved > 0 else "more, which is waiting for computing and the network"
     return [
-        f"seconds slept by --inject, by rank: {_first([f'{rank.slept_s:.1f}' for rank in ranks])}",
-        waiting,
+        f"seconds slept by --inject, by rank: {_text(tuple(rank.slept_s for rank in ranks))}",
         f"A synchronous run waits in every step for the slowest rank: {bound:.1f} s or more per rank.",
         f"Here a rank slept and waited {bound - saved:.1f} s on average: {abs(saved):.1f} s {verdict}.",
     ]
-
-
-def _first(texts: Sequence[str]) -> str:
-    return ", ".join([*texts[:SHOWN_RANKS], *(["..."] if len(texts) > SHOWN_RANKS else [])])
-
-
-def _text(value: float | None, digits: int) -> str:
-    return "none" if value is None else f"{value:.{digits}f}"

@@ -113,7 +113,7 @@ def test_delays_and_the_longest_of_a_step(spec, seconds):
     assert injector.slowest(3) == max(seconds)
 
 
-@pytest.mark.parametrize("spec", "slow:1 random:1 none:1 linear:1:2 random:0:1 rank:-1:1 rank:0:-1 linear:inf".split())
+@pytest.mark.parametrize("spec", ["slow:1", "random:1", "none:1", "random:0:1", "rank:-1:1", "rank:0:-1", "linear:inf"])
 def test_a_wrong_spec_says_what_is_right(spec):
     with pytest.raises(ValueError, match=rf"must be none, random:K:SECONDS, .*, got '{re.escape(spec)}'"):
         Injector.parse(spec)

@@ -52,7 +52,9 @@ def test_digits_are_split_by_class_and_fixed():
     assert (source.sizes, source.classes) == ({"train": 1438, "test": 359}, 10)
     everything = source.batch("test", np.arange(359), ())
     assert np.bincount(everything.labels).tolist() == [36, 36, 35, 37, 36, 36, 36, 36, 35, 36]
-    assert everything.labels[:8].tolist() == [2, 6, 8, 5, 6, 5, 7, 0], "accuracies of all versions are about the same images"
+    assert everything.labels[:8].tolist() == [2, 6, 8, 5, 6, 5, 7, 0], (
+        "accuracies of all versions are about the same images"
+    )
     assert (everything.images.shape, everything.images.dtype) == ((359, 16, 16, 3), np.float32)
     assert abs(float(everything.images.mean())) < 0.1
     assert 0.7 < float(everything.images.std()) < 1.1
