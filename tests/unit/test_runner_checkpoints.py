@@ -69,10 +69,17 @@ def on_ranks(path, read=load_torch, load=lambda content: content, size=3):
         try:
             outcomes.append(Reader(read, load).restore(path, World(rank, size, gather)))
         except ValueError as error:
-            outcomes.append(str(error))
+            outcomes.append(error)
     assert len(sent) == size, "every rank took part"
     assert sent[1:] == [None] * (size - 1), "only rank 0 reads"
     return outcomes
+
+
+def errors_on_ranks(*arguments, **options):
+    """The error of every rank; there must be one."""
+    errors = on_ranks(*arguments, **options)
+    assert all(isinstance(error, ValueError) for error in errors)
+    return list(map(str, errors))
 
 
 @pytest.fixture(params=["torch", "numpy"])
@@ -98,7 +105,7 @@ def test_four_flipped_bytes_are_found(tmp_path, kind, place):
     at = int(len(data) * place)
     data[at : at + 4] = bytes(255 - byte for byte in data[at : at + 4])
     path.write_bytes(data)
-    for error in on_ranks(path, read):
+    for error in errors_on_ranks(path, read):
         assert f"{path} " in error
         assert "checksum" in error or "cannot be read" in error
         assert "remove it, or start without --resume" in error
@@ -111,7 +118,7 @@ def test_a_truncated_file_is_refused(tmp_path, kind, share):
     save({"made_by": MADE_BY, "weights": torch.rand(1000)}, path)
     data = path.read_bytes()
     path.write_bytes(data[: int(share * len(data))])
-    assert all("cannot be read as a checkpoint" in error for error in on_ranks(path, read))
+    assert all("cannot be read as a checkpoint" in error for error in errors_on_ranks(path, read))
 
 
 class Evil:
@@ -131,7 +138,7 @@ class Evil:
 )
 def test_what_is_no_checkpoint_of_such_a_run_is_refused(tmp_path, capsys, content, error):
     torch.save(content, tmp_path / "last")
-    assert all(error in found for found in on_ranks(tmp_path / "last"))
+    assert all(error in found for found in errors_on_ranks(tmp_path / "last"))
     assert capsys.readouterr().out == ""
 
 
@@ -140,13 +147,13 @@ def test_a_zip_of_something_else_is_refused(tmp_path):
     with zipfile.ZipFile(held, "w") as archive:
         archive.writestr("readme", "hello")
     (tmp_path / "last").write_bytes(held.getvalue())
-    assert all("cannot be read as a checkpoint" in error for error in on_ranks(tmp_path / "last"))
+    assert all("cannot be read as a checkpoint" in error for error in errors_on_ranks(tmp_path / "last"))
 
 
 @pytest.mark.parametrize("content", [{}, {"model": 1}, {"model": [1]}, {"model": {"weight": "text"}}])
 def test_what_does_not_fit_is_an_error_on_every_rank(tmp_path, content):
     path, model = tmp_path / "last", torch.nn.Linear(1, 1)
     torch.save({"made_by": MADE_BY, **content}, path)
-    for error in on_ranks(path, load=lambda content: model.load_state_dict(content["model"])):
+    for error in errors_on_ranks(path, load=lambda content: model.load_state_dict(content["model"])):
         assert f"{path} does not hold what this run needs" in error
         assert error.endswith("remove it, or start without --resume")
