@@ -53,7 +53,7 @@ class TensorFlowTrainer(Trainer):
         hvd.broadcast_variables(self._model.variables, root_rank=0)
 
     def train_step(self, batch: Batch, rate: float) -> float:
-        """One optimizer step at this learning rate; returns the batch's mean loss."""
+        """Take one optimizer step at this learning rate; return the batch's mean loss."""
         self.optimizer.learning_rate.assign(rate)
         before = self._scale()
         losses = []
@@ -91,7 +91,7 @@ class TensorFlowTrainer(Trainer):
         return self.options.weight_decay * tf.add_n([tf.nn.l2_loss(v) for v in variables if decays(v)])
 
     def correct(self, batch: Batch) -> int:
-        """How many images of the batch the model classifies correctly."""
+        """Return the number of images that are classified correctly."""
         return int(self._correct(batch.images, batch.labels))
 
     def _count_correct(self, images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
@@ -112,7 +112,7 @@ class TensorFlowTrainer(Trainer):
         return content | {"made_by": str(content.get("made_by"))}
 
     def load(self, content: dict[str, Any]) -> Position:
-        """Put a checkpoint's content where it belongs."""
+        """Load the content of a checkpoint; return its position."""
         for index, variable in enumerate(self._model.variables):
             variable.assign(content[f"model/{index}"])
         own = {path: value for path, value in content.items() if path.startswith("optimizer/")}
@@ -123,7 +123,7 @@ class TensorFlowTrainer(Trainer):
         return Position(**place, best_accuracy=None if np.isnan(best) else best, steps_by_rank=by_rank)
 
     def replicas(self) -> Replicas:
-        """Collective: compare the ranks' weights."""
+        """Compare the ranks' weights. A collective."""
         weights = tf.concat([tf.reshape(v, [-1]) for v in self._model.trainable_variables], axis=0)
         highest = hvd.allreduce(weights, op=hvd.Max, name="runner.highest")
         lowest = hvd.allreduce(weights, op=hvd.Min, name="runner.lowest")

@@ -46,11 +46,11 @@ class TorchTrainer(Trainer):
 
     @property
     def rounds(self) -> int:
-        """Rounds that this rank's weights have seen; of gossip, exchanges; of leaders, pulls."""
+        """Rounds that this rank's weights have seen."""
         return self._steps if self.options.lockstep else super().rounds
 
     def train_step(self, batch: Batch, rate: float) -> float:
-        """One optimizer step at this learning rate; returns the batch's mean loss."""
+        """Take one optimizer step at this learning rate; return the batch's mean loss."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self._model.train()
@@ -102,7 +102,7 @@ class TorchTrainer(Trainer):
         self.skipped += self._scaler.get_scale() < before
 
     def drain(self) -> None:
-        """Collective: apply every gradient everywhere and make batch-norm statistics agree."""
+        """Apply every gradient on every rank and make batch-norm statistics agree. A collective."""
         if not self.options.lockstep:
             super().drain()
             return
@@ -113,8 +113,7 @@ class TorchTrainer(Trainer):
         torch.nn.utils.vector_to_parameters(average, buffers)
 
     def consensus(self) -> contextlib.AbstractContextManager[None]:
-        """Collective: in it the model is what stands for all ranks, which is what it is after a drain anyway where they
-        have the same weights."""
+        """Return a context in which the model is the consensus; ranks with the same weights are drained. A collective."""
         if self.options.has_own_weights:
             return super().consensus()
         self.drain()
@@ -122,7 +121,7 @@ class TorchTrainer(Trainer):
 
     @torch.inference_mode()
     def correct(self, batch: Batch) -> int:
-        """How many images of the batch the model classifies correctly."""
+        """Return the number of images that are classified correctly."""
         images, labels = self._to_device(batch)
         self._model.eval()
         return int((self._model(images).argmax(1) == labels).sum())
@@ -143,7 +142,7 @@ class TorchTrainer(Trainer):
         return torch.load(path, map_location="cpu", weights_only=True)
 
     def load(self, content: dict[str, Any]) -> Position:
-        """Put a checkpoint's content where it belongs."""
+        """Load the content of a checkpoint; return its position."""
         self._model.load_state_dict(content["model"])
         self.optimizer.load_state_dict(content["optimizer"])
         if self._scaler is not None and content["scaler"] is not None:
@@ -158,7 +157,7 @@ class TorchTrainer(Trainer):
 
     @torch.no_grad()
     def replicas(self) -> Replicas:
-        """Collective: compare the ranks' weights."""
+        """Compare the ranks' weights. A collective."""
         weights = flat(list(self._model.parameters()))
         highest = hvd.allreduce(weights, op=hvd.Max, name="runner.highest")
         lowest = hvd.allreduce(weights, op=hvd.Min, name="runner.lowest")
