@@ -113,7 +113,7 @@ class TorchTrainer(Trainer):
         torch.nn.utils.vector_to_parameters(average, buffers)
 
     def consensus(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the model is the consensus; ranks with the same weights are drained. A collective."""
+        """Return a context in which the model is the consensus; drains ranks with the same weights. A collective."""
         if self.options.has_own_weights:
             return super().consensus()
         self.drain()
