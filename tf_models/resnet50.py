@@ -20,13 +20,11 @@ import vision
 from lars import LARS
 
 import hvd_async.tensorflow as hvd
-from hvd_async.monitor.runs import watched
-from hvd_async.runner.batches import Batch, parts
-from hvd_async.runner.loop import start
-from hvd_async.runner.metrics import Replicas
+from hvd_async.runner.course import Position
+from hvd_async.runner.data import Batch
+from hvd_async.runner.loop import UNFINISHED, start
 from hvd_async.runner.options import Options, parse
-from hvd_async.runner.position import Position
-from hvd_async.runner.signals import UNFINISHED
+from hvd_async.runner.report import Replicas
 from hvd_async.runner.trainer import Trainer, World, errors_reported
 
 POLICIES = {"fp32": "float32", "fp16": "mixed_float16", "bf16": "mixed_bfloat16"}
@@ -55,11 +53,11 @@ class TensorFlowTrainer(Trainer):
         hvd.broadcast_variables(self._model.variables, root_rank=0)
 
     def train_step(self, batch: Batch, rate: float) -> float:
-        """One optimizer step at this learning rate; returns the batch's mean loss."""
+        """Take one optimizer step at this learning rate; return the batch's mean loss."""
         self.optimizer.learning_rate.assign(rate)
         before = self._scale()
         losses = []
-        for share, part in parts(batch, self.options.passes):
+        for share, part in batch.parts(self.options.backward_passes_per_step):
             if self.options.weighted:
                 self.optimizer.record_samples(round(share * len(batch)))
             losses.append(self._train(part.images, part.labels, np.float32(share)))
@@ -93,7 +91,7 @@ class TensorFlowTrainer(Trainer):
         return self.options.weight_decay * tf.add_n([tf.nn.l2_loss(v) for v in variables if decays(v)])
 
     def correct(self, batch: Batch) -> int:
-        """How many images of the batch the model classifies correctly."""
+        """Return the number of images that are classified correctly."""
         return int(self._correct(batch.images, batch.labels))
 
     def _count_correct(self, images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
@@ -105,7 +103,7 @@ class TensorFlowTrainer(Trainer):
         best = np.nan if position.best_accuracy is None else position.best_accuracy
         by_rank = np.array(position.steps_by_rank, np.int64)
         place = dataclasses.asdict(position) | {"best_accuracy": best, "steps_by_rank": by_rank}
-        np.savez(path, made_by=self.made_by(), **place, **self._arrays())
+        np.savez(path, made_by=self.fingerprint(), **place, **self._arrays())
 
     def read(self, path: Path) -> dict[str, Any]:
         """Return a checkpoint's content, by name."""
@@ -114,7 +112,7 @@ class TensorFlowTrainer(Trainer):
         return content | {"made_by": str(content.get("made_by"))}
 
     def load(self, content: dict[str, Any]) -> Position:
-        """Put a checkpoint's content where it belongs."""
+        """Load the content of a checkpoint; return its position."""
         for index, variable in enumerate(self._model.variables):
             variable.assign(content[f"model/{index}"])
         own = {path: value for path, value in content.items() if path.startswith("optimizer/")}
@@ -125,7 +123,7 @@ class TensorFlowTrainer(Trainer):
         return Position(**place, best_accuracy=None if np.isnan(best) else best, steps_by_rank=by_rank)
 
     def replicas(self) -> Replicas:
-        """Collective: compare the ranks' weights."""
+        """Compare the ranks' weights. A collective."""
         weights = tf.concat([tf.reshape(v, [-1]) for v in self._model.trainable_variables], axis=0)
         highest = hvd.allreduce(weights, op=hvd.Max, name="runner.highest")
         lowest = hvd.allreduce(weights, op=hvd.Min, name="runner.lowest")
@@ -139,8 +137,8 @@ class TensorFlowTrainer(Trainer):
         model = {f"model/{index}": v.numpy() for index, v in enumerate(self._model.variables)}
         return model | {f"optimizer/{path}": value for path, value in self.optimizer.get_state().items()}
 
-    def made_by(self) -> str:
-        """What a checkpoint must agree on with the run that goes on from it."""
+    def fingerprint(self) -> str:
+        """Return what a checkpoint and the run that resumes it must have in common."""
         scaled = ", loss scaling" if self.options.precision == "fp16" else ""
         return f"model {self.options.model}, {self._classes} classes, optimizer {self.options.optimizer}{scaled}, v2"
 
@@ -170,7 +168,7 @@ def wrapped(options: Options, model: Any) -> Any:
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     shared: dict[str, Any] = {
         "compression": getattr(hvd.Compression, options.compression),
-        "backward_passes_per_step": options.passes,
+        "backward_passes_per_step": options.backward_passes_per_step,
         "model": model,
     }
     if options.gossips:
@@ -203,8 +201,7 @@ def main() -> None:
     run = start(options, world)
     with errors_reported(world):
         trainer = TensorFlowTrainer(run.options, run.source.classes)
-    with watched(run.options, trainer):
-        finished = run.fit(trainer) is not None
+    finished = run.fit(trainer) is not None
     hvd.shutdown()
     sys.exit(0 if finished else UNFINISHED)
 

@@ -16,13 +16,11 @@ import vision
 from lars import LARS
 
 import hvd_async.torch as hvd
-from hvd_async.monitor.runs import watched
-from hvd_async.runner.batches import Batch, parts
-from hvd_async.runner.loop import start
-from hvd_async.runner.metrics import OptimizerCounts, Replicas
+from hvd_async.runner.course import Position
+from hvd_async.runner.data import Batch
+from hvd_async.runner.loop import UNFINISHED, start
 from hvd_async.runner.options import Options, parse
-from hvd_async.runner.position import Position
-from hvd_async.runner.signals import UNFINISHED
+from hvd_async.runner.report import OptimizerCounts, Replicas
 from hvd_async.runner.trainer import Trainer, World, errors_reported
 
 LOWER = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -48,17 +46,17 @@ class TorchTrainer(Trainer):
 
     @property
     def rounds(self) -> int:
-        """Rounds that this rank's weights have seen; of gossip, exchanges; of leaders, pulls."""
+        """Rounds that this rank's weights have seen."""
         return self._steps if self.options.lockstep else super().rounds
 
     def train_step(self, batch: Batch, rate: float) -> float:
-        """One optimizer step at this learning rate; returns the batch's mean loss."""
+        """Take one optimizer step at this learning rate; return the batch's mean loss."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self._model.train()
         self.optimizer.zero_grad()
         losses = []
-        for share, part in parts(batch, self.options.passes):
+        for share, part in batch.parts(self.options.backward_passes_per_step):
             if self.options.weighted:
                 self.optimizer.record_samples(round(share * len(batch)))
             loss = self._forward(part) * share
@@ -104,7 +102,7 @@ class TorchTrainer(Trainer):
         self.skipped += self._scaler.get_scale() < before
 
     def drain(self) -> None:
-        """Collective: apply every gradient everywhere and make batch-norm statistics agree."""
+        """Apply every gradient on every rank and make batch-norm statistics agree. A collective."""
         if not self.options.lockstep:
             super().drain()
             return
@@ -115,16 +113,15 @@ class TorchTrainer(Trainer):
         torch.nn.utils.vector_to_parameters(average, buffers)
 
     def consensus(self) -> contextlib.AbstractContextManager[None]:
-        """Collective: in it the model is what stands for all ranks, which is what it is after a drain anyway where they
-        have the same weights."""
-        if self.options.apart:
+        """Return a context in which the model is the consensus; drains ranks with the same weights. A collective."""
+        if self.options.has_own_weights:
             return super().consensus()
         self.drain()
         return contextlib.nullcontext()
 
     @torch.inference_mode()
     def correct(self, batch: Batch) -> int:
-        """How many images of the batch the model classifies correctly."""
+        """Return the number of images that are classified correctly."""
         images, labels = self._to_device(batch)
         self._model.eval()
         return int((self._model(images).argmax(1) == labels).sum())
@@ -135,7 +132,7 @@ class TorchTrainer(Trainer):
             "model": self._model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
-            "made_by": self.made_by(),
+            "made_by": self.fingerprint(),
             "position": dataclasses.asdict(position),
         }
         torch.save(content, path)
@@ -145,23 +142,22 @@ class TorchTrainer(Trainer):
         return torch.load(path, map_location="cpu", weights_only=True)
 
     def load(self, content: dict[str, Any]) -> Position:
-        """Put a checkpoint's content where it belongs."""
+        """Load the content of a checkpoint; return its position."""
         self._model.load_state_dict(content["model"])
         self.optimizer.load_state_dict(content["optimizer"])
         if self._scaler is not None and content["scaler"] is not None:
             self._scaler.load_state_dict(content["scaler"])
         return Position(**content["position"])
 
-    def outcome(self) -> OptimizerCounts:
-        """What this rank's optimizer has counted."""
+    def counts(self) -> OptimizerCounts:
+        """Return the counts of this rank's optimizer."""
         if not self.options.lockstep:
-            return super().outcome()
-        outcome = OptimizerCounts.synchronous(self._steps - self.skipped, hvd.size(), self._wait_s)
-        return dataclasses.replace(outcome, skipped=self.skipped)
+            return super().counts()
+        return OptimizerCounts.synchronous(self._steps - self.skipped, hvd.size(), self._wait_s, self.skipped)
 
     @torch.no_grad()
     def replicas(self) -> Replicas:
-        """Collective: compare the ranks' weights."""
+        """Compare the ranks' weights. A collective."""
         weights = flat(list(self._model.parameters()))
         highest = hvd.allreduce(weights, op=hvd.Max, name="runner.highest")
         lowest = hvd.allreduce(weights, op=hvd.Min, name="runner.lowest")
@@ -176,8 +172,8 @@ class TorchTrainer(Trainer):
         images = torch.from_numpy(batch.images).to(self._device).permute(0, 3, 1, 2)
         return images.contiguous(), torch.from_numpy(batch.labels).to(self._device)
 
-    def made_by(self) -> dict[str, str | int]:
-        """What a checkpoint must agree on with the run that goes on from it."""
+    def fingerprint(self) -> dict[str, str | int]:
+        """Return what a checkpoint and the run that resumes it must have in common."""
         own = {"model": self.options.model, "classes": self._classes, "optimizer": self.options.optimizer}
         return {**own, "format": 2}
 
@@ -213,7 +209,7 @@ def wrapped(options: Options, model: torch.nn.Module, scaler: torch.amp.GradScal
     shared: dict[str, Any] = {
         "named_parameters": model.named_parameters(),
         "compression": getattr(hvd.Compression, options.compression),
-        "backward_passes_per_step": options.passes,
+        "backward_passes_per_step": options.backward_passes_per_step,
     }
     if options.lockstep:
         return hvd.DistributedOptimizer(optimizer, **shared)
@@ -239,8 +235,7 @@ def main() -> None:
     run = start(options, world)
     with errors_reported(world):
         trainer = TorchTrainer(run.options, run.source.classes)
-    with watched(run.options, trainer):
-        finished = run.fit(trainer) is not None
+    finished = run.fit(trainer) is not None
     hvd.shutdown()
     sys.exit(0 if finished else UNFINISHED)
 

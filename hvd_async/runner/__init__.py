@@ -1,1 +1,1 @@
-"""The framework-free half of the training runners: options, data, delays, schedule, reports. No framework here."""
+"""The framework-neutral part of the training scripts ``torch_models/resnet50.py`` and ``tf_models/resnet50.py``."""

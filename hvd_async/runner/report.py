@@ -1,78 +1,300 @@
-"""Progress of a run, shown and logged on rank 0: a bar, CSV, TensorBoard events."""
+"""What a run reports: counts and times, put together over ranks; its bar, its logs, its summary as JSON and as text."""
 
 from __future__ import annotations
 
 import csv
+import io
+import math
 import os
-import socket
 import sys
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from .metrics import JobMetrics
+import msgspec
+import numpy as np
 
-BAR_COLUMNS = 100
-"""The width of a bar that goes through a launcher, which hides the terminal's own."""
+from hvd_async.monitor.sinks import EventFile
+from hvd_async.stats import GossipStats, LeaderStats, Stats
+
+from .stragglers import Injector
+
+Pull = tuple[float, int, int]
+"""Unix time in s; group, -1: all ranks; leader, -1: the center."""
+
+# -- counts and times --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class EpochRow:
-    """One line of metrics.csv, of one epoch.
+class OptimizerCounts:
+    """Counts of one rank's optimizer so far, as in its ``stats()``; None where it does not count.
 
-    Over all ranks: train_loss, test_accuracy, seconds (of training, by the slowest rank), images_per_sec,
-    consensus_distance (of gossip, at the epoch's end), counted; rank 0's own: the rest. In the file the columns of
-    COUNTED take the place of `counted`.
+    With gossip, ``rounds`` are exchanges and averages, ``staleness`` is that of messages; with leaders, ``rounds`` are
+    pulls. ``latency_s`` is of all rounds together.
     """
 
-    epoch: int
-    step: int
-    learning_rate: float
-    train_loss: float | None
-    test_accuracy: float | None
-    seconds: float
-    images_per_sec: float
-    step_time_p50: float | None
-    step_time_p95: float | None
+    rounds: int = 0
+    gradients_produced: int | None = None
+    gradients_applied: int | None = None
+    gradients_skipped: int = 0
+    wait_s: float = 0.0
+    staleness: Mapping[int, int] = field(default_factory=dict)
+    contributors: Mapping[int, int] = field(default_factory=dict)
+    held_s: tuple[float, ...] | None = None
+    waited_for: tuple[float, ...] | None = None
+    bytes_sent: int | None = None
+    latency_s: float | None = None
+    peak_bytes: int | None = None
+    led: Mapping[int, int] | None = None
+    distance: float | None = None
+    history: tuple[Pull, ...] = ()
+
+    @classmethod
+    def synchronous(cls, steps: int, size: int, wait_s: float, skipped: int = 0) -> OptimizerCounts:
+        """Return the counts of plain allreduce: a round per step, with every rank's gradient."""
+        fresh, all_in = ({0: steps}, {size: steps}) if steps else ({}, {})
+        return cls(steps, steps, steps * size, skipped, wait_s, fresh, all_in)
+
+    @classmethod
+    def of(cls, stats: Stats | GossipStats | LeaderStats, skipped: int) -> OptimizerCounts:
+        """Return the counts in an optimizer's ``stats()``; ``skipped``: steps that overflowed, if it does not count."""
+        names = {each.name: each.name for each in fields(cls)}
+        if isinstance(stats, LeaderStats):
+            names |= {"rounds": "pulls", "latency_s": "pull_s"}
+        found = {name: getattr(stats, theirs) for name, theirs in names.items() if hasattr(stats, theirs)}
+        found["latency_s"] *= found["rounds"]
+        return cls(**{"gradients_skipped": skipped} | found)
+
+    def since(self, before: OptimizerCounts | None) -> OptimizerCounts:
+        """Return the counts since ``before``, without pulls; those that are no sums stay as they are."""
+        names = {each.name for each in fields(self)} - {"peak_bytes", "distance", "history"}
+        changes = {name: _difference(getattr(self, name), before and getattr(before, name)) for name in names}
+        return replace(self, history=(), **changes)
+
+
+def _difference(now: Any, before: Any) -> Any:
+    if not now or not before:
+        return now
+    if isinstance(now, Mapping):
+        return dict(Counter(now) - Counter(before))
+    if isinstance(now, tuple):
+        return tuple(one - other for one, other in zip(now, before, strict=True))
+    return now - before
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobCounts:
+    """Counts of all ranks' optimizers together, with the keys of --summary; None where there is nothing to count.
+
+    ``fresh`` is the share of gradients, or messages, that were not late; ``latency_s`` the mean of a round.
+    """
+
+    rounds: int
+    gradients_produced: int | None
+    gradients_applied: int | None
+    gradients_skipped: int
+    staleness: Mapping[str, float | None]
+    fresh: float | None
+    contributors: Mapping[str, float | None]
+    wait_s_by_rank: tuple[float, ...]
+    held_s_by_rank: tuple[float, ...] | None
+    bytes_sent: int | None
+    latency_s: float | None
+    peak_bytes: int | None
+    led: Mapping[int, int] | None
+    leader_distance_by_rank: tuple[float, ...] | None
+
+    @classmethod
+    def of(cls, ranks: Sequence[OptimizerCounts]) -> JobCounts:
+        """Return the counts of all ranks, given in order."""
+        late = sum((Counter(rank.staleness) for rank in ranks), Counter[int]())
+        waited = [rank.waited_for for rank in ranks if rank.waited_for and any(rank.waited_for)]
+        latencies = [rank.latency_s / rank.rounds for rank in ranks if rank.latency_s and rank.rounds]
+        led = ranks[0].led
+        return cls(
+            rounds=max(rank.rounds for rank in ranks),
+            gradients_produced=_combined(sum, (rank.gradients_produced for rank in ranks)),
+            gradients_applied=_combined(max, (rank.gradients_applied for rank in ranks)),
+            gradients_skipped=sum(rank.gradients_skipped for rank in ranks),
+            staleness={"mean": _mean(late), "max": max(late, default=None)},
+            fresh=late[0] / late.total() if late else None,
+            contributors={"mean": _mean(ranks[0].contributors)},
+            wait_s_by_rank=tuple(rank.wait_s for rank in ranks),
+            held_s_by_rank=tuple(map(math.fsum, zip(*waited, strict=True))) if waited else ranks[0].held_s,
+            bytes_sent=_combined(sum, (rank.bytes_sent for rank in ranks)),
+            latency_s=sum(latencies) / len(latencies) if latencies else None,
+            peak_bytes=_combined(max, (rank.peak_bytes for rank in ranks)),
+            led=None if led is None else dict(sorted(led.items())),
+            leader_distance_by_rank=None if led is None else tuple(rank.distance or 0.0 for rank in ranks),
+        )
+
+    def columns(self) -> dict[str, Any]:
+        """Return the columns of metrics.csv that are counts."""
+        return {
+            "rounds": self.rounds,
+            "contributors": self.contributors["mean"],
+            "staleness_mean": self.staleness["mean"],
+            "staleness_max": self.staleness["max"],
+            "fresh": self.fresh,
+            "skipped": self.gradients_skipped,
+            "wait_s": self.wait_s_by_rank,
+            "held_s": self.held_s_by_rank,
+            "latency_s": self.latency_s,
+            "bytes_sent": self.bytes_sent,
+        }
+
+
+def _combined(combine: Callable[[list[int]], int], values: Iterable[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return combine(known) if known else None
+
+
+def _mean(histogram: Mapping[int, int]) -> float | None:
+    count = sum(histogram.values())
+    return sum(value * times for value, times in histogram.items()) / count if count else None
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """How similar the ranks' weights are: whether all bytes are equal, the largest difference of a weight, and the root
+    mean square over the ranks of |weights - mean|."""
+
+    identical: bool
+    max_diff: float
+    consensus_distance: float
+
+
+@dataclass(frozen=True)
+class RankMetrics:
+    """Counts and times of one rank, in seconds; ``step_times``: of each step, delays included."""
+
+    counts: OptimizerCounts
+    images: int
+    train_s: float
     slept_s: float
-    consensus_distance: float | None
-    counted: JobMetrics
+    step_times: tuple[float, ...]
 
 
-COUNTED = (
-    "rounds",
-    "contributors",
-    "staleness_mean",
-    "staleness_max",
-    "fresh",
-    "skipped",
-    "wait_s",
-    "held_s",
-    "latency_s",
-    "bytes_sent",
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` make a file, then rename it to ``path``; after an error the old file is still there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")  # (NumPy chooses a format by the suffix)
+    try:
+        write(temporary)
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())  # else the new name may reach the disk before the contents
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write_rows(path: Path, rows: Iterable[Sequence[Any]]) -> None:
+    text = io.StringIO()
+    csv.writer(text).writerows(rows)
+    write_atomically(path, lambda place: place.write_text(text.getvalue(), newline=""))
+
+
+def write_step_times(path: Path, ranks: Sequence[Sequence[float]]) -> None:
+    """Write percentiles of each rank's step times as CSV: columns ``percent`` (0 to 100), ``rank0``, ``rank1`` ..."""
+    percents = range(101)
+    columns = [
+        [f"{each:.6f}" for each in np.percentile(times, percents)] if times else [""] * len(percents) for times in ranks
+    ]
+    head = ["percent", *(f"rank{rank}" for rank in range(len(ranks)))]
+    _write_rows(path, [head, *zip(percents, *columns, strict=True)])
+
+
+def write_leaders(path: Path, histories: Sequence[Sequence[Pull]]) -> None:
+    """Write pulls as CSV: ``time_s`` since the first, ``group`` (empty: all ranks), ``leader`` (empty: the center).
+
+    Of the ranks' histories, that of a group's first rank counts.
+    """
+    first_of: dict[int, Sequence[Pull]] = {}
+    for history in histories:
+        for group in {pull[1] for pull in history}:
+            first_of.setdefault(group, history)
+    pulls = sorted(pull for group, history in first_of.items() for pull in history if pull[1] == group)
+    rows = [
+        (f"{at - pulls[0][0]:.6f}", "" if group < 0 else group, "" if leader < 0 else leader)
+        for at, group, leader in pulls
+    ]
+    _write_rows(path, [("time_s", "group", "leader"), *rows])
+
+
+COLUMNS = (
+    *("epoch", "step", "learning_rate", "train_loss", "test_accuracy", "seconds", "images_per_sec"),
+    *("step_time_p50", "step_time_p95", "slept_s", "consensus_distance"),
+    *JobCounts.of([OptimizerCounts()]).columns(),
 )
-"""Columns of the logs, by attributes of JobMetrics; peak_bytes is not an epoch's own. By rank: wait_s, held_s."""
+"""Columns of metrics.csv. ``seconds``: of training, on the slowest rank; ``slept_s`` and times of steps: of rank 0."""
+Row = Mapping[str, Any]
+"""An epoch's values of ``COLUMNS``."""
 AT_THE_END = ("summary.json", "step_times.csv", "leaders.csv")
-"""Files that a run which came to its end leaves beside metrics.csv."""
+"""Files that a completed run leaves beside metrics.csv."""
+
+
+class MetricsFile:
+    """metrics.csv: a line per epoch; opened for each, so that it can be read at any time.
+
+    Raises:
+        ValueError: the file of a resumed run has other columns.
+    """
+
+    def __init__(self, path: Path, resumed: bool) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not resumed:  # the end of an earlier run must not be taken for that of this one
+            for name in ("metrics.csv", *AT_THE_END):
+                path.with_name(name).unlink(missing_ok=True)
+        if not path.exists():
+            path.write_text(",".join(COLUMNS) + "\r\n", newline="")
+        elif path.read_text().partition("\n")[0].strip() != ",".join(COLUMNS):
+            raise ValueError(f"{path} must have the columns of this version: move it away, or name another --log-dir")
+
+    def add(self, row: Row) -> None:
+        """Append a line; values per rank are separated by spaces."""
+        texts = {
+            name: " ".join(f"{each:.4g}" for each in value) if isinstance(value, tuple) else value
+            for name, value in row.items()
+        }
+        with self._path.open("a", newline="") as file:
+            csv.DictWriter(file, COLUMNS).writerow(texts)
+
+
+# -- while it trains ---------------------------------------------------------------------------------------------------
+
+BAR_COLUMNS = 100
+"""Width of a bar under a launcher, which hides the terminal's."""
+TAGS = {
+    "train_loss": "train/loss",
+    "consensus_distance": "train/consensus_distance",
+    "test_accuracy": "test/accuracy",
+    **{name: f"speed/{name}" for name in ("images_per_sec", "step_time_p50", "step_time_p95")},
+    **{name: f"rounds/{name}" for name in JobCounts.of([OptimizerCounts()]).columns()},
+}
+"""TensorBoard's tags, by column."""
 
 
 class Reporter:
-    """Progress on the screen and under `log_dir`; does nothing where `enabled` is false (every rank but 0)."""
+    """Progress of rank 0, on the screen and in the logs, to which a resumed run appends; not ``enabled`` on others.
+
+    ``epochs`` is None if the clock ends the run; ``progress`` is as in the options.
+    """
 
     def __init__(
         self,
-        *,
-        enabled: bool,
         epochs: int | None,
         progress: str = "auto",
         log_dir: Path | None = None,
+        *,
         resumed: bool = False,
+        enabled: bool = True,
     ) -> None:
-        """epochs: how many there will be, None if the clock ends the run. progress: bar, lines, or auto (a bar if
-        stderr is a terminal). resumed: go on in the logs that are there."""
         self._enabled, self._epochs = enabled, epochs
         self._terminal = sys.stderr.isatty()
         self._wants_bar = progress == "bar" or (progress == "auto" and self._terminal)
@@ -81,7 +303,7 @@ class Reporter:
         self._events = EventFile(log_dir) if enabled and log_dir else None
 
     def begin_epoch(self, epoch: int, steps: int) -> None:
-        """epoch: 0, 1, ...; steps: how many steps rank 0 will do in it."""
+        """Show an epoch (0, 1, ...) of ``steps`` steps of rank 0."""
         if self._enabled and self._wants_bar:
             from tqdm import tqdm
 
@@ -96,145 +318,151 @@ class Reporter:
             )
 
     def step(self, step: int, loss: float, rate: float) -> None:
-        """One step of rank 0 is done; `step` counts from the run's first."""
+        """Show and log a step of rank 0; ``step`` counts from the first of the first run."""
         if self._bar is not None:
             self._bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
             self._bar.update()
         if self._events is not None:
             self._events.scalars(step, {"train/loss_rank0": loss, "train/learning_rate": rate})
 
-    def end_epoch(self, row: EpochRow) -> None:
-        """Show and log an epoch that is done."""
-        if not self._enabled:
-            return
-        accuracy = "" if row.test_accuracy is None else f", test accuracy {row.test_accuracy:.4f}"
-        loss = "" if row.train_loss is None else f"loss {row.train_loss:.4f}, "
-        self.note(f"{self._label(row.epoch)}: {loss}{row.images_per_sec:.1f} images/s{accuracy}")
+    def end_epoch(self, row: Row) -> None:
+        """Show and log a completed epoch."""
+        loss = "" if row["train_loss"] is None else f"loss {row['train_loss']:.4f}, "
+        accuracy = "" if row["test_accuracy"] is None else f", test accuracy {row['test_accuracy']:.4f}"
+        self.note(f"{self._label(row['epoch'])}: {loss}{row['images_per_sec']:.1f} images/s{accuracy}")
         if self._table is not None:
             self._table.add(row)
         if self._events is not None:
-            names = {
-                "train/loss": row.train_loss,
-                "train/consensus_distance": row.consensus_distance,
-                "test/accuracy": row.test_accuracy,
-                "speed/images_per_sec": row.images_per_sec,
-                "speed/step_time_p50": row.step_time_p50,
-                "speed/step_time_p95": row.step_time_p95,
-            }
-            names |= {f"rounds/{name}": value for name, value in flat_counts(row.counted).items()}
-            self._events.scalars(row.step, {name: value for name, value in names.items() if value is not None})
+            values = {tag: row[name] for name, tag in TAGS.items() if row[name] is not None}
+            for tag, value in list(values.items()):
+                if isinstance(value, tuple):
+                    del values[tag]
+                    values |= {f"{tag}/rank{rank}": each for rank, each in enumerate(value)}
+            self._events.scalars(row["step"], values)
 
     def note(self, text: str) -> None:
-        """Say something to people, on rank 0."""
+        """Print a text on rank 0."""
         if self._enabled:
             self._close_bar()
-            # Beside a bar in its own stream: a launcher forwards the two streams in no particular order.
+            # In the same stream as the bar: a launcher forwards the two streams in no particular order.
             print(text, file=sys.stderr if self._wants_bar else sys.stdout, flush=True)
 
     def _label(self, number: int) -> str:
         return f"epoch {number}" if self._epochs is None else f"epoch {number}/{self._epochs}"
-
-    def close(self) -> None:
-        """Close the bar and the files; nothing may be reported afterwards."""
-        self._close_bar()
-        if self._events is not None:
-            self._events.close()
-
-    def __enter__(self) -> Reporter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _close_bar(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
-
-def flat_counts(counted: JobMetrics) -> dict[str, float | None]:
-    """COUNTED as single numbers: `wait_s/rank0`, `wait_s/rank1` ... for what is by rank."""
-    found: dict[str, float | None] = {}
-    for name in COUNTED:
-        value = getattr(counted, name)
-        if isinstance(value, tuple):
-            found |= {f"{name}/rank{rank}": seconds for rank, seconds in enumerate(value)}
-        else:
-            found[name] = value
-    return found
-
-
-class MetricsFile:
-    """A CSV file of EpochRow; opened for each row, so that it can be read, and survives, at any time.
-
-    Raises:
-        ValueError: a resumed run's file is not like this.
-    """
-
-    def __init__(self, path: Path, resumed: bool) -> None:
-        self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not resumed:  # what is said of an earlier run must not be taken for this one's
-            for name in AT_THE_END:
-                path.with_name(name).unlink(missing_ok=True)
-        columns = [*self._own_names(), *COUNTED]
-        if not (resumed and path.exists()):
-            with path.open("w", newline="") as file:
-                csv.writer(file).writerow(columns)
-            return
-        with path.open(newline="") as file:
-            if next(csv.reader(file), []) != columns:
-                raise ValueError(
-                    f"{path} has other columns than this version writes: move it away, or name another --log-dir"
-                )
-
-    def add(self, row: EpochRow) -> None:
-        """Append a row."""
-        with self._path.open("a", newline="") as file:
-            values = [getattr(row, name) for name in self._own_names()]
-            values += [getattr(row.counted, name) for name in COUNTED]
-            csv.writer(file).writerow([self._text(value) for value in values])
-
-    @staticmethod
-    def _own_names() -> list[str]:
-        return [field.name for field in fields(EpochRow) if field.name != "counted"]
-
-    @staticmethod
-    def _text(value: Any) -> Any:
-        """Join figures by rank into one column: ranks in order, a space between two."""
-        if isinstance(value, tuple):
-            return " ".join(f"{seconds:.4g}" for seconds in value)
-        return "" if value is None else value
-
-
-class EventFile:
-    """Scalars for TensorBoard, written with its own records and messages.
-
-    Not by its EventFileWriter, nor torch's SummaryWriter: those import TensorFlow wherever it is installed.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._event, self._summary = Event, Summary
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._records = RecordWriter(path.open("wb"))
-        self._records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
-        self._records.flush()
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Append values, by tag, that belong to a step."""
-        summary = self._summary(
-            value=[self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        )
-        self._records.write(self._event(wall_time=time.time(), step=step, summary=summary).SerializeToString())
-        self._records.flush()
-
     def close(self) -> None:
-        """Close the file."""
-        self._records.close()
+        """Close the bar and the files."""
+        self._close_bar()
+        if self._events is not None:
+            self._events.close()
+
+
+# -- at the end --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary(JobCounts):
+    """The object of --summary. Other programs read it: keys do not change.
+
+    ``steps`` are those of the rank with the most. Infinities and NaN are null in JSON.
+    """
+
+    framework: str
+    algorithm: str
+    quorum: str | int | float | None
+    world_size: int
+    steps: int
+    images_per_sec: float | None
+    step_time_s: Mapping[str, float | None]
+    train_loss: float | None
+    test_accuracy: float | None
+    replicas_identical: bool
+    max_replica_diff: float
+    consensus_distance: float
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON, completely or not at all."""
+        text = msgspec.json.format(msgspec.json.encode({key: getattr(self, key) for key in KEYS}), indent=2)
+        write_atomically(path, lambda place: place.write_bytes(text + b"\n"))
+
+
+KEYS = (*Summary.__annotations__, *JobCounts.__annotations__)
+
+
+def summarise(ranks: Sequence[RankMetrics], replicas: Replicas, **job: Any) -> Summary:
+    """Return the summary of all ranks, in order; ``job``: framework, algorithm, quorum, train_loss, test_accuracy."""
+    times = np.concatenate([rank.step_times for rank in ranks])
+    train_s = max(rank.train_s for rank in ranks)
+    return Summary(
+        **vars(JobCounts.of([rank.counts for rank in ranks])),
+        **job,
+        world_size=len(ranks),
+        steps=max(len(rank.step_times) for rank in ranks),
+        images_per_sec=sum(rank.images for rank in ranks) / train_s if train_s else None,
+        step_time_s={
+            "mean": float(times.mean()) if len(times) else None,
+            "p50": percentile(times, 50),
+            "p95": percentile(times, 95),
+        },
+        replicas_identical=replicas.identical,
+        max_replica_diff=replicas.max_diff,
+        consensus_distance=replicas.consensus_distance,
+    )
+
+
+def percentile(values: Any, percent: float) -> float | None:
+    """Return a percentile; None if there are no values."""
+    return float(np.percentile(values, percent)) if len(values) else None
+
+
+SHOWN_RANKS = 8
+"""Number of ranks that the text names one by one."""
+IN_HEAD = ("framework", "algorithm", "quorum", "world_size", "steps")
+
+
+def describe(summary: Summary, stragglers: Sequence[str], best_accuracy: float | None) -> str:
+    """Return the summary as text, with the lines of ``straggler_lines``, and whether anything was lost."""
+    quorum = "" if summary.quorum is None else f" ({summary.quorum})"
+    lines = [("stragglers" if line is stragglers[0] else "", line) for line in stragglers]
+    lines += [("best accuracy", f"{best_accuracy:.4f}")] if best_accuracy is not None else []
+    for name in KEYS:
+        value = getattr(summary, name)
+        if name not in IN_HEAD and value is not None:
+            lines.append((name.replace("_", " "), _text(value)))
+    if summary.gradients_produced is None:
+        lines.append(("", "The consensus distance is that before the last drain."))
+    else:
+        lost = summary.gradients_produced - (summary.gradients_applied or 0)
+        verdict = f"{abs(lost)} were {'LOST' if lost > 0 else 'applied TWICE'}: this is an error"
+        counts = f"{summary.gradients_produced} produced, {summary.gradients_applied} applied"
+        lines.append(("gradients", f"{counts}: {verdict if lost else 'no gradient was lost'}"))
+    lines.append(("replicas", "bit-identical on all ranks" if summary.replicas_identical else "NOT identical"))
+    head = f"{summary.framework} {summary.algorithm}{quorum} on {summary.world_size} ranks, {summary.steps} steps each"
+    return "\n".join([head, *(f"  {name:<24} {text}" for name, text in lines)])
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_text(each)}" for name, each in value.items())
+    if isinstance(value, tuple):
+        return ", ".join([*map(_text, value[:SHOWN_RANKS]), *(["..."] if len(value) > SHOWN_RANKS else [])])
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def straggler_lines(ranks: Sequence[RankMetrics], injector: Injector) -> list[str]:
+    """Return the lines about the cost of injected delays, compared with a synchronous run's."""
+    if injector.kind == "none":
+        return ["none were injected (--inject makes some)"]
+    bound = max(len(rank.step_times) for rank in ranks) * injector.slowest(len(ranks))
+    saved = bound - sum(rank.slept_s + rank.counts.wait_s for rank in ranks) / len(ranks)
+    verdict = "were saved" if saved > 0 else "more, which is waiting for computing and the network"
+    return [
+        f"seconds slept by --inject, by rank: {_text(tuple(rank.slept_s for rank in ranks))}",
+        f"A synchronous run waits in every step for the slowest rank: {bound:.1f} s or more per rank.",
+        f"Here a rank slept and waited {bound - saved:.1f} s on average: {abs(saved):.1f} s {verdict}.",
+    ]

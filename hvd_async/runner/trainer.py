@@ -1,4 +1,4 @@
-"""The base of both frameworks' trainers; rank 0's checkpoint is read once and sent to all, or its error is."""
+"""The base of both frameworks' trainers, and the job as they see it."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-from .batches import Batch
-from .metrics import OptimizerCounts, Replicas
+from .course import Position
+from .data import Batch
 from .options import Options
-from .position import Position
+from .report import OptimizerCounts, Replicas
 
 HINT = "remove it, or start without --resume"
 
 
-@dataclass(frozen=True)
-class World:
-    """The job as the loop sees it. `gather(value, name)` is a collective: every rank's value, in order of rank."""
+class World(NamedTuple):
+    """The job; ``gather(value, name)`` is a collective that returns every rank's value, in order of rank."""
 
     rank: int
     size: int
@@ -32,36 +30,37 @@ class World:
 class Trainer(abc.ABC):
     """A model with its optimizer, in some framework.
 
-    checkpoint_suffix: of its files. opening: a notice for people before the first step, if that takes long.
-    optimizer: the wrapped one, of the algorithm of `options`. skipped: steps on this rank that were skipped, as they
-    overflowed. watch: called after each step, where somebody watches.
+    Attributes:
+        checkpoint_suffix: of its files.
+        opening: a notice before the first step, if that takes long.
+        optimizer: of the algorithm in ``options``, wrapped.
+        skipped: steps of this rank that overflowed.
     """
 
     checkpoint_suffix: ClassVar[str]
     opening: ClassVar[str | None] = None
     optimizer: Any
-    watch: Callable[[], None] | None = None
 
     def __init__(self, options: Options) -> None:
         self.options, self.skipped = options, 0
 
-    # -- what a framework supplies ----------------------------------------------------------------------------------
+    # -- what a framework supplies -------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def train_step(self, batch: Batch, rate: float) -> float:
-        """One optimizer step on this rank at this learning rate; returns the batch's mean loss."""
+        """Take one optimizer step on this rank at this learning rate; return the batch's mean loss."""
 
     @abc.abstractmethod
     def correct(self, batch: Batch) -> int:
-        """How many images of the batch are classified correctly, in inference mode."""
+        """Return the number of images that are classified correctly, in inference mode."""
 
     @abc.abstractmethod
     def replicas(self) -> Replicas:
-        """Collective: compare the ranks' weights."""
+        """Compare the ranks' weights. A collective."""
 
     @abc.abstractmethod
-    def made_by(self) -> object:
-        """Return what a checkpoint must agree on with the run that goes on from it."""
+    def fingerprint(self) -> object:
+        """Return what a checkpoint and the run that resumes it must have in common."""
 
     @abc.abstractmethod
     def save(self, path: Path, position: Position) -> None:
@@ -69,55 +68,49 @@ class Trainer(abc.ABC):
 
     @abc.abstractmethod
     def read(self, path: Path) -> dict[str, Any]:
-        """Return a checkpoint's content by name, what `made_by` was under that name. Called on rank 0 only."""
+        """Return the content of a checkpoint, the fingerprint as ``made_by``. Called on rank 0 only."""
 
     @abc.abstractmethod
     def load(self, content: dict[str, Any]) -> Position:
-        """Put a checkpoint's content where it belongs; returns how far its run had come."""
+        """Load the content of a checkpoint; return its position."""
 
-    # -- what the wrapped optimizer does in any framework -------------------------------------------------------------
+    # -- what the wrapped optimizer does in any framework --------------------------------------------------------------
 
     @property
     def rounds(self) -> int:
-        """Rounds that this rank's weights have seen since the optimizer was made; of gossip, exchanges and
-        averages; of leaders, pulls."""
+        """Rounds that this rank's weights have seen; with gossip, exchanges and averages; with leaders, pulls."""
         return int(self.optimizer.rounds)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Collective: no rank has taken a step of this epoch yet; gossip with its peers and algorithm."""
+        """Start an epoch, with its peers and algorithm. A collective."""
         if self.options.gossips:
             self.optimizer.set_epoch(epoch)
 
     def drain(self) -> None:
-        """Collective: every gradient is applied on every rank, batch-norm statistics agree, and collectives of others
-        may follow."""
+        """Apply every gradient on every rank and make batch-norm statistics agree. A collective."""
         self.optimizer.drain()
 
     def consensus(self) -> AbstractContextManager[None]:
-        """Collective: in it the model is what `drain` would make it, and collectives of others may follow."""
+        """Return a context in which the model is what ``drain`` would make it. A collective."""
         context: AbstractContextManager[None] = self.optimizer.consensus()
         return context
 
     def consensus_distance(self) -> float | None:
-        """Collective: how far the ranks' weights are from their average now; None if they have none of their own."""
-        return float(self.optimizer.consensus_distance()) if self.options.apart else None
+        """Return the distance of the ranks' weights; None if they have none of their own. A collective."""
+        return float(self.optimizer.consensus_distance()) if self.options.has_own_weights else None
 
-    def outcome(self) -> OptimizerCounts:
+    def counts(self) -> OptimizerCounts:
         """Return the counts of this rank's optimizer."""
-        if self.options.gossips:
-            return OptimizerCounts.of_gossip(self.optimizer.stats(), self.skipped)
-        if self.options.follows:
-            return OptimizerCounts.of_leader(self.optimizer.stats(), self.skipped)
-        return OptimizerCounts.of(self.optimizer.stats())
+        return OptimizerCounts.of(self.optimizer.stats(), self.skipped)
 
     def restore(self, path: Path, world: World) -> Position | None:
-        """Collective: load rank 0's file into every rank; None if rank 0 has none.
+        """Load rank 0's checkpoint on every rank; return None if there is none. A collective.
 
-        Raises ValueError, on every rank, if the file is damaged, is no checkpoint, or one of a run with other options;
-        and where it does not hold what this run needs.
+        Raises:
+            ValueError: on every rank: it is damaged, is no checkpoint, or does not fit this run.
         """
-        found = _read(path, self) if world.rank == 0 and path.exists() else None
-        # Errors travel too: a rank that raised alone would leave the others waiting. The others have nothing to gather.
+        # An error is sent too: a rank that raised it alone would leave the others waiting.
+        found = self._content_or_error(path) if world.rank == 0 and path.exists() else None
         content: dict[str, Any] | str | None = world.gather(found, "runner.checkpoint")[0]
         if content is None:
             return None
@@ -130,34 +123,31 @@ class Trainer(abc.ABC):
                 f"{path} does not hold what this run needs ({type(error).__name__}: {error}): {HINT}"
             ) from error
 
-
-def _read(path: Path, trainer: Trainer) -> dict[str, Any] | str:
-    """The content, or what is wrong with it."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()  # (which frameworks do not look at when they load)
-        content = trainer.read(path)
-    except Exception as error:  # noqa: BLE001  whatever a reader makes of damaged bytes
-        return f"{path} cannot be read as a checkpoint ({type(error).__name__}: {error}): {HINT}"
-    if damaged is not None:
-        return f"{path} is damaged, its part {damaged} has a wrong checksum: {HINT}"
-    if not isinstance(content, dict):
-        return f"{path} is no checkpoint, it holds a {type(content).__name__}: {HINT}"
-    made_by = trainer.made_by()
-    if content.get("made_by") != made_by:
-        return (
-            f"{path} was written by a run with {content.get('made_by')}, this one has {made_by}: give the same "
-            f"options, or another --checkpoint-dir"
-        )
-    return content
+    def _content_or_error(self, path: Path) -> dict[str, Any] | str:
+        try:
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()  # (frameworks do not check this)
+            content = self.read(path)
+        except Exception as error:  # noqa: BLE001  (readers raise anything on damaged bytes)
+            return f"{path} cannot be read as a checkpoint ({type(error).__name__}: {error}): {HINT}"
+        if damaged is not None:
+            return f"{path} is damaged, its part {damaged} has a wrong checksum: {HINT}"
+        if not isinstance(content, dict):
+            return f"{path} is no checkpoint, it holds a {type(content).__name__}: {HINT}"
+        if content.get("made_by") != self.fingerprint():
+            return (
+                f"{path} was written by a run with {content.get('made_by')}, this one has {self.fingerprint()}: give "
+                "the same options, or another --checkpoint-dir"
+            )
+        return content
 
 
 @contextlib.contextmanager
 def errors_reported(world: World) -> Iterator[None]:
-    """Where the user's options or files are at fault: the message without a traceback, and status 2."""
+    """Print errors in the user's options or files without a traceback, and end the process with status 2."""
     try:
         yield
     except ValueError as error:
-        # Every rank says it: the launcher kills the others as soon as one has ended.
+        # On every rank: the launcher kills the others as soon as one has ended.
         print(f"error (rank {world.rank}): {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None

@@ -7,10 +7,15 @@ import pathlib
 
 import pytest
 
-from hvd_async.runner.logs import write_leaders, write_step_times
-from hvd_async.runner.metrics import JobMetrics, OptimizerCounts
-from hvd_async.runner.report import EpochRow, MetricsFile
-from hvd_async.runner.summary import KEYS
+from hvd_async.runner.report import (
+    COLUMNS,
+    KEYS,
+    JobCounts,
+    MetricsFile,
+    OptimizerCounts,
+    write_leaders,
+    write_step_times,
+)
 from scripts.benchmarks.cases import accuracy
 from scripts.benchmarks.support import plot as drawing
 from scripts.benchmarks.support import runs
@@ -36,13 +41,20 @@ def summary_of(algorithm, quorum=None, ranks=2, **more):
     return known | {"staleness": {"mean": 0.5, "max": 3}, "test_accuracy": 0.9} | more
 
 
+def epoch_row(values, ranks):
+    return dict(zip(COLUMNS, values, strict=False)) | JobCounts.of(ranks).columns()
+
+
 def logged(folder, algorithm="eager", quorum="solo", ended=True, epochs=3):
     """A runner's folder, written by what the runner writes it with."""
     table = MetricsFile(folder / "metrics.csv", resumed=False)
-    ranks = [OptimizerCounts(4, 3, 4, 0.5, {0: 2, 3: 1}, held_s=(0.25, 1.5)), OptimizerCounts(4, 3, 4, 0.125, {0: 1})]
+    ranks = [
+        OptimizerCounts(4, wait_s=0.5, staleness={0: 2, 3: 1}, held_s=(0.25, 1.5)),
+        OptimizerCounts(4, wait_s=0.125, staleness={0: 1}),
+    ]
     for epoch in range(1, epochs + 1):
         accuracy_ = None if epoch == 2 else 0.3 * epoch
-        table.add(EpochRow(epoch, 9, 0.1, 1 / epoch, accuracy_, 4.0, 9.0, 0.1, 0.2, 0.0, None, JobMetrics.of(ranks)))
+        table.add(epoch_row((epoch, 9, 0.1, 1 / epoch, accuracy_, 4.0, 9.0, 0.1, 0.2, 0.0, None), ranks))
     if ended:
         (folder / "summary.json").write_text(json.dumps(summary_of(algorithm, quorum)))
         write_step_times(folder / "step_times.csv", [[0.1, 0.2, 0.3], [0.2]])
@@ -67,8 +79,8 @@ def test_a_folder_tells_what_the_runner_wrote(tmp_path):
 def test_a_run_that_was_resumed_with_more_ranks_has_the_sums_of_all(tmp_path):
     logged(tmp_path, epochs=1)
     table = MetricsFile(tmp_path / "metrics.csv", resumed=True)
-    ranks = [OptimizerCounts(4, 3, 4, seconds, {0: 4}) for seconds in (1.0, 2.0, 3.0)]
-    table.add(EpochRow(2, 18, 0.1, 0.5, 0.9, 4.0, 9.0, 0.1, 0.2, 0.0, None, JobMetrics.of(ranks)))
+    ranks = [OptimizerCounts(4, wait_s=seconds) for seconds in (1.0, 2.0, 3.0)]
+    table.add(epoch_row((2, 18, 0.1, 0.5, 0.9, 4.0, 9.0, 0.1, 0.2, 0.0, None), ranks))
     (run,) = runs.read([tmp_path])
     assert run.by_rank("wait_s") == [1.5, 2.125, 3.0]
     assert run.ranks == 3

@@ -1,24 +1,34 @@
+"""Where images come from, and how they are varied, skipped and prefetched."""
+
 import threading
+import warnings
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from hvd_async.runner import data, sharding
-from hvd_async.runner.augment import augment
-from hvd_async.runner.batches import Batch, parts
-from hvd_async.runner.data import Digits, Synthetic, evaluation_data, stratified_split, training_data
+from hvd_async.runner import data
+from hvd_async.runner.data import (
+    DEVIATION,
+    MEAN,
+    Batch,
+    Digits,
+    Folder,
+    Synthetic,
+    augment,
+    center_crop,
+    evaluation_data,
+    open_source,
+    random_crop,
+    training_data,
+)
 
 
 class Numbered:
     """A source whose image i has label i; `unreadable` indices are left out."""
 
-    classes = 100
-
     def __init__(self, unreadable=()):
         self.unreadable, self.keys = set(unreadable), []
-
-    def count(self, split):
-        return 100
 
     def batch(self, split, indices, key):
         self.keys.append(tuple(key))
@@ -34,16 +44,18 @@ def labels_of(batches):
     return [batch.labels.tolist() for batch in batches]
 
 
+# -- digits and random images -----------------------------------------------------------------------------------------
+
+
 def test_digits_are_split_by_class_and_fixed():
-    one, other = Digits(16, vary=False), Digits(16, vary=False)
-    assert (one.count("train"), one.count("test"), one.classes) == (1438, 359, 10)
-    everything = one.batch("test", np.arange(359), ())
-    np.testing.assert_array_equal(everything.images, other.batch("test", np.arange(359), ()).images)
-    counts = np.bincount(everything.labels)
-    assert counts.min() >= 34
-    assert counts.max() <= 37
-    assert everything.images.shape == (359, 16, 16, 3)
-    assert (everything.images.dtype, everything.labels.dtype) == (np.float32, np.int64)
+    source = Digits(16, vary=False)
+    assert (source.sizes, source.classes) == ({"train": 1438, "test": 359}, 10)
+    everything = source.batch("test", np.arange(359), ())
+    assert np.bincount(everything.labels).tolist() == [36, 36, 35, 37, 36, 36, 36, 36, 35, 36]
+    assert everything.labels[:8].tolist() == [2, 6, 8, 5, 6, 5, 7, 0], (
+        "accuracies of all versions are about the same images"
+    )
+    assert (everything.images.shape, everything.images.dtype) == ((359, 16, 16, 3), np.float32)
     assert abs(float(everything.images.mean())) < 0.1
     assert 0.7 < float(everything.images.std()) < 1.1
 
@@ -58,40 +70,130 @@ def test_only_training_digits_are_varied_and_by_their_key():
     np.testing.assert_array_equal(source.batch("test", where, (0, 1)).images, plain.batch("test", where, ()).images)
 
 
-def test_stratified_split_takes_the_share_of_each_class():
-    labels = np.array([0] * 10 + [1] * 50 + [2] * 5)
-    train, test = stratified_split(labels, 0.2, 1)
-    assert np.bincount(labels[test]).tolist() == [2, 10, 1]
-    assert sorted([*train, *test]) == list(range(65))
+def test_augment_keeps_the_picture():
+    image = np.zeros((32, 32), np.float32)
+    image[12:20, 2:30] = 1
+    varied = augment(np.repeat(image[None], 50, axis=0), np.random.default_rng(0))
+    assert (varied.shape, varied.dtype) == ((50, 32, 32), np.float32)
+    assert varied.min() >= 0
+    assert varied.max() <= 1
+    assert ((varied * image).sum(axis=(1, 2)) / image.sum()).min() > 0.4
+    assert len({one.tobytes() for one in varied}) == 50
 
 
 def test_synthetic_has_the_shape_of_imagenet():
     source = Synthetic(24, images=100)
     batch = source.batch("train", np.arange(90, 100), ())
     assert (batch.images.shape, batch.images.dtype, batch.labels.dtype) == ((10, 24, 24, 3), np.float32, np.int64)
-    assert (source.count("train"), source.count("test"), source.classes) == (100, 10, 1000)
+    assert (source.sizes, source.classes) == ({"train": 100, "test": 10}, 1000)
 
 
-def test_augment_keeps_the_picture():
-    image = np.zeros((1, 32, 32, 1), np.float32)
-    image[0, 12:20, 2:30] = 1
-    varied = augment(np.repeat(image, 50, axis=0), np.random.default_rng(0))
-    assert varied.shape == (50, 32, 32, 1)
-    assert varied.dtype == np.float32
-    assert varied.min() >= 0
-    assert varied.max() <= 1
-    overlap = (varied * image).sum(axis=(1, 2, 3)) / image.sum()
-    assert overlap.min() > 0.4
-    assert len({one.tobytes() for one in varied}) == 50
+# -- a folder ---------------------------------------------------------------------------------------------------------
+
+COLOURS = {"ant": (200, 30, 30), "bee": (30, 200, 30), "cat": (30, 30, 200)}
 
 
-def test_batches_come_in_order_each_with_its_own_key():
+@pytest.fixture
+def root(tmp_path):
+    """Three classes of plain colour: 4 JPEGs each for training, 2 each (a .JPG and a .png) for validation."""
+    for name, colour in COLOURS.items():
+        for split in ("train", "val"):
+            (tmp_path / split / name).mkdir(parents=True)
+        for number in range(4):
+            Image.new("RGB", (60 + 10 * number, 50), colour).save(tmp_path / "train" / name / f"{number}.jpeg")
+        Image.new("RGB", (64, 64), colour).save(tmp_path / "val" / name / "a.JPG")
+        Image.new("RGBA", (64, 64), (*colour, 255)).save(tmp_path / "val" / name / "b.png")
+    (tmp_path / "train" / "ant" / "notes.txt").write_text("not an image")
+    (tmp_path / "train" / ".cache").mkdir()
+    return tmp_path
+
+
+def check_colours(batch):
+    found = (batch.images.mean(axis=(1, 2)) * DEVIATION + MEAN) * 255
+    np.testing.assert_allclose(found, np.array(list(COLOURS.values()))[batch.labels], atol=4)
+
+
+def test_labels_and_pixels(root):
+    source = open_source(str(root), 32, vary=True, workers=2)
+    assert (source.classes, source.sizes) == (3, {"train": 12, "test": 6})
+    for split, key in (("train", (0, 0)), ("test", ())):
+        batch = source.batch(split, np.arange(source.sizes[split]), key)
+        assert batch.images.shape == (source.sizes[split], 32, 32, 3)
+        assert (batch.images.dtype, batch.labels.dtype) == (np.float32, np.int64)
+        assert np.bincount(batch.labels).tolist() == [source.sizes[split] // 3] * 3
+        check_colours(batch)
+    assert source.batch("train", np.array([11, 0, 5]), (0, 0)).labels.tolist() == [2, 0, 1]
+
+
+@pytest.mark.parametrize("damage", ["no image", "cut off", "empty"])
+def test_a_corrupt_file_is_named_once_and_skipped(root, damage):
+    path = root / "train" / "bee" / "1.jpeg"
+    whole = path.read_bytes()
+    path.write_bytes({"no image": b"no image at all", "cut off": whole[: len(whole) // 2], "empty": b""}[damage])
+    source = Folder(root, 16, vary=True)
+    with pytest.warns(RuntimeWarning, match="cannot be read as an image") as warned:
+        batch = source.batch("train", np.arange(12), (0, 0))
+    assert [str(path) in str(warning.message) for warning in warned] == [True]
+    assert np.bincount(batch.labels).tolist() == [4, 3, 4]
+    check_colours(batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(source.batch("train", np.array([5]), (0, 1))) == 0
+
+
+def remove(folder):
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+
+
+def test_a_folder_without_the_layout_is_an_error(root, tmp_path_factory):
+    remove(root / "val" / "cat")
+    with pytest.raises(ValueError, match="must have the same class folders, got only in one of them: cat"):
+        Folder(root, 16, vary=False)
+    (root / "val" / "cat").mkdir()
+    with pytest.raises(ValueError, match=r"val/cat holds no .*: put images there, or remove the class"):
+        Folder(root, 16, vary=False)
+    with pytest.raises(ValueError, match=r"train must have a folder for each class, got none"):
+        Folder(tmp_path_factory.mktemp("empty"), 16, vary=False)
+
+
+def test_random_crops_depend_on_key_and_image_not_on_threads(root):
+    for path in (root / "train").glob("*/*.jpeg"):
+        Image.fromarray(np.random.default_rng(0).integers(0, 255, (50, 80, 3), np.uint8)).save(path)
+    one, other = Folder(root, 16, vary=True, workers=1), Folder(root, 16, vary=True, workers=4)
+    first = one.batch("train", np.arange(8), (0, 1)).images
+    np.testing.assert_array_equal(first, other.batch("train", np.arange(8), (0, 1)).images)
+    assert not np.array_equal(first, one.batch("train", np.arange(8), (0, 2)).images)
+    assert not np.array_equal(first[0], first[1]), "equal pictures, different crops"
+    plain = Folder(root, 16, vary=False).batch("train", np.arange(8), (0, 1)).images
+    np.testing.assert_array_equal(plain[0], plain[1])
+
+
+def test_the_center_crop_is_the_middle():
+    pixels = np.zeros((100, 140, 3), np.uint8)
+    pixels[10:90, 30:110] = 255  # a little less than the 87.5 of 100 pixels that are kept
+    found = np.asarray(center_crop(Image.fromarray(pixels), 70))
+    assert found.shape == (70, 70, 3)
+    assert found[35, 35].min() == found[5, 35].min() == 255
+    assert found[:2].max() == found[:, -2:].max() == 0
+
+
+def test_random_crops_of_long_narrow_images_work():
+    image = Image.new("RGB", (500, 4), (255, 255, 255))
+    assert {random_crop(image, 8, np.random.default_rng(seed)).size for seed in range(20)} == {(8, 8)}
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+def test_batches_come_in_order_each_with_its_own_key_also_from_the_middle_of_a_plan():
     source = Numbered()
     plan = plan_of([3, 1], [2], [9, 8], [7], [5])
     assert labels_of(training_data(source, plan, (4, 2), lockstep=False)) == [[3, 1], [2], [9, 8], [7], [5]]
-    assert source.keys == [(4, 2, place) for place in range(5)]
+    assert labels_of(training_data(source, plan, (4, 2), lockstep=False, first=3)) == [[7], [5]]
+    assert source.keys == [(4, 2, place) for place in (0, 1, 2, 3, 4, 3, 4)]
     assert labels_of(evaluation_data(source, plan)) == [[3, 1], [2], [9, 8], [7], [5]]
-    assert list(training_data(source, [], (0,), lockstep=False)) == []
 
 
 def test_unreadable_images_leave_a_smaller_batch_and_no_empty_one():
@@ -126,31 +228,11 @@ def test_prefetching_is_bounded_and_its_thread_ends_early_too():
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("hvd_async-data")]
 
 
-def test_an_error_of_the_source_reaches_the_loop():
-    class Broken(Numbered):
-        def batch(self, split, indices, key):
-            raise RuntimeError("the disk is gone")
-
-    with pytest.raises(RuntimeError, match="the disk is gone"):
-        list(training_data(Broken(), plan_of([1], [2]), (0,), lockstep=False))
-
-
 @pytest.mark.parametrize(("images", "passes"), [(8, 1), (8, 2), (7, 3), (2, 3), (1, 4)])
 def test_the_passes_of_a_step_add_up_to_its_batch(images, passes):
     batch = Batch(np.arange(images, dtype=np.float32).reshape(images, 1, 1, 1), np.arange(images))
-    found = parts(batch, passes)
+    found = batch.parts(passes)
     assert len(found) == passes, "Horovod counts the backward passes"
     assert all(len(part) for _, part in found)
     assert sum(share * part.images.mean() for share, part in found) == pytest.approx(batch.images.mean())
     assert sorted(label for share, part in found if share for label in part.labels) == list(range(images))
-    sizes = [len(part) for share, part in found if share]
-    assert max(sizes) - min(sizes) <= 1
-
-
-def test_a_plan_from_its_middle_is_the_same_batches():
-    source = Digits(8, vary=True)
-    plan = sharding.training_batches(90, 0, 1, 20, seed=1, epoch=2, lockstep=False)
-    whole = [batch.images.tobytes() for batch in training_data(source, plan, (1, 2), lockstep=False)]
-    rest = [batch.images.tobytes() for batch in training_data(source, plan, (1, 2), lockstep=False, first=3)]
-    assert len(whole) == 5
-    assert rest == whole[3:]

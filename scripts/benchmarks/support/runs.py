@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvd_async.runner.summary import KEYS
+from hvd_async.runner.report import KEYS
 
 from .leadership import ALL, Pull
 

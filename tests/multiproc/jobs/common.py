@@ -16,7 +16,7 @@ import numpy as np
 from table import Share
 
 from hvd_async.algorithms.eager.machine import EagerStateMachine
-from hvd_async.runner.stragglers import parse_inject
+from hvd_async.runner.stragglers import Injector
 from hvd_async.runtime.protocol import Command, Finished, OptimizerEvent
 
 BINDINGS = {"torch": ("torch_common", "torch_names"), "tensorflow": ("tf_common", "tf_names")}
@@ -61,7 +61,7 @@ class Straggler:
     """Sleeps as ``--inject SPEC`` says, standing for computation."""
 
     def __init__(self, spec: str, rank: int, size: int, seed: int = 0) -> None:
-        self._injector, self._rank, self._size = parse_inject(spec, seed), rank, size
+        self._injector, self._rank, self._size = Injector.parse(spec, seed), rank, size
         self._step = 0
 
     def compute(self) -> None:
