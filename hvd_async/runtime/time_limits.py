@@ -1,4 +1,4 @@
-"""Limits that people set by environment variable; docs/design.md lists them with all others."""
+"""Limits that people set by environment variable; docs/clusters.md lists them with all others."""
 
 from __future__ import annotations
 
