@@ -81,8 +81,8 @@ def draw(chart: Chart, rows: Sequence[Sequence[str]]) -> str:
             parts.append(
                 f'<rect x="{LABELS}" y="{top}" width="{value * scale:.1f}" height="{BAR - 2}" fill="{COLORS[number]}"/>'
             )
-            x = LABELS + value * scale + 6
-            parts.append(f'<text x="{x:.1f}" y="{top + 11}" font-size="11">{html.escape(row[column])}</text>')
+            end = LABELS + value * scale + 6
+            parts.append(f'<text x="{end:.1f}" y="{top + 11}" font-size="11">{html.escape(row[column])}</text>')
     return "\n".join([*parts, "</svg>\n"])
 
 

@@ -118,7 +118,7 @@ def messages() -> dict[str, bool]:
 
 
 def explained() -> list[str]:
-    """The messages that the pages about errors explain: in backquotes in the first column of the tables of a section."""
+    """The messages that the pages about errors explain: in backquotes in the first column of a section's table."""
     sections = [path.read_text(encoding="utf-8").partition("\n## ")[2] for path in TROUBLE]
     cells = [cell for text in sections for cell in re.findall(r"^\| (`[^|]+) \|", text, re.MULTILINE)]
     return [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
