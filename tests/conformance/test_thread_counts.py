@@ -49,7 +49,7 @@ def test_clip_by_global_norm_of_ours_in_tensorflow():
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_clip_grad_norm_of_torch_on_a_cpu(norm_type):
-    """docs/eager.md says so of torch's own."""
+    """docs/eager_options.md says so of torch's own."""
     threads, clipped = torch.get_num_threads(), []
     try:
         for count in (1, 2, 3, 8):

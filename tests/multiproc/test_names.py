@@ -206,7 +206,7 @@ def test_distributed_optimizer_averages_and_horovods_does_not_on_keras_3(names: 
     assert same(ranks, "ours")
     assert any("EagerOptimizer" in text for text in ranks[0]["warned"])
     assert not same(ranks, "theirs"), (
-        "Horovod's wrapper averages on Keras 3 now: README and docs/eager.md say it does not"
+        "Horovod's wrapper averages on Keras 3 now: README and docs/keras.md say it does not"
     )
 
 

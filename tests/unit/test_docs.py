@@ -18,8 +18,9 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "scripts" / "slurm" / "README.md",
+    ROOT / "scripts" / "benchmarks" / "figures.md",
 ]
-TROUBLE = ROOT / "docs" / "troubleshooting.md"
+TROUBLE = [ROOT / "docs" / name for name in ("troubleshooting.md", "troubleshooting_training.md")]
 GAP = "\0"
 """In a message of the source: a part that is put in when it is raised."""
 identify = {"ids": lambda path: str(path.relative_to(ROOT))}
@@ -93,7 +94,7 @@ def text_of(node: ast.AST) -> str | None:
 
 @cache
 def messages() -> dict[str, bool]:
-    """The strings of the library: whether each must be in troubleshooting.md.
+    """The strings of the library: whether each must be in the pages about errors.
 
     Those must that are given to an error of its own, or to a warning. ProtocolError is for the coordinator, and what is
     called a bug speaks for itself. A message that is put together of other strings is known by these.
@@ -117,10 +118,10 @@ def messages() -> dict[str, bool]:
 
 
 def explained() -> list[str]:
-    """The messages that troubleshooting.md explains: what its list items begin with, in backquotes."""
-    items = re.findall(r"^- (`.+?)(?=^- |^#|\Z)", TROUBLE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    heads = [re.match(r"`[^`]+`(?:,\s(?:and\s)?`[^`]+`)*", item) for item in items]
-    return [re.sub(r"\s+", " ", span) for head in heads if head for span in re.findall(r"`([^`]+)`", head[0])]
+    """The messages that the pages about errors explain: in backquotes in the first column of a section's table."""
+    sections = [path.read_text(encoding="utf-8").partition("\n## ")[2] for path in TROUBLE]
+    cells = [cell for text in sections for cell in re.findall(r"^\| (`[^|]+) \|", text, re.MULTILINE)]
+    return [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
 
 
 def quoted(fragment: str, message: str) -> bool:
@@ -140,11 +141,11 @@ def test_every_error_and_warning_of_ours_is_explained():
         for message, wanted in messages().items()
         if wanted and not any(quoted(fragment, message) for fragment in explained())
     ]
-    assert not missing, f"add to {TROUBLE.name}: {missing}"
+    assert not missing, f"add to {TROUBLE[0].name} or {TROUBLE[1].name}: {missing}"
 
 
 def test_every_class_of_error_is_in_the_table():
-    text = TROUBLE.read_text(encoding="utf-8")
+    text = TROUBLE[0].read_text(encoding="utf-8")
     for name, kind in vars(errors).items():
         assert not (isinstance(kind, type) and issubclass(kind, Exception)) or f"`{name}`" in text, name
 
