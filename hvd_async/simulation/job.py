@@ -376,7 +376,7 @@ def _exchanged(parts: Sequence[Part]) -> Sequence[Vector]:
     for part in parts:
         start = 0
         for to, rows in enumerate(part.splits):
-            received[to] += list(part.vector[start : start + rows])
+            received[to] += list(part.vector[start : start + rows] + 0)  # (a copy: the sender may reuse its memory)
             start += rows
     return received
 
