@@ -5,24 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from hvd_async.algorithms.gossip.adpsgd import ADPSGDWorker
 from hvd_async.algorithms.gossip.config import (
     ALGORITHMS,
     BY_STEP,
     NOT_GIVEN,
     OUTER_BOUNDS,
     SMOOTHING,
-    GossipConfig,
     GossipOptions,
 )
 from hvd_async.algorithms.gossip.error_feedback import SavedState
-from hvd_async.algorithms.gossip.exact_diffusion import ExactDiffusionWorker
-from hvd_async.algorithms.gossip.hosts import HierarchicalWorker, HostPairWorker
-from hvd_async.algorithms.gossip.noloco import NoLoCoWorker
-from hvd_async.algorithms.gossip.outer_worker import OuterWorker
 from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
 from hvd_async.algorithms.gossip.quasi_global import Correction
-from hvd_async.algorithms.gossip.rank import GossipWorker, PushSumWorker
+from hvd_async.algorithms.gossip.rank import GossipWorker
+from hvd_async.algorithms.gossip.strategies import worker_class
 from hvd_async.algorithms.kept import Kept
 from hvd_async.algorithms.leader.rank import Statistics
 from hvd_async.optimizers.local import LocalDriver, StepEnd, StepStart
@@ -319,20 +314,6 @@ class GossipDriver(LocalDriver):
         """Return what ``pack`` was given."""
         copies = {name: copy for name, copy in share["copies"].items() if name != CORRECTION}
         return SavedState(share["weight"], copies, share["base"])
-
-
-def worker_class(config: GossipConfig) -> type[GossipWorker]:
-    """Return the class of a configuration's workers."""
-    kind = ALGORITHMS[config.algorithm]
-    if kind.pairs:
-        return HostPairWorker if config.local_size > 1 else ADPSGDWorker
-    if kind.slow:
-        return NoLoCoWorker
-    if kind.exact:
-        return ExactDiffusionWorker
-    if kind.outer is not None:
-        return OuterWorker
-    return HierarchicalWorker if config.local_size > 1 else PushSumWorker
 
 
 def _options_of(algorithm: str) -> frozenset[str]:

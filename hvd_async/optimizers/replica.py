@@ -14,8 +14,7 @@ from hvd_async.algorithms.gossip.message_format import MessageFormat
 from hvd_async.algorithms.leader.rank import Statistics
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.agreement import Buffers
-from hvd_async.runtime.engine import Engine
-from hvd_async.runtime.interfaces import Vector
+from hvd_async.runtime.interfaces import RankRuntime, Vector
 from hvd_async.runtime.process_sets import RankGroup
 
 STALE = (
@@ -67,7 +66,7 @@ class Replica(abc.ABC):
         """Return state of the optimizer beside the wrapped one's own, by its key in ``state_dict()``."""
         return {}
 
-    def bind(self, engine: Engine) -> None:  # noqa: B027  on a CPU there is nothing to bind
+    def bind(self, engine: RankRuntime) -> None:  # noqa: B027  on a CPU there is nothing to bind
         """Let the engine's work on vectors follow this thread's, from now on."""
 
     @abc.abstractmethod

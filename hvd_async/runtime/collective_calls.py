@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hvd_async.errors import ReplicaStateError
-from hvd_async.runtime.engine import Engine
-from hvd_async.runtime.interfaces import Vector
+from hvd_async.runtime.interfaces import RankRuntime, Vector
 from hvd_async.runtime.protocol import CollectiveReady, RunCollective
 
 
@@ -32,16 +31,15 @@ class Combined(NamedTuple):
 
 
 class CollectiveCalls:
-    """One optimizer's.
+    """Collectives of one optimizer on one rank, one at a time.
 
     Args:
-        engine: this rank's.
+        engine: the engine of this rank.
         process_set: the ranks that share the optimizer, as the binding's collectives know them; None for all.
-        wait: waits for what a function says.
     """
 
-    def __init__(self, engine: Engine, process_set: Any, wait: Callable[[Callable[[], bool]], None]) -> None:
-        self._engine, self._process_set, self._wait = engine, process_set, wait
+    def __init__(self, engine: RankRuntime, process_set: Any) -> None:
+        self._engine, self._process_set = engine, process_set
         self._index = 0
         self._own: Vector = None
         """This rank's vector, until it is submitted (engine thread)."""
@@ -53,28 +51,35 @@ class CollectiveCalls:
         self.on_result: Callable[[RunCollective, Vector], None] = lambda command, result: None
         """Told of each result, also where nobody on this rank waits for it (engine thread)."""
 
-    def call(self, number: int, kind: str, what: str, vector: Vector = None, root: int = -1, **said: Any) -> Combined:
-        """Take part in a collective, and wait for it (training thread).
+    def begin(self, number: int, kind: str, what: str, vector: Vector = None, root: int = -1, **said: Any) -> None:
+        """Join a collective (training thread); ``take`` follows, once ``is_done``.
 
         Args:
-            number: the optimizer's.
+            number: number of the optimizer.
             kind, what, root: as of ``CollectiveReady``.
-            vector: shape (n,); it is given away. None where only ``said`` is compared.
-
-        Raises:
-            ReplicaStateError: other ranks are in another collective.
+            vector: shape (n,); takes ownership. None where only ``said`` is compared.
         """
         self._index += 1
         length, dtype = (0, "") if vector is None else self._engine.collectives.describe(vector)
         event = CollectiveReady(number, self._index, kind, what, length, dtype, root, **said)
 
-        def begin() -> None:
+        def send() -> None:
             self._own = vector
             self._engine.send(event)
 
         self._result = None
-        self._engine.call_soon(begin)
-        self._wait(lambda: self._result is not None or self.cancelled)
+        self._engine.call_soon(send)
+
+    def is_done(self) -> bool:
+        """Return whether ``take`` has a result, or there will be none."""
+        return self._result is not None or self.cancelled
+
+    def take(self, kind: str, what: str) -> Combined:
+        """Return the result of the collective that ``begin`` has joined.
+
+        Raises:
+            ReplicaStateError: other ranks are in another collective, or the optimizer was discarded.
+        """
         result, self._result = self._result, None
         if result is None:
             raise ReplicaStateError(f"the optimizer was discarded while this rank waited in {what}")

@@ -250,6 +250,11 @@ class Engine:
         """Whether ``stop`` was called: optimizers are to meet again on a new one."""
         return self._stop_called
 
+    @staticmethod
+    def clock() -> float:
+        """Return seconds from an arbitrary origin."""
+        return time.monotonic()
+
     def check(self) -> None:
         """Raise the engine's failure, if it has failed; a lost rank as the framework's Horovod error."""
         failure = self.failure

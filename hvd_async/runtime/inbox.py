@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
+from hvd_async.runtime.interfaces import Changed
 from hvd_async.runtime.protocol import Drained
 
 
@@ -20,7 +20,7 @@ class Inbox:
         drained: set when all ranks are done, until the training thread has seen it.
     """
 
-    def __init__(self, changed: threading.Condition) -> None:
+    def __init__(self, changed: Changed) -> None:
         self._changed = changed
         self.agreed = False
         self.refused: str | None = None

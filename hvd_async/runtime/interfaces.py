@@ -7,8 +7,9 @@ One implementation a file: ``transport.py`` (ZeroMQ) and ``testing.py`` (in memo
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from hvd_async.runtime.protocol import Command, Event
 
@@ -17,6 +18,9 @@ Vector: TypeAlias = Any
 
 Rows: TypeAlias = Any
 """Messages between ranks as bytes: a 2-D uint8 array of the binding's framework, a row each."""
+
+
+T = TypeVar("T")
 
 
 class Gone(NamedTuple):
@@ -221,3 +225,97 @@ def unpack(gathered: bytes) -> list[bytes]:
         payloads.append(gathered[8 : 8 + length])
         gathered = gathered[8 + length :]
     return payloads
+
+
+# -- what a rank needs of the world ------------------------------------------------------------------------------------
+
+
+class Wait(NamedTuple):
+    """A program's wait.
+
+    Attributes:
+        ready: whether the program may go on; checked after every change, while ``RankRuntime.changed`` is held.
+        waiting_for: what a warning says is missing, where the coordinator does not know; None where it knows.
+    """
+
+    ready: Callable[[], bool]
+    waiting_for: Callable[[], str] | None = None
+
+
+Program: TypeAlias = Generator[Wait, None, T]
+"""What a rank's training thread does, up to its next wait and on; returns a T."""
+
+
+class Changed(AbstractContextManager[Any], Protocol):
+    """The condition that is held while state changes that a program waits for, and notified then."""
+
+    def notify_all(self) -> None:
+        """Have all waits look again."""
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """As ``threading.Condition``'s."""
+
+    def release(self) -> None:
+        """As ``threading.Condition``'s."""
+
+
+class RankRuntime(Protocol):
+    """What a rank needs of the world: its engine, and in simulations and tests something in place of it.
+
+    Two sides of a rank use it: its programs and what they call (the training thread), and its reactions to commands,
+    posts and collectives (the engine thread), which run one after the other.
+
+    Attributes:
+        rank, size: of the job.
+        elastic: whether training continues without ranks that are lost.
+        collectives: the data plane.
+        changed: held while what programs wait for changes.
+    """
+
+    rank: int
+    size: int
+    elastic: bool
+
+    @property
+    def collectives(self) -> Collectives: ...
+
+    @property
+    def changed(self) -> Changed: ...
+
+    @property
+    def replaced(self) -> bool:
+        """Whether it was stopped, and optimizers are to meet again on a new one."""
+
+    @property
+    def failure(self) -> Exception | None:
+        """What it has failed by."""
+
+    def drain(self, flush: bool = True, process_set: int | None = None) -> None:
+        """Drain or cut all optimizers of this process, or of a process set."""
+
+    def clock(self) -> float:
+        """Return seconds from an arbitrary origin."""
+
+    def check(self) -> None:
+        """Raise if it has failed or ended."""
+
+    def register(self, participant: Any, process_set: int = 0, number: int | None = None) -> int:
+        """Enter an optimizer and return its number, the same on all ranks."""
+
+    def unregister(self, number: int) -> None:
+        """Forget an optimizer that never came to train."""
+
+    def call_soon(self, action: Callable[[], None]) -> None:
+        """Run ``action`` on the engine's side, after all posted before it. Raises as ``check``."""
+
+    def notify(self, action: Callable[[], None], hurry: bool = True) -> None:
+        """As ``call_soon``, but never raises; without ``hurry`` it may run some ms later."""
+
+    def wait(self, ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> None:
+        """Block until ``ready()``, for ``Worker.run``; a runtime of one thread runs programs itself, and raises."""
+
+    def send(self, event: Event) -> None:
+        """Send an event to the coordinator (engine's side)."""
+
+    def submit(self, start: Callable[[], Handle], done: Callable[[Vector], None], group: Hashable = None) -> None:
+        """Start a collective and have ``done`` called with its result (engine's side)."""

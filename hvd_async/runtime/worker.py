@@ -1,17 +1,21 @@
-"""One optimizer as one rank sees it, whatever the algorithm: meeting the other ranks, being done, waiting."""
+"""One optimizer on one rank, whatever the algorithm: meeting the other ranks, ending, waiting.
+
+What a rank does is free of threads, sockets and clocks: it sends events, submits collectives and reads the time through
+a ``RankRuntime``, and a method that waits for other ranks is a program (``*_program``), a generator that yields what it
+waits for. ``run`` runs a program on the training thread, with the engine; simulations and explorations run the same
+programs on one thread, in an order of their own.
+"""
 
 from __future__ import annotations
 
 import abc
-import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
 
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
 from hvd_async.runtime.collective_calls import CollectiveCalls, Combined
-from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.inbox import Inbox
-from hvd_async.runtime.interfaces import Vector
+from hvd_async.runtime.interfaces import Program, RankRuntime, Vector, Wait
 from hvd_async.runtime.protocol import (
     Accepted,
     Config,
@@ -26,17 +30,20 @@ from hvd_async.runtime.protocol import (
     RunCollective,
 )
 
+T = TypeVar("T")
+
 
 class Worker(abc.ABC):
     """Base of an algorithm's rank side. The training thread calls it, unless it is said otherwise.
 
     Args:
-        engine: this rank's.
+        engine: the engine of this rank, or another runtime in its place.
         config: the same on all ranks.
         members: the ranks that share the optimizer; empty for all.
         process_set: of these, as the binding's collectives know it; None for all.
         process_set_id: of these; 0 for all.
-        finish: called at the end of each drain (True) or cut (False), when all that was in flight is received.
+        finish: called at the end of each drain (True) or cut (False), when all that was in flight is received. If it
+            returns a program, that is run.
         inbox: of its family, if that has its own.
 
     Attributes:
@@ -49,7 +56,7 @@ class Worker(abc.ABC):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: RankRuntime,
         config: Config,
         members: tuple[int, ...],
         process_set: Any,
@@ -68,7 +75,7 @@ class Worker(abc.ABC):
         """Whether something of an earlier run was brought along; of gradients, how many."""
         self._records_timeline = False
         self._wait_s = 0.0
-        self._calls = CollectiveCalls(engine, process_set, self._await)
+        self._calls = CollectiveCalls(engine, process_set)
         self.last_done = -1
         self.deleted = False
         self.kind = "optimizer"
@@ -112,7 +119,11 @@ class Worker(abc.ABC):
         Raises:
             ReplicaMismatchError: as ``connect``.
         """
-        self.engine.wait(lambda: self._inbox.agreed or self._inbox.refused is not None)
+        self.run(self.await_registration_program())
+
+    def await_registration_program(self) -> Program[None]:
+        """As ``await_registration``; this wait is not counted."""
+        yield Wait(lambda: self._inbox.agreed or self._inbox.refused is not None)
         self._check_refused()
 
     def _check_refused(self) -> None:
@@ -180,11 +191,15 @@ class Worker(abc.ABC):
 
     def drain(self, flush: bool = True) -> None:
         """Drain or, without ``flush``, cut this optimizer; ``Engine.drain`` ends all of a process at once."""
+        self.run(self.drain_program(flush))
+
+    def drain_program(self, flush: bool = True) -> Program[None]:
+        """As ``drain``."""
         self.check_finished(flush)
         self.announce_finished(flush)
         while not self.apply_available():
-            self._await(lambda: self.has_available)
-        self.complete_drain()
+            yield from self._await(lambda: self.has_available)
+        yield from self.complete_drain_program()
 
     def _take_drained(self) -> Drained[Any]:
         drained = self._inbox.take_drained()
@@ -216,9 +231,18 @@ class Worker(abc.ABC):
         self._check_refused()
         return self._is_complete()
 
-    @abc.abstractmethod
     def complete_drain(self) -> None:
-        """All ranks have finished and all was received: start afresh, and let the binding end as was agreed."""
+        """End a drain or cut, after all ranks have finished and all was received."""
+        self.run(self.complete_drain_program())
+
+    @abc.abstractmethod
+    def complete_drain_program(self) -> Program[None]:
+        """As ``complete_drain``: let the binding end as was agreed, and start afresh."""
+
+    def _finish(self, flush: bool) -> Program[None]:
+        ending = self._end(flush)
+        if isinstance(ending, Generator):
+            yield from ending
 
     # -- collectives at ends ----------------------------------------------------------------------------------
 
@@ -232,11 +256,19 @@ class Worker(abc.ABC):
         Raises:
             ReplicaStateError: other ranks are in another collective.
         """
-        return self._calls.call(self._registered_number(), "sum", what, vector)
+        return self.run(self.sum_program(vector, what))
+
+    def sum_program(self, vector: Vector, what: str) -> Program[Combined]:
+        """As ``sum``."""
+        return (yield from self._call("sum", what, vector))
 
     def broadcast(self, vector: Vector, root: int, what: str) -> Vector:
         """Rank ``root``'s ``vector``, or that of the lowest rank that still has the optimizer; as ``sum``."""
-        return self._calls.call(self._registered_number(), "broadcast", what, vector, root).vector
+        return self.run(self.broadcast_program(vector, root, what))
+
+    def broadcast_program(self, vector: Vector, root: int, what: str) -> Program[Vector]:
+        """As ``broadcast``."""
+        return (yield from self._call("broadcast", what, vector, root)).vector
 
     def compare(self, names: list[str], checksums: list[int], what: str) -> None:
         """Compare replicas over the ranks that still have the optimizer. A collective of these.
@@ -244,9 +276,15 @@ class Worker(abc.ABC):
         Raises:
             ReplicaMismatchError: they differ; the message says where, and what mends it.
         """
-        found = self._calls.call(self._registered_number(), "compare", what, names=names, checksums=checksums)
+        found = self.run(self._call("compare", what, names=names, checksums=checksums))
         if found.problem is not None:
             raise ReplicaMismatchError(f"{self.label}: {found.problem}")
+
+    def _call(self, kind: str, what: str, vector: Vector = None, root: int = -1, **said: Any) -> Program[Combined]:
+        """Take part in a collective; the arguments are those of ``CollectiveCalls.begin``."""
+        self._calls.begin(self._registered_number(), kind, what, vector, root, **said)
+        yield from self._await(self._calls.is_done)
+        return self._calls.take(kind, what)
 
     # -- the optimizer's end ----------------------------------------------------------------------------------
 
@@ -283,12 +321,32 @@ class Worker(abc.ABC):
         """Seconds that the training thread has waited so far, in steps and ends: what ``stats()`` says, at no cost."""
         return self._wait_s
 
-    def _await(self, ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> None:
-        started = time.perf_counter()
+    def _await(self, ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> Program[None]:
+        """Wait until ``ready()``, counting the time."""
+        started = self.engine.clock()
         try:
-            self.engine.wait(ready, waiting_for)
+            yield Wait(ready, waiting_for)
         finally:
-            self._wait_s += time.perf_counter() - started
+            self._wait_s += self.engine.clock() - started
+
+    def run(self, program: Program[T]) -> T:
+        """Run a program on this thread, which sleeps in its waits, and return its result.
+
+        Raises:
+            whatever ends a wait: ``Engine.wait`` lists it. The program sees it first.
+        """
+        try:
+            wait = next(program)
+            while True:
+                try:
+                    self.engine.wait(*wait)
+                except BaseException as error:  # noqa: BLE001  the program may have to note it, and raises it again
+                    wait = program.throw(error)
+                else:
+                    wait = next(program)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
     def on_command(self, command: OptimizerCommand) -> None:
         """Carry out a command (engine thread)."""

@@ -1,21 +1,233 @@
-"""Simulates a job by the name of its arm, as the benchmarks' cases name them."""
+"""Simulated jobs by the names of their arms: what the ranks of each family do between two waits."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
+from hvd_async.algorithms.eager.config import EagerConfig, EagerOptions, StartRound
+from hvd_async.algorithms.eager.gradient_format import GradientFormat
+from hvd_async.algorithms.eager.machine import EagerStateMachine
+from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.algorithms.gossip.config import ALGORITHMS
-from hvd_async.algorithms.gossip.plan import make_plan
-from hvd_async.simulation.eager import EagerJob
-from hvd_async.simulation.gossip import GossipJob, OuterJob, PairJob, PushSumJob
-from hvd_async.simulation.job import Job, Outcome, Setup
-from hvd_async.simulation.leader import LeaderJob
+from hvd_async.algorithms.gossip.machine import GossipStateMachine
+from hvd_async.algorithms.gossip.message_format import make_message_format
+from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
+from hvd_async.algorithms.gossip.rank import GossipWorker
+from hvd_async.algorithms.gossip.strategies import worker_class
+from hvd_async.algorithms.leader.config import LeaderConfig, LeaderOptions, StartPull
+from hvd_async.algorithms.leader.machine import LeaderStateMachine
+from hvd_async.algorithms.leader.rank import LeaderWorker
+from hvd_async.algorithms.leader.selection import NO_LEADER, Strengths
+from hvd_async.runtime.interfaces import Program
+from hvd_async.runtime.process_sets import RankGroup
+from hvd_async.runtime.protocol import Command
+from hvd_async.simulation.job import HYPER, Job, Outcome, Rank, Setup, Sizes, Work
 from hvd_async.simulation.names import LEADERS, RIVALS, gossip_of, quorum_of, read_name
+from hvd_async.simulation.network import BACKWARD, sent_bytes
 
 from . import baselines
 
+# -- partial allreduce -------------------------------------------------------------------------------------------------
 
-def job_of(arm: str, setup: Setup, **options: Any) -> Job:
+
+class EagerJob(Job[EagerWorker]):
+    """Ranks that hand gradients over and apply rounds.
+
+    Args:
+        arm: its name.
+        setup: what is simulated.
+        quorum, max_staleness, grace, pace: options of ``EagerOptimizer``.
+        compression: of gradients.
+    """
+
+    def __init__(
+        self,
+        arm: str,
+        setup: Setup,
+        quorum: str | int | float,
+        max_staleness: int = EagerOptions().max_staleness,
+        grace: float | str = EagerOptions().grace,
+        pace: str = "steps",
+        compression: str = "none",
+    ) -> None:
+        self._config = EagerConfig(quorum, max_staleness, grace, setup.seed, setup.buckets, pace)
+        self._started = self._arrived = 0
+        """Buckets whose round was started for ranks that had arrived, which those of a drain are not; and these."""
+        sizes = Sizes(sent_bytes(setup.megabytes, compression) / setup.buckets)
+        super().__init__(arm, setup, EagerStateMachine(0, range(setup.ranks)), sizes, own_pace=pace == "rounds")
+
+    def _worker(self, rank: Rank) -> EagerWorker:
+        wire = GradientFormat(zeros=lambda bucket: np.zeros(1), nbytes=(8,) * self.setup.buckets)
+        return EagerWorker(rank, self._config, wire, lambda flush: None)
+
+    def _step(self, rank: Rank, worker: EagerWorker) -> Iterator[Work]:
+        seconds, last = self.seconds_of(rank), self.setup.buckets
+        rest = {bucket: np.ones(1) for bucket in range(last)}
+        if self.setup.overlap and last > 1:
+            yield seconds * (1 - BACKWARD)
+            for bucket in range(last - 1):
+                yield seconds * BACKWARD / last
+                worker.hand_over(bucket, rest.pop(bucket))
+                self._send()
+            yield seconds * BACKWARD / last
+        else:
+            yield seconds
+        rounds = yield from worker.finish_step_program(rest, HYPER)
+        for round_ in rounds:
+            with worker.applying(round_):
+                pass
+
+    def _deliver(self, command: Command) -> None:
+        if isinstance(command, StartRound):
+            self._started += sum(arrived > 0 for arrived in command.arrived)
+            self._arrived += sum(command.arrived)
+        super()._deliver(command)
+
+    def _contributors(self) -> float | None:
+        return self._arrived / self._started if self._started else None
+
+    def _staleness(self) -> Counter[int]:
+        return sum((Counter(rank.worker.stats().staleness) for rank in self.ranks), Counter())
+
+    def _conserved(self) -> tuple[int, int]:
+        applied: list[int] = self.ranks[0].worker.ledger.applied
+        return sum(sum(rank.worker.ledger.produced) for rank in self.ranks), sum(applied)
+
+
+# -- gossip ------------------------------------------------------------------------------------------------------------
+
+
+class GossipJob(Job[GossipWorker]):
+    """Ranks that gossip, by any algorithm.
+
+    Args:
+        arm: its name.
+        setup: what is simulated.
+        plan: who sends to whom.
+    """
+
+    def __init__(self, arm: str, setup: Setup, plan: GossipPlan) -> None:
+        self._kind, self._plan, config = ALGORITHMS[plan.config.algorithm], plan, plan.config
+        weights, message = sent_bytes(setup.megabytes, "none"), sent_bytes(setup.megabytes, config.compression)
+        parts = config.fragments if self._kind.outer is not None else 1
+        if self._kind.outer is not None:
+            message /= parts * setup.ranks
+        sizes = Sizes(weights / parts, message, weights)
+        super().__init__(arm, setup, GossipStateMachine(0, range(setup.ranks)), sizes, own_pace=self._kind.pairs)
+
+    def _worker(self, rank: Rank) -> GossipWorker:
+        plan = self._plan
+        post = make_message_format(
+            1, np.float64, plan.config.compression, plan.max_messages, None, plan.parts, plain=plan.plain_messages
+        )
+        worker = worker_class(plan.config)(rank, plan, post, lambda flush: self._gather(rank, flush))
+        worker.begin(rank.weights + 0)
+        worker.log = []
+        return worker
+
+    def _step(self, rank: Rank, worker: GossipWorker) -> Iterator[Work]:
+        averagings = worker.stats().averagings
+        yield self.seconds_of(rank)
+        before, after = (rank.weights * worker.weight for _ in range(2))
+        rank.weights = yield from worker.mix_program(before, after)
+        worker.publish(rank.weights)
+        if self._kind.pairs:
+            self.staleness[worker.stats().averagings - averagings] += 1
+
+    def _gather(self, rank: Rank, flush: bool) -> Program[None]:
+        rank.weights = yield from rank.worker.gather_program(rank.weights, flush)
+
+    def _staleness(self) -> Counter[int]:
+        if self._kind.outer is None:
+            return super()._staleness()
+        late, every = self._plan.config.max_staleness, Counter[int]()
+        for rank in self.ranks:
+            every[late] += len(rank.worker.log)
+        return every
+
+    def _conserved(self) -> tuple[int, int]:
+        stats = [rank.worker.stats() for rank in self.ranks]
+        if self._kind.outer is not None:
+            return sum(each.averagings for each in stats), sum(len(rank.worker.log) for rank in self.ranks)
+        return sum(each.messages_sent for each in stats), sum(
+            each.messages_taken + each.messages_left for each in stats
+        )
+
+
+# -- leaders -----------------------------------------------------------------------------------------------------------
+
+
+class LeaderJob(Job[LeaderWorker]):
+    """Ranks that are pulled towards leaders (LSGD) or the center (EASGD); groups are the hosts.
+
+    Args:
+        arm: "lsgd" or "easgd".
+        setup: what is simulated.
+        global_period: steps between two pulls of all; those of groups come four times as often.
+    """
+
+    def __init__(self, arm: str, setup: Setup, global_period: int | None = None) -> None:
+        options = LeaderOptions(algorithm=arm, global_period=global_period).resolved()
+        groups = [
+            list(range(first, min(first + setup.local_size, setup.ranks)))
+            for first in range(0, setup.ranks, setup.local_size)
+        ]
+        period = options["global_period"]
+        self._config = LeaderConfig(arm, groups, options.get("local_period", period), period, "simulated")
+        self._random = np.random.default_rng(setup.seed)
+        self._started: dict[int, Counter[int]] = {}
+        """By group, the steps that its ranks had taken when its pull in flight started."""
+        self._pulls = self._completed_pulls = 0
+        weights = sent_bytes(setup.megabytes, "none")
+        machine = LeaderStateMachine(0, range(setup.ranks))
+        super().__init__(arm, setup, machine, Sizes(weights, weights=weights), own_pace=True)
+
+    def _worker(self, rank: Rank) -> LeaderWorker:
+        everyone = tuple(range(self.setup.ranks))
+        own = next(tuple(group) for group in self._config.groups if rank.rank in group)
+        rank_group = RankGroup(None, everyone, rank.rank, 0, len(everyone))
+        worker = LeaderWorker(rank, self._config, Strengths(), rank_group, own, 1, lambda flush: self._gather(rank))
+        worker.begin(rank.weights + 0)
+        return worker
+
+    def _step(self, rank: Rank, worker: LeaderWorker) -> Iterator[Work]:
+        yield self.seconds_of(rank)
+        worker.record_loss(float(self._random.random()))
+        worker.check_step()
+        rank.weights = worker.mix(rank.weights, rank.weights)
+        worker.publish(rank.weights)
+
+    def _gather(self, rank: Rank) -> Program[None]:
+        rank.weights = yield from rank.worker.gather_program(rank.weights, True)
+
+    def _deliver(self, command: Command) -> None:
+        if isinstance(command, StartPull) and command.leader != NO_LEADER:
+            self._pulls += 1
+            self._started[command.group] = Counter({rank.rank: rank.steps for rank in self.ranks})
+        super()._deliver(command)
+
+    def _completed(self, name: str, ranks: Sequence[int]) -> None:
+        if ".pull." in name:
+            before = self._started[int(name.rpartition(".")[2])]
+            self._completed_pulls += 1
+            self.staleness.update(self.ranks[rank].steps - before[rank] for rank in ranks)
+        super()._completed(name, ranks)
+
+    def _staleness(self) -> Counter[int]:
+        return self.staleness
+
+    def _conserved(self) -> tuple[int, int]:
+        return self._pulls, self._completed_pulls
+
+
+# -- by name -----------------------------------------------------------------------------------------------------------
+
+
+def job_of(arm: str, setup: Setup, **options: Any) -> Job[Any]:
     """Return the job of an arm that has a state machine.
 
     Args:
@@ -31,9 +243,7 @@ def job_of(arm: str, setup: Setup, **options: Any) -> Job:
         return LeaderJob(arm, setup, **options)
     if how is None:
         return EagerJob(arm, setup, quorum_of(name.base), compression=name.compression, **options)
-    kind = ALGORITHMS[how.algorithm]
-    job: type[GossipJob] = PairJob if kind.pairs else OuterJob if kind.outer is not None else PushSumJob
-    return job(arm, setup, make_plan(setup.ranks, **{**how._asdict(), **options}))
+    return GossipJob(arm, setup, make_plan(setup.ranks, **{**how._asdict(), **options}))
 
 
 def simulate(arm: str, setup: Setup, **options: Any) -> Outcome:

@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_async import topology
-from hvd_async.simulation.eager import BACKWARD
 from hvd_async.simulation.job import Outcome, Setup
 from hvd_async.simulation.names import IN_STEP, LOCAL_PERIOD, read_name
-from hvd_async.simulation.network import Network, ring_bytes, sent_bytes
+from hvd_async.simulation.network import BACKWARD, Network, ring_bytes, sent_bytes
 
 Times = NDArray[np.float64]
 

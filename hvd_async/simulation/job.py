@@ -1,7 +1,8 @@
-"""A simulated job: ranks' training threads and their engines around the wire and the coordinator. Pure.
+"""A simulated job: the ranks and the coordinator of production, in simulated time and on one thread.
 
-All ranks get a command at one time, when the last of them has it, since a collective starts with the last rank that
-submits it; so what engines do for a command is done once for all.
+Nothing of a protocol is modelled here. Each rank runs its worker's programs and reacts to commands; what takes time is
+computation, the network, Horovod's cycle and the coordinator's CPU. All ranks get a command at one time, when the last
+of them has it, since a collective starts with the last rank that submits it.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ import abc
 import heapq
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
+
+from hvd_async.runtime.interfaces import Rows, Vector, Wait
 from hvd_async.runtime.machine import StateMachine
-from hvd_async.runtime.protocol import Command, Config, Drained, Finished, Hyper, OptimizerEvent, Registered
-from hvd_async.simulation.network import Network
+from hvd_async.runtime.protocol import Command, Hyper, OptimizerEvent
+from hvd_async.runtime.worker import Worker
+from hvd_async.simulation.network import Network, ring_bytes
 from hvd_async.simulation.schedule import Schedule
 
 # -- what to simulate, and the outcome ---------------------------------------------------------------------------------
@@ -154,68 +158,230 @@ class Clock:
         return True
 
 
-# -- the wire ----------------------------------------------------------------------------------------------------------
-# Horovod's collectives in a simulated job: one at a time over the whole job, in the order of the commands. Pure.
+# -- the data plane ----------------------------------------------------------------------------------------------------
+# Collectives by name, as Horovod matches them: one starts when the last of its ranks has submitted it, and takes the
+# wire for as long as the network's model says. Vectors in it are tiny, and so are their sums; sizes are the job's.
 
 
-class Wire:
-    """Collectives of all ranks, or of a group, one at a time on each rank."""
+class Sizes(NamedTuple):
+    """Bytes of what ranks exchange, whatever the size of the simulated vectors.
 
-    def __init__(self, clock: Clock, network: Network, ranks: int) -> None:
-        self._clock, self._network, self._ranks = clock, network, ranks
+    Attributes:
+        reduced: of a vector that is summed between ends, or broadcast.
+        message: of a message of an exchange.
+        weights: of a vector of weights at an end.
+    """
+
+    reduced: float
+    message: float = 0.0
+    weights: float = 0.0
+
+
+class Part:
+    """A rank's part in a collective: its handle.
+
+    Attributes:
+        rank: the rank that has submitted it.
+        vector: what it has submitted; messages are rows.
+        splits, coming: of an exchange, the rows to each rank and from each.
+        then: called with the result.
+    """
+
+    in_stages = False
+
+    def __init__(self, rank: int, vector: Vector, splits: Sequence[int] = (), coming: Sequence[int] = ()) -> None:
+        self.rank, self.vector, self.splits, self.coming = rank, vector, splits, coming
+        self.then: Callable[[Vector], None] = lambda result: None
+
+    def done(self) -> bool:
+        """Return False: a simulated collective calls ``then``."""
+        return False
+
+    def result(self) -> Vector:
+        """Refuse: a simulated collective calls ``then``."""
+        raise RuntimeError("a simulated collective calls its function when it is complete")
+
+    def seconds_to_poll(self) -> None:
+        """Return None: completion calls ``then``."""
+
+
+Reduce = Callable[[Sequence[Part]], Sequence[Vector]]
+"""The results of a collective's parts, in the order of its ranks."""
+
+
+class DataPlane:
+    """Collectives of a simulated job.
+
+    Args:
+        clock: of the job.
+        network: the model.
+        ranks: number of ranks in the job.
+        sizes: of what they exchange.
+        settle: called after each completed collective with its name and its ranks.
+
+    Attributes:
+        count: collectives that have started.
+        sent: bytes that a rank has sent between ends, mean over the ranks.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        network: Network,
+        ranks: int,
+        sizes: Sizes,
+        settle: Callable[[str, Sequence[int]], None],
+    ) -> None:
+        self._clock, self._network, self._ranks, self._sizes, self._settle = clock, network, ranks, sizes, settle
         self._free = 0.0
         """When the last collective of all ranks ends."""
-        self._groups: dict[int, float] = {}
-        """When the last of a group does that has begun after it."""
+        self._groups: dict[Sequence[int], float] = {}
+        """When the last one of a group ends that has begun after it."""
+        self._open: dict[tuple[str, Sequence[int]], dict[int, Part]] = {}
         self.count = 0
+        self.sent = 0.0
 
-    def submit(self, seconds: float, done: Callable[..., None], *arguments: Any) -> None:
-        """Run a collective that every rank has submitted: it takes ``seconds`` on the wire, then ``done`` is called."""
-        self._free = self._run(max([self._free, *self._groups.values()]), self._ranks, seconds, done, *arguments)
-        self._groups.clear()
+    def join(self, name: str, members: Sequence[int], part: Part, cost: str, reduce: Reduce) -> Part:
+        """Submit a rank's part of a collective of these ranks; the last one starts it."""
+        parts = self._open.setdefault((name, members), {})
+        parts[part.rank] = part
+        if len(parts) == len(members):
+            del self._open[name, members]
+            self._start(name, members, [parts[rank] for rank in members], cost, reduce)
+        return part
 
-    def submit_in_group(
-        self, group: int, ranks: int, seconds: float, done: Callable[..., None], *arguments: Any
-    ) -> None:
-        """Run a collective that so many ranks, all of a group that shares none with others, have submitted."""
-        free = self._groups.get(group, self._free)
-        self._groups[group] = self._run(free, ranks, seconds, done, *arguments)
-
-    def _run(self, free: float, ranks: int, seconds: float, done: Callable[..., None], *arguments: Any) -> float:
-        """Run a collective when its ranks are free; return when it ends."""
-        network, start = self._network, max(self._clock.now, free)
-        if network.cycle:
-            start = math.ceil(start / network.cycle - 1e-9) * network.cycle
-            start = max(start, self._clock.now)
-        ends = start + network.agreement(ranks) + network.operation + seconds
+    def _start(self, name: str, members: Sequence[int], parts: Sequence[Part], cost: str, reduce: Reduce) -> None:
+        seconds = self._seconds(name, parts, cost)
+        everyone = len(members) == self._ranks
+        free = max([self._free, *self._groups.values()]) if everyone else self._groups.get(members, self._free)
+        start = max(self._clock.now, free)
+        if self._network.cycle:
+            start = max(math.ceil(start / self._network.cycle - 1e-9) * self._network.cycle, self._clock.now)
+        ends = start + self._network.agreement(len(members)) + self._network.operation + seconds
+        if everyone:
+            self._free = ends
+            self._groups.clear()
+        else:
+            self._groups[members] = ends
         self.count += 1
-        self._clock.at(ends, done, *arguments)
-        return ends
+        self._clock.at(ends, self._complete, name, members, parts, reduce)
+
+    def _seconds(self, name: str, parts: Sequence[Part], cost: str) -> float:
+        """Return how long a collective takes on the wire, and count what it sends."""
+        network, ranks = self._network, len(parts)
+        ends = ".end." in name
+        size = self._sizes.message if cost == "exchange" else self._sizes.weights if ends else self._sizes.reduced
+        if cost == "exchange":
+            sent = size * sum(sum(part.splits) for part in parts)
+            busiest = max(max(sum(part.splits), sum(part.coming)) for part in parts)
+            seconds = network.alltoall_seconds(size * busiest, ranks)
+        elif cost == "broadcast":
+            sent, seconds = size * (ranks - 1), network.broadcast_seconds(size, ranks)
+        else:
+            sent, seconds = ring_bytes(size, ranks) * ranks, network.allreduce_seconds(size, ranks)
+        self.sent += 0.0 if ends else sent / self._ranks
+        return seconds
+
+    def _complete(self, name: str, members: Sequence[int], parts: Sequence[Part], reduce: Reduce) -> None:
+        for part, result in zip(parts, reduce(parts), strict=True):
+            part.then(result)
+        self._settle(name, members)
 
 
-class Delayed:
-    """Collectives in the order of the commands, some of which wait until ranks have what they carry."""
+class RankCollectives:
+    """The data plane as one simulated rank sees it: ``Collectives`` of NumPy vectors."""
 
-    def __init__(self) -> None:
-        self._held: deque[tuple[set[Any], Callable[[], None]]] = deque()
+    failure: type[Exception] = RuntimeError
+    host = "simulated"
+    on_gpu = False
 
-    def add(self, lacking: set[Any], submit: Callable[[], None]) -> None:
-        """Submit as soon as nothing is lacking, and those before are submitted."""
-        self._held.append((lacking, submit))
-        self.advance()
+    def __init__(self, rank: int, size: int, plane: DataPlane) -> None:
+        self.rank, self.size, self._plane = rank, size, plane
+        self._everyone: Sequence[int] = tuple(range(size))
 
-    def advance(self) -> None:
-        """Submit what can be."""
-        while self._held and not self._held[0][0]:
-            self._held.popleft()[1]()
+    def _join(self, name: str, process_set: Any, part: Part, cost: str, reduce: Reduce) -> Part:
+        return self._plane.join(name, self._everyone if process_set is None else process_set, part, cost, reduce)
+
+    def allreduce_sum(
+        self, vector: Vector, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
+    ) -> Part:
+        """As ``Collectives``'."""
+
+        def total(parts: Sequence[Part]) -> Sequence[Vector]:
+            found = np.sum([part.vector for part in parts], axis=0) * scale
+            return [found + 0 for _ in parts]
+
+        return self._join(name, process_set, Part(self.rank, vector), "sum", total)
+
+    def allreduce_extreme(self, vector: Vector, name: str, largest: bool) -> Part:
+        """As ``Collectives``'."""
+
+        def extreme(parts: Sequence[Part]) -> Sequence[Vector]:
+            found = (np.max if largest else np.min)([part.vector for part in parts], axis=0)
+            return [found + 0 for _ in parts]
+
+        return self._join(name, None, Part(self.rank, vector), "sum", extreme)
+
+    def broadcast(self, vector: Vector, root: int, name: str, process_set: Any = None) -> Part:
+        """As ``Collectives``'."""
+
+        def roots(parts: Sequence[Part]) -> Sequence[Vector]:
+            found = next(part.vector for part in parts if part.rank == root)
+            return [found + 0 for _ in parts]
+
+        return self._join(name, process_set, Part(self.rank, vector), "broadcast", roots)
+
+    def alltoall(
+        self,
+        rows: Rows,
+        splits: list[int],
+        coming: list[int],
+        name: str,
+        process_set: Any = None,
+        into: Rows | None = None,
+    ) -> Part:
+        """As ``Collectives``'."""
+        return self._join(name, process_set, Part(self.rank, rows, splits, coming), "exchange", _exchanged)
+
+    def describe(self, vector: Vector) -> tuple[int, str]:
+        """As ``Collectives``'."""
+        return len(vector), str(vector.dtype)
+
+    def zeros(self, length: int, kind: str) -> Vector:
+        """As ``Collectives``'."""
+        return np.zeros(length, kind)
+
+    def empty_like(self, vector: Vector) -> Vector:
+        """As ``Collectives``'."""
+        return np.empty_like(vector)
+
+    def process_set_of(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
+        """As ``Collectives``'."""
+        return next((tuple(group) for group in groups if self.rank in group), None)
+
+    def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
+        """Refuse: simulated ranks have nothing to tell each other outside of optimizers."""
+        raise RuntimeError("simulated ranks gather no bytes")
+
+    def start(self, wake: Any) -> None:
+        """Do nothing."""
+
+    def stop(self) -> None:
+        """Do nothing."""
+
+
+def _exchanged(parts: Sequence[Part]) -> Sequence[Vector]:
+    """Return each rank's rows, in the order of the senders."""
+    received: list[list[Vector]] = [[] for _ in parts]
+    for part in parts:
+        start = 0
+        for to, rows in enumerate(part.splits):
+            received[to] += list(part.vector[start : start + rows] + 0)  # (a copy: the sender may reuse its memory)
+            start += rows
+    return received
 
 
 # -- the coordinator's thread ------------------------------------------------------------------------------------------
-
-
-def recipients(machine: StateMachine[Any], command: Command) -> Sequence[int]:
-    """Return the ranks that a command is sent to."""
-    return machine.recipients(command)
 
 
 class Coordinator:
@@ -238,7 +404,8 @@ class Coordinator:
 
     def register(self, rank: int, event: OptimizerEvent) -> None:
         """Take in the registration of a rank, before the clock starts."""
-        self._machine.handle(rank, event, 0.0)
+        for command in self._machine.handle(rank, event, 0.0):
+            self._deliver(command)
 
     def receive(self, rank: int, events: Sequence[OptimizerEvent]) -> None:
         """Take in one message of a rank, with these events, as soon as those before it are handled."""
@@ -282,7 +449,7 @@ class Coordinator:
         """Send commands of one event: together, so that a rank gets one message with all of them."""
         if not commands:
             return
-        ranks = max((recipients(self._machine, command) for command in commands), key=len)
+        ranks = max((self._machine.recipients(command) for command in commands), key=len)
         seconds = self._network.command_cpu(len(ranks))
         self._free = max(self._clock.now, self._free) + seconds
         self.cpu += seconds
@@ -290,64 +457,132 @@ class Coordinator:
             self._clock.at(self._free + self._network.to_coordinator(), self._deliver, command)
 
 
-# -- the job -----------------------------------------------------------------------------------------------------------
+# -- ranks -------------------------------------------------------------------------------------------------------------
 
 
-Wait = float | Callable[[], bool]
-"""What a training thread does next: compute for so many seconds, or wait until something is so."""
+class Unlocked:
+    """A condition that nobody has to wait for: all happens on one thread."""
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, *error: object) -> None:
+        """Do nothing."""
+
+    def notify_all(self) -> None:
+        """Do nothing: after each action the job looks who may go on."""
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Return True."""
+        return True
+
+    def release(self) -> None:
+        """Do nothing."""
+
+
+Work = float | Wait
+"""What a training thread does next: compute for so many seconds, or wait."""
 HYPER: Hyper = [{"lr": 0.1}]
 
 
-@dataclass(eq=False, slots=True)
 class Rank:
-    """A simulated rank; a family's has more.
+    """A simulated rank: the ``RankRuntime`` of its worker, and its training thread.
+
+    Args:
+        index: its number.
+        job: the job.
 
     Attributes:
-        index: its number.
+        worker: its optimizer, of the family's own class.
+        weights: of its model, shape (1,).
         steps: that it has taken.
-        waited: seconds, in all.
+        waited: seconds in its current step.
         until: what its training thread waits for; None if it computes, or has ended.
         since: when that began.
         thread: computes and waits.
+        outbox: events that leave at the end of the action that runs.
     """
 
-    index: int
-    steps: int = 0
-    waited: float = 0.0
-    until: Callable[[], bool] | None = None
-    since: float = 0.0
-    thread: Iterator[Wait] = field(default_factory=lambda: iter(()))
+    elastic = replaced = False
+    failure: Exception | None = None
+
+    def __init__(self, index: int, job: Job[Any]) -> None:
+        self.rank, self.size, self._job = index, job.setup.ranks, job
+        self.collectives = RankCollectives(index, self.size, job.plane)
+        self.changed = Unlocked()
+        self.clock = lambda: job.clock.now
+        self.worker: Any = None
+        self.weights: Vector = np.zeros(1)
+        self.steps, self.waited, self.since = 0, 0.0, 0.0
+        self.until: Callable[[], bool] | None = None
+        self.thread: Iterator[Work] = iter(())
+        self.outbox: list[Any] = []
+
+    def check(self) -> None:
+        """Do nothing: a simulated rank does not fail."""
+
+    def register(self, participant: Any, process_set: int = 0, number: int | None = None) -> int:
+        """Return 0: there is one optimizer."""
+        return 0
+
+    def unregister(self, number: int) -> None:
+        """Do nothing."""
+
+    def call_soon(self, action: Callable[[], None]) -> None:
+        """Run it: the engine is as quick as that."""
+        action()
+
+    def notify(self, action: Callable[[], None], hurry: bool = True) -> None:
+        """Run it."""
+        action()
+
+    def wait(self, ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> None:
+        """Refuse: the job runs programs."""
+        raise RuntimeError("a simulated rank runs programs")
+
+    def drain(self, flush: bool = True, process_set: int | None = None) -> None:
+        """Refuse: the job runs programs."""
+        raise RuntimeError("a simulated rank runs drain_program()")
+
+    def send(self, event: Any) -> None:
+        """Send with the other events of this action, in one message."""
+        if not self.outbox:
+            self._job.senders.append(self)
+        self.outbox.append(event)
+
+    def submit(self, start: Callable[[], Any], done: Callable[[Vector], None], group: Hashable = None) -> None:
+        """Submit this rank's part of a collective."""
+        start().then = done
 
 
-class Job(abc.ABC):
-    """A job of one algorithm with a state machine.
+# -- the job -----------------------------------------------------------------------------------------------------------
+
+
+W = TypeVar("W", bound=Worker)
+
+
+class Job(abc.ABC, Generic[W]):
+    """A job of one algorithm: its ranks and its coordinator, as in production, in simulated time.
 
     Args:
         arm: its name.
         setup: what is simulated.
         machine: the coordinator's.
-        config: what all ranks register with.
-        ranks: the simulated ones.
+        sizes: of what ranks exchange.
         own_pace: whether each rank takes as many steps as it can.
     """
 
     def __init__(
-        self,
-        arm: str,
-        setup: Setup,
-        machine: StateMachine[Any],
-        config: Config,
-        ranks: Sequence[Rank],
-        own_pace: bool = False,
+        self, arm: str, setup: Setup, machine: StateMachine[Any], sizes: Sizes, own_pace: bool = False
     ) -> None:
-        self.arm, self.setup, self.ranks, self.machine = arm, setup, ranks, machine
+        self.arm, self.setup, self.machine = arm, setup, machine
         self.clock = Clock()
-        self.wire = Wire(self.clock, setup.network, setup.ranks)
+        self.plane = DataPlane(self.clock, setup.network, setup.ranks, sizes, self._completed)
         self.coordinator = Coordinator(machine, self.clock, setup.network, self._deliver)
+        self.senders: list[Rank] = []
+        """Ranks with events that leave at the end of the action that runs."""
+        self.ranks = [Rank(index, self) for index in range(setup.ranks)]
         self.staleness: Counter[int] = Counter()
-        self.sent = 0.0
-        """Bytes that a rank has sent, mean over the ranks."""
-        self.drained: Drained[Any] | None = None
         self._own_pace = own_pace
         self._waiting: dict[int, Rank] = {}
         self._at_barrier: Counter[int] = Counter()
@@ -355,8 +590,11 @@ class Job(abc.ABC):
         self._begun = 0.0
         self._stopped: float | None = None
         self._waited = 0.0
-        for rank in ranks:
-            self.coordinator.register(rank.index, Registered(0, config, ["w"], [1], hyper=HYPER))
+        for rank in self.ranks:
+            rank.worker = self._worker(rank)
+            rank.worker.register(["w"], [1], HYPER)
+            (event,), rank.outbox, self.senders = rank.outbox, [], []
+            self.coordinator.register(rank.rank, event)
 
     # -- the whole ----------------------------------------------------------------------------------------------
 
@@ -375,7 +613,7 @@ class Job(abc.ABC):
         if self.clock.run(self._over, until):
             return self._outcome()
         if until == math.inf:
-            stuck = [rank.index for rank in self.ranks if rank.until is not None]
+            stuck = [rank.rank for rank in self.ranks if rank.until is not None]
             raise RuntimeError(f"ranks {stuck[:9]} wait for {self.machine.blocked_on()}: nobody can go on")
         return None
 
@@ -392,10 +630,10 @@ class Job(abc.ABC):
             steps=steps,
             seconds=seconds,
             steps_per_s=steps / len(self.ranks) / seconds if seconds else math.inf,
-            staleness=self.staleness,
+            staleness=self._staleness(),
             wait_s=self._waited / count,
-            sent_bytes=self.sent * len(self.ranks) / count,
-            collectives=self.wire.count,
+            sent_bytes=self.plane.sent * len(self.ranks) / count,
+            collectives=self.plane.count,
             contributors=self._contributors(),
             produced=produced,
             applied=applied,
@@ -407,39 +645,41 @@ class Job(abc.ABC):
     def _contributors(self) -> float | None:
         return None
 
+    def _staleness(self) -> Counter[int]:
+        """Return how late each gradient or message was, of all ranks."""
+        found = Counter(self.staleness)
+        for rank in self.ranks:
+            found.update(rank.worker.stats().staleness)
+        return found
+
     @abc.abstractmethod
     def _conserved(self) -> tuple[int, int]:
         """Return what was produced, and what was applied."""
 
     # -- training threads ---------------------------------------------------------------------------------------
 
-    def _train(self, rank: Rank) -> Iterator[Wait]:
+    def _train(self, rank: Rank) -> Iterator[Work]:
         while not self._has_finished(rank):
             if self.setup.barrier:
                 step = rank.steps
                 self._at_barrier[step] += 1
                 if self._at_barrier[step] == len(self.ranks):
-                    self._wake()
-                yield lambda step=step: self._at_barrier[step] == len(self.ranks)  # type: ignore[misc]
+                    self._settle()
+                yield Wait(lambda step=step: self._at_barrier[step] == len(self.ranks))  # type: ignore[misc]
                 rank.waited = 0.0
-            yield from self._step(rank)
+            yield from self._step(rank, rank.worker)
             self._end_step(rank)
         if self.setup.drains:
-            self.send(rank, Finished(0, self._counts(rank), flush=True))
-            yield lambda: self.drained is not None and self._has_all(self.drained)
+            yield from rank.worker.drain_program()
         self._ended += 1
 
     @abc.abstractmethod
-    def _step(self, rank: Any) -> Iterator[Wait]:
-        """Take one step: compute, send, wait."""
-
-    def _counts(self, rank: Rank) -> list[int]:
-        """Return ``Finished.produced``."""
-        return [rank.steps]
+    def _worker(self, rank: Rank) -> W:
+        """Return the worker of a rank, before it is registered."""
 
     @abc.abstractmethod
-    def _has_all(self, drained: Drained[Any]) -> bool:
-        """Whether all that was commanded before the end has completed."""
+    def _step(self, rank: Rank, worker: W) -> Iterator[Work]:
+        """Take one step: compute, send, wait."""
 
     def _has_finished(self, rank: Rank) -> bool:
         return self._stopped is not None if self._own_pace else rank.steps >= self.setup.steps
@@ -461,42 +701,45 @@ class Job(abc.ABC):
 
     def seconds_of(self, rank: Rank) -> float:
         """Return how long a rank computes in its next step."""
-        return float(self.setup.times[rank.steps % self.setup.steps, rank.index])
+        return float(self.setup.times[rank.steps % self.setup.steps, rank.rank])
 
     def _resume(self, rank: Rank) -> None:
         """Let a training thread go on until it computes, waits or ends."""
         if rank.until is not None:
             rank.waited += self.clock.now - rank.since
             rank.until = None
-        for wait in rank.thread:
-            if isinstance(wait, float):
-                self.clock.after(wait, self._resume, rank)
-                return
-            if not wait():
-                rank.until, rank.since = wait, self.clock.now
-                self._waiting[rank.index] = rank
-                return
-
-    def _wake(self) -> None:
-        """Let those go on whose waiting is over: something has come to the ranks."""
-        for rank in [rank for rank in self._waiting.values() if rank.until is not None and rank.until()]:
-            del self._waiting[rank.index]
-            self.clock.after(0.0, self._resume, rank)
+        for work in rank.thread:
+            if isinstance(work, float):
+                self.clock.after(work, self._resume, rank)
+                break
+            if not work.ready():
+                rank.until, rank.since = work.ready, self.clock.now
+                self._waiting[rank.rank] = rank
+                break
+        self._send()
 
     # -- engines ------------------------------------------------------------------------------------------------
 
-    def send(self, rank: Rank, *events: OptimizerEvent) -> None:
-        """Send events of a rank to the coordinator, in one message."""
-        self.clock.after(self.setup.network.to_coordinator(), self.coordinator.receive, rank.index, events)
-
     def _deliver(self, command: Command) -> None:
         """All ranks have a command."""
-        if isinstance(command, Drained):
-            self.drained = command
-        else:
-            self._on_command(command)
-        self._wake()
+        for rank in self.machine.recipients(command):
+            self.ranks[rank].worker.on_command(command)
+        self._settle()
 
-    @abc.abstractmethod
-    def _on_command(self, command: Command) -> None:
-        """Do what a command of the family's own says, on all ranks."""
+    def _completed(self, name: str, ranks: Sequence[int]) -> None:
+        """Note that a collective of these ranks has completed."""
+        self._settle()
+
+    def _settle(self) -> None:
+        """End an action of engines: send their events, and let those go on whose waiting is over."""
+        self._send()
+        for rank in [rank for rank in self._waiting.values() if rank.until is not None and rank.until()]:
+            del self._waiting[rank.rank]
+            self.clock.after(0.0, self._resume, rank)
+
+    def _send(self) -> None:
+        """Send each rank's events of the action that ends, in one message."""
+        senders, self.senders = self.senders, []
+        for rank in senders:
+            events, rank.outbox = rank.outbox, []
+            self.clock.after(self.setup.network.to_coordinator(), self.coordinator.receive, rank.rank, events)

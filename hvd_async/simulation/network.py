@@ -32,6 +32,10 @@ def power_sgd_megabytes(megabytes: float) -> float:
     return 4e-6 * elements
 
 
+BACKWARD = 2 / 3
+"""Share of the backward pass in a step's computation: twice the work of the forward pass."""
+
+
 # -- seconds of messages and collectives -------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import eager
 from hvd_async.optimizers.agreement import Buffers
-from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.interfaces import RankRuntime
 from hvd_async.runtime.log import users_line
 from hvd_async.runtime.machine import STATE
 from hvd_async.runtime.process_sets import RankGroup
@@ -97,7 +97,7 @@ class GradientReplica(eager.GradientReplica):
         """Those that can have a gradient: the others, of whole numbers, are left alone."""
         return [p for group in self.optimizer.param_groups for p in group["params"] if differentiable(p)]
 
-    def bind(self, engine: Engine) -> None:
+    def bind(self, engine: RankRuntime) -> None:
         """Both threads change what the ranks exchange, so both use this one's stream."""
         if streams.bind_training_stream(engine, [bucket.parameters[0] for bucket in self.layout.buckets]):
             hyperparameters.begin_to_read(self.optimizer.param_groups)

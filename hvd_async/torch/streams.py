@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.interfaces import RankRuntime
 from hvd_async.torch.horovod_api import hvd
 
 READY = "_hvd_async_ready"
@@ -29,7 +29,7 @@ READY = "_hvd_async_ready"
 EARLY = os.environ.get("HOROVOD_ENABLE_ASYNC_COMPLETION", "0") not in ("", "0")
 """Whether Horovod says that a collective on a GPU is done when it is queued: its results are then in the order of the
 default stream."""
-_followed: WeakKeyDictionary[Engine, dict[torch.device, Any]] = WeakKeyDictionary()
+_followed: WeakKeyDictionary[RankRuntime, dict[torch.device, Any]] = WeakKeyDictionary()
 """To which streams each engine's kernels go."""
 
 
@@ -207,7 +207,7 @@ class Later:
         return float(number)
 
 
-def bind_training_stream(engine: Engine, tensors: Iterable[torch.Tensor]) -> bool:
+def bind_training_stream(engine: RankRuntime, tensors: Iterable[torch.Tensor]) -> bool:
     """Let the engine's kernels go to this thread's present streams on the devices of these tensors, from now on; return
     whether any is on a GPU."""
     devices = sorted({tensor.device for tensor in tensors if gpu.holds(tensor)}, key=str)

@@ -14,7 +14,7 @@ import torch
 from hvd_async.algorithms.gossip.message_format import MessageFormat
 from hvd_async.optimizers import replica
 from hvd_async.optimizers.agreement import Buffers
-from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.interfaces import RankRuntime
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.torch import streams
 from hvd_async.torch.bucket_layout import differentiable
@@ -87,7 +87,7 @@ class WeightReplica(replica.WeightReplica):
             if p.dtype in MIXED or (p.requires_grad and differentiable(p))
         ]
 
-    def bind(self, engine: Engine) -> None:
+    def bind(self, engine: RankRuntime) -> None:
         """Both threads change what the ranks exchange, so both use this one's stream."""
         mixed = (p for group in self.optimizer.param_groups for p in group["params"] if p.dtype in MIXED)
         streams.bind_training_stream(engine, itertools.islice(mixed, 1))  # (all are on one device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -47,7 +48,9 @@ class ScriptedWorker:
     """
 
     def __init__(self, script: Script, size: int, elements: int, lr: float, convert: Callable[[Any], Any]) -> None:
-        self.engine = SimpleNamespace(size=size, replaced=False, rank=0, changed=threading.Condition())
+        self.engine = SimpleNamespace(
+            size=size, replaced=False, rank=0, changed=threading.Condition(), clock=time.monotonic
+        )
         self.agreed = self.settled = self.ready = True
         self.whole = Uninterrupted()
         self.shown, self.mend, self.in_consensus = 0, None, False

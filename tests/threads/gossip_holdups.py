@@ -46,12 +46,12 @@ class Watch:
         """Watch a rank."""
         waits = worker._await
 
-        def watched(ready: Callable[[], bool], *told: Any) -> None:
+        def watched(ready: Callable[[], bool], *told: Any) -> Any:
             with self._changed:
                 self._inside[worker._place] = worker
                 self._changed.notify_all()
             try:
-                waits(ready, *told)
+                yield from waits(ready, *told)
             finally:
                 with self._changed:
                     del self._inside[worker._place]

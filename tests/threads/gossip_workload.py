@@ -12,7 +12,7 @@ from hvd_async.algorithms.gossip.error_feedback import SavedState
 from hvd_async.algorithms.gossip.message_format import OutgoingMessage, make_message_format
 from hvd_async.algorithms.gossip.plan import ALGORITHMS, GossipPlan, make_plan
 from hvd_async.algorithms.gossip.rank import PushSumWorker
-from hvd_async.optimizers.gossip import worker_class
+from hvd_async.algorithms.gossip.strategies import worker_class
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.stats import GossipStats

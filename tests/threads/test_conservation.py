@@ -170,8 +170,8 @@ def test_a_rank_that_trains_on_does_not_disturb_one_that_is_still_in_drain():
             return
         opened, waits = worker.connect, worker._await
 
-        def late(ready: Callable[[], bool]) -> None:
-            waits(ready)
+        def late(ready: Callable[[], bool]) -> Any:
+            yield from waits(ready)
             worker.engine.wait(lambda: any(one.index == 2 for one in worker._inbox.ready))  # (1 may be applied already)
             worker._await = waits  # type: ignore[method-assign]
 

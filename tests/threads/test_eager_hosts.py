@@ -161,8 +161,8 @@ def test_rounds_that_come_while_a_late_rank_wakes_belong_to_its_next_step():
         worker, record = joined(one)
         waits = worker._await
 
-        def late(ready: Callable[[], bool]) -> None:
-            waits(ready)
+        def late(ready: Callable[[], bool]) -> Any:
+            yield from waits(ready)
             assert worker._in_flight.pending()[0].versions == [0]
             ended.set()
             worker.engine.wait(lambda: len(worker._inbox.ready) == 5)

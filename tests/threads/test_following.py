@@ -198,7 +198,7 @@ def test_a_pull_after_a_drain_finds_what_the_drain_has_left(following):
         seen, worker = Seen(own), own.worker()
         together.wait(TIMEOUT)
         own.step()
-        pull, complete_drain, landed = worker.executor.pull, worker.complete_drain, [0]
+        pull, complete_drain, landed = worker.executor.pull, worker.complete_drain_program, [0]
 
         def watched(command: StartPull) -> None:
             pull(command)
@@ -206,18 +206,18 @@ def test_a_pull_after_a_drain_finds_what_the_drain_has_left(following):
             if drained is not None and command.round > drained.rounds:
                 told.set()
 
-        def late() -> None:
+        def late() -> Any:
             landed[0] = worker.executor.record.pulls
             if following is ELASTIC:  # (of lsgd rank 0 is in its drain until rank 1 has its leader's weights)
                 pass_gate(told)
                 assert worker.executor._waiting
-            complete_drain()
+            yield from complete_drain()
 
         if rank == 1:
-            worker.executor.pull, worker.complete_drain = watched, late  # type: ignore[method-assign]
+            worker.executor.pull, worker.complete_drain_program = watched, late  # type: ignore[method-assign]
         own.drain()
         if rank == 1:
-            worker.complete_drain = complete_drain  # type: ignore[method-assign]
+            worker.complete_drain_program = complete_drain  # type: ignore[method-assign]
             wait_for_pulls(worker, landed[0] + 1)
         return seen.drain(own.train(4))
 

@@ -11,8 +11,8 @@ import pytest
 
 from hvd_async.algorithms.gossip.message_format import make_message_format
 from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
+from hvd_async.algorithms.gossip.strategies import worker_class
 from hvd_async.errors import ReplicaStateError, WaitTimeoutError
-from hvd_async.optimizers.gossip import worker_class
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster, MemoryCollectives
@@ -176,13 +176,13 @@ def test_the_engine_of_a_rank_that_is_discarded_in_a_drain_waits_for_the_average
         rank = Rank(make_plan(4, "adpsgd", "ring", local_size=2, max_local_steps=1))
         rank.steps(5 * number)
         if number == 1:
-            add_up = rank.worker.sum
+            add_up = rank.worker.sum_program
 
             def broken_off(*args: Any) -> Any:
                 rank.worker.delete()
                 return add_up(*args)
 
-            rank.worker.sum = broken_off  # type: ignore[method-assign]
+            rank.worker.sum_program = broken_off  # type: ignore[method-assign]
             with pytest.raises(ReplicaStateError, match="was discarded while this rank waited in"):
                 rank.engine.drain()
             return None

@@ -179,7 +179,7 @@ def test_what_a_rank_sends_after_a_cut_is_not_seen_in_that_cut_by_another(algori
             return
         told, complete_drain, exchange, mail = (
             threading.Event(),
-            worker.complete_drain,
+            worker.complete_drain_program,
             worker._exchanges.exchange,
             worker._exchanges,
         )
@@ -190,14 +190,14 @@ def test_what_a_rank_sends_after_a_cut_is_not_seen_in_that_cut_by_another(algori
             if drained is not None and command.round > drained.rounds:
                 told.set()
 
-        def late() -> None:
-            worker.complete_drain = complete_drain  # type: ignore[method-assign]
+        def late() -> Any:
+            worker.complete_drain_program = complete_drain  # type: ignore[method-assign]
             before = mail.completed
             pass_gate(told)
             worker.engine.wait(lambda: bool(mail._held) or mail.completed > before)
-            complete_drain()
+            yield from complete_drain()
 
-        worker.complete_drain, mail.exchange = late, watched  # type: ignore[method-assign]
+        worker.complete_drain_program, mail.exchange = late, watched  # type: ignore[method-assign]
 
     check_sums(one, run(one, tweak=tweak))
 
@@ -207,12 +207,13 @@ def test_what_a_rank_waited_for_is_the_message_that_ended_the_wait():
         worker = job([1, 1, 1]).worker(rank, lambda flush: None)
         left = [{1, 2}, {2}, set()]
 
-        def wait(*args: Any) -> None:
+        def wait(*args: Any) -> Any:
             worker._wait_s += 4 - len(left)  # 1 s, then 2
             left.pop(0)
+            return iter(())
 
         worker._receive_buffer.missing, worker._await = lambda: left[0], wait  # type: ignore[assignment, method-assign]
-        worker._await_messages()
+        worker.run(worker._await_messages())
         assert worker.stats().waited_for == (0.0, 1.0, 2.0)
 
     Cluster(3).run(train)

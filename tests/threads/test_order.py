@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import textwrap
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -110,7 +111,7 @@ def broken(patch: pytest.MonkeyPatch, cls: type, method: str, old: str, new: str
 class Engine:
     """An engine's half that executors of commands use; ``landing`` are the collectives under way."""
 
-    rank, size, elastic = 0, 2, False
+    rank, size, elastic, clock = 0, 2, False, time.monotonic
 
     def __init__(self) -> None:
         self.landing: deque[Callable[[Any], None]] = deque()
@@ -168,7 +169,7 @@ def exchanges_submitted() -> list[int]:
 
 def calls_submitted() -> list[int]:
     engine: Any = Engine()
-    calls = CollectiveCalls(engine, None, lambda ready: None)
+    calls = CollectiveCalls(engine, None)
     for number in range(1, 6):
         calls.run(RunCollective(0, "sum", "an average", number, "float32", 0, [1]))
     return engine.land_all(np.zeros(1))

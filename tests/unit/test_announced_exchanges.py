@@ -15,7 +15,7 @@ from hvd_async.algorithms.gossip.config import (
 )
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.protocol import Finished
-from tests.unit.simulation import snapshot
+from tests.machines.driver import snapshot
 from tests.unit.test_exchanges import play, timed
 
 

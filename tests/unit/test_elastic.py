@@ -22,6 +22,7 @@ from hvd_async.optimizers.elastic import INIT_FAILED, Report, plan
 from hvd_async.runtime import time_limits
 from hvd_async.runtime.coordinator import CommitCounts
 from hvd_async.runtime.engine import Commits
+from hvd_async.runtime.interfaces import Program
 from hvd_async.testing import InjectedError
 
 BUCKETS = 2
@@ -322,9 +323,10 @@ def test_a_drain_of_adpsgd_that_a_death_breaks_off_leaves_this_ranks_weights():
             self._together = False
             self.begin(np.array([1.0, 2.0], np.float32))
 
-        def consensus(self, x: np.ndarray) -> np.ndarray:
+        def consensus_program(self, x: np.ndarray) -> Program[np.ndarray]:
             x += 100.0
             raise InjectedError("a rank has died")
+            yield
 
     worker, weights = Broken(), np.array([1.5, 2.0], np.float32)
     with pytest.raises(InjectedError):

@@ -20,8 +20,8 @@ from hvd_async.algorithms.gossip.machine import SMOOTHING, GossipStateMachine
 from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.protocol import Accepted, Drained, Finished, OptimizerEvent, Registered, Rejected
+from tests.machines.driver import snapshot
 from tests.unit.exchange_moves import SGP, exchange, opened, pairing, play, timed
-from tests.unit.simulation import snapshot
 
 
 def test_the_first_exchange_goes_at_once_and_the_next_when_it_has_landed():

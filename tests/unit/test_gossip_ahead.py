@@ -1,4 +1,4 @@
-"""How many messages of one in-neighbour lie at a rank whose training thread sleeps, in the simulated job."""
+"""How many messages of one in-neighbour lie at a rank whose training thread sleeps."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 
 from hvd_async import topology
 from hvd_async.algorithms.gossip.plan import make_plan
-from tests.unit.gossip_simulation import Job, Rank, Simulation
+from tests.machines.driver import Move, programs
+from tests.machines.gossip import GossipDrive, GossipJob
 
 
-class Sleeper(Simulation):
+class Sleeper(GossipDrive):
     """Counts what lies at the first rank, of steps that it has not begun.
 
     Attributes:
@@ -20,20 +21,22 @@ class Sleeper(Simulation):
 
     most = 0
 
-    def _land(self, rank: Rank) -> None:
-        super()._land(rank)
-        if rank.index == 0:
-            counts = Counter(sender for sender, step in rank.come if step > rank.steps)
+    def move(self, move: Move) -> None:
+        super().move(move)
+        if move[:2] == ("land", 0):
+            first = self.ranks[0]
+            counts = Counter(sender for sender, step in first.worker._receive_buffer.received if step > first.steps)
             self.most = max(self.most, *counts.values(), 0)
 
 
 def most(graph: topology.Topology, algorithm: str, seed: int, every: int = 1) -> int:
-    """The first rank steps only when nobody else can do anything."""
+    """Return the most; the first rank steps only when nobody else can do anything."""
     size = graph.size
     speeds = (0.0, *([1.0] * (size - 1)))
     plan = make_plan(size, algorithm, graph, gossip_every=every)
-    job = Job(plan, ((every * (size + 4),) * size,), speeds, tuple(range(size)), seed)
-    return Sleeper(job).run().most
+    drive = Sleeper(GossipJob(programs(*[f"{every * (size + 4)} drain"] * size), speeds, seed=seed, plan=plan))
+    drive.run()
+    return drive.most
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -41,7 +44,7 @@ def most(graph: topology.Topology, algorithm: str, seed: int, every: int = 1) ->
     ("graph", "algorithm", "waiting"),
     [
         (topology.complete(4), "sgp", 1),
-        (topology.complete(4), "dpsgd", 1),
+        (topology.complete(4), "dpsgd", 2),  # it has sent its own of the step that it has not begun
         (topology.ring(4, "right"), "sgp", 3),  # the last one on the way round to it
         (topology.ring(11, "right"), "sgp", 8),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,9 @@ class Bench:
         self.taken: list[float] = []
         self.landing: list[Callable[[], None]] = []
         self.delivered: list[ReducedRound] = []
-        engine: Any = SimpleNamespace(rank=2, submit=self._submit, collectives=self, elastic=elastic)
+        engine: Any = SimpleNamespace(
+            rank=2, submit=self._submit, collectives=self, elastic=elastic, clock=time.monotonic
+        )
         wire = GradientFormat(zeros=lambda bucket: np.zeros(2), nbytes=(16,))
         self.counters = Counters(range(4))
         self.rounds = RoundsInFlight(engine, wire, self.delivered.extend, self.counters, 1)

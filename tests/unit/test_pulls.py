@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_async.algorithms.eager.config import GradientReady, StepEntered
@@ -17,102 +16,14 @@ from hvd_async.algorithms.leader.machine import LeaderStateMachine
 from hvd_async.algorithms.leader.selection import ALL_RANKS, CENTER, NO_LEADER
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.protocol import Accepted, Command, Drained, Finished, OptimizerEvent, Registered, Rejected
-from tests.conftest import examples
-from tests.unit.pull_simulation import Job, Simulation
-from tests.unit.simulation import snapshot
+from tests.machines.driver import snapshot
 
 PAIRS = LeaderConfig("lsgd", [[0, 1], [2, 3]], 2, 4, "")
 TRIO = LeaderConfig("lsgd", [[0], [1], [2]], 1, 2, "")
 ELASTIC = LeaderConfig("easgd", [[0, 1, 2]], 2, 2, "")
 
 
-# -- any interleaving -----------------------------------------------------------------------------------------
-
-
-@st.composite
-def configs(draw: st.DrawFn, size: int) -> LeaderConfig:
-    whole = draw(st.integers(1, 5))
-    local = draw(st.integers(1, whole))
-    group = draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
-    places = draw(st.permutations(range(size)))
-    groups = sorted(sorted(places[first : first + group]) for first in range(0, size, group))
-    algorithm = draw(st.sampled_from(["lsgd", "lsgd", "lsgd", "easgd"]))
-    if algorithm == "easgd":
-        groups, local = [list(range(size))], whole
-    count = len(groups) + 1 if algorithm == "lsgd" else 1
-    standing = PullProgress(
-        leader=0,
-        steps=draw(st.lists(st.integers(0, 30), min_size=count, max_size=count)),
-        means=draw(st.lists(st.sampled_from([None, 0.7, 1.0]), min_size=size, max_size=size)),
-    )
-    return LeaderConfig(
-        algorithm,
-        groups,
-        local,
-        whole,
-        "",
-        loss_window=draw(st.sampled_from([1, 3, 10])),
-        local=draw(st.sampled_from([True, True, False])),
-        whole=draw(st.sampled_from([True, True, False])),
-        progress=draw(st.sampled_from([None, standing])),
-    )
-
-
-@st.composite
-def jobs(draw: st.DrawFn) -> Job:
-    size = draw(st.integers(1, 6))
-    counts = st.lists(st.integers(0, 8), min_size=size, max_size=size).map(tuple)
-    steps = tuple(draw(st.lists(counts, min_size=1, max_size=3)))
-    ends = [(end, index) for end in range(len(steps)) for index in range(size)]
-    hasty = [index for index in range(size) if not steps[0][index]]
-    first = draw(st.integers(0, 3))
-    times = st.sampled_from([0.0, 0.1, 1.0, 20.0])
-    return Job(
-        draw(configs(size)),
-        steps,
-        slowness=tuple(draw(st.lists(times, min_size=size, max_size=size))),
-        ranks=draw(st.sampled_from([tuple(range(size)), tuple(range(first, first + 2 * size, 2))])),
-        latency=draw(times),
-        flight=draw(times),
-        seed=draw(st.integers(0, 2**32)),
-        cuts=frozenset(draw(st.sampled_from([set(), set(ends)]) | st.sets(st.sampled_from(ends)))),
-        hasty=frozenset(draw(st.sets(st.sampled_from(hasty)))) if hasty else frozenset(),
-        silent=frozenset(draw(st.sampled_from([set(), set(range(size))]) | st.sets(st.integers(0, size - 1)))),
-    )
-
-
-@settings(max_examples=examples(100))
-@given(jobs())
-def test_laws_hold_under_any_interleaving(job):
-    """Each pull is due when its ranks' steps say so, has the right leader, and lands once on each of its ranks."""
-    simulation = Simulation(job).run()
-    ledger = simulation.ledger
-    pulls = [command for command in simulation.log if isinstance(command, StartPull)]
-    assert [pull.round for pull in pulls] == list(range(1, len(pulls) + 1))
-    flown = {pull.round: len(ledger.members[pull.group]) for pull in pulls if pull.leader != NO_LEADER}
-    assert simulation.landed == flown
-    assert len(simulation.ends) == len(job.steps)
-    assert (simulation.machine.take_notice() is not None) == (ledger.leaderless > 0)
-    assert simulation.machine.take_notice() is None
-    if job.config.algorithm == "easgd":
-        assert {(pull.group, pull.leader) for pull in pulls} <= {(ALL_RANKS, CENTER)}
-
-
-def test_the_simulation_has_teeth():
-    """Illegal moves are tried; pulls lack a leader, wait for others to land, go to groups and all; many lead."""
-    tried = leaderless = local = 0
-    led = set()
-    for seed in range(20):
-        job = Job(PAIRS, ((9, 6, 7, 2), (3, 0, 5, 4)), (1.0, 1.0, 0.1, 3.0), (0, 1, 2, 3), flight=2.0, seed=seed)
-        one = Simulation(job).run()
-        assert one.ledger.nobody == 0
-        assert Simulation(replace(job, silent=frozenset(range(4)))).run().ledger.nobody > 0
-        tried += one.illegal_tried
-        leaderless += one.ledger.leaderless
-        local += sum(group != ALL_RANKS for group, _ in one.ledger.led)
-        led |= {leader for _, leader in one.ledger.led}
-    assert min(tried, leaderless, local) > 20
-    assert led == {0, 1, 2, 3}
+# -- how many pulls are due --------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 40), st.integers(0, 2**32))

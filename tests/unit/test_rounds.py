@@ -1,6 +1,6 @@
 """The state machine alone: its laws in large jobs, why and when a round fires, ranks that do not fit together.
 
-Every interleaving of small jobs is explored in ``test_explore``.
+Laws in any order of events are in ``tests/machines``.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from hvd_async.algorithms.eager.config import (
     EagerConfig,
@@ -23,109 +21,9 @@ from hvd_async.algorithms.eager.config import (
 from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.protocol import Accepted, Drained, Finished, OptimizerDeleted, Registered, Rejected
-from tests.conftest import examples
 from tests.unit.moves import SOLO, kinds, opened, step, whys
-from tests.unit.simulation import Job, Simulation
 
 HINT_TORCH = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
-
-
-QUORUMS = ["solo", "majority", "all", "auto"]
-
-
-@st.composite
-def jobs(draw: st.DrawFn) -> Job:
-    size = draw(st.integers(1, 5))
-    indices = st.integers(0, size - 1)
-    counts = st.lists(st.integers(0, 6), min_size=size, max_size=size)
-    config = EagerConfig(
-        draw(st.sampled_from(QUORUMS) | st.integers(1, size) | st.sampled_from([0.01, 0.5, 0.75, 1.0])),
-        max_staleness=draw(st.integers(0, 3)),
-        grace=draw(st.sampled_from([0.0, 0.0, 0.5])),
-        seed=draw(st.integers(0, 99)),
-        buckets=draw(st.integers(1, 3)),
-        pace=draw(st.sampled_from(["steps", "rounds"])),
-    )
-    steps = tuple(tuple(c) for c in draw(st.lists(counts, min_size=1, max_size=3)))
-    ends = [(segment, index) for segment in range(len(steps)) for index in range(size)]
-    cuts = draw(st.sampled_from([set(), set(ends)]) | st.sets(st.sampled_from(ends)))
-    first = draw(st.integers(0, 3))
-    return Job(
-        config,
-        steps=steps,
-        speeds=tuple(draw(st.lists(st.sampled_from([0.0, 0.1, 1.0, 5.0]), min_size=size, max_size=size))),
-        one_by_one=frozenset(draw(st.sets(indices, max_size=2))),
-        seed=draw(st.integers(0, 2**32)),
-        cuts=frozenset(cuts),
-        ranks=draw(st.sampled_from([(), tuple(range(first, first + 2 * size, 2))])),
-        loaded=frozenset(draw(st.sets(indices))),
-        empty=draw(st.sampled_from([0.0, 0.0, 0.3])),
-    )
-
-
-ZEROS = Job(EagerConfig("solo", 0, 0.5, 0, 2), ((0, 0, 0), (0, 0, 0)), (1.0, 0.0, 1.0))
-LOADED = Job(EagerConfig("solo", 1, 0.0, 0, 1), ((0, 0), (1, 0)), (1.0, 1.0), loaded=frozenset({1}))
-"""What an earlier run has left goes out although nobody steps."""
-
-
-@settings(max_examples=examples(400))
-@given(jobs())
-@example(ZEROS)
-@example(LOADED)
-def test_promises_hold_under_any_interleaving(job):
-    simulation = Simulation(job).run()
-    taken = sum(map(len, simulation.carried.values()))
-    held = sum(len(pending) for rank in simulation.ranks for pending in rank.pending)
-    assert len(simulation.staleness) == taken == sum(map(len, simulation.produced)) - held
-    if job.flushes(len(job.steps) - 1):
-        assert held == 0
-    if not job.empty and job.config.pace == "steps":
-        total = sum(map(sum, job.steps)) + len(job.loaded)
-        assert [len(produced) for produced in simulation.produced] == [total] * job.config.buckets
-
-
-def _speed_zero_last(quorum: str | int | float, staleness: int, size: int, slow: int, steps: int = 8) -> Simulation:
-    """Every rank runs at full speed but ``slow``, which moves only when all others are stuck."""
-    speeds = tuple(0.0 if rank == slow else 1.0 for rank in range(size))
-    config = EagerConfig(quorum, staleness, 0.0, 3, 2)
-    return Simulation(Job(config, ((steps,) * size,), speeds, seed=staleness)).run()
-
-
-@pytest.mark.parametrize("staleness", [0, 1, 3])
-@pytest.mark.parametrize(("quorum", "size", "slow"), [("solo", 2, 0), ("solo", 5, 4), (2, 3, 0), (0.5, 4, 3)])
-def test_a_slow_rank_makes_staleness_reach_its_bound(quorum, size, staleness, slow):
-    assert max(_speed_zero_last(quorum, staleness, size, slow).staleness) == staleness
-
-
-@pytest.mark.parametrize(("quorum", "staleness"), [("solo", 0), ("majority", 0), (2, 0), ("all", 16)])
-def test_without_staleness_and_with_all_ranks_are_synchronous(quorum, staleness):
-    simulation = _speed_zero_last(quorum, staleness, 3, 1)
-    assert set(simulation.staleness) == {0}
-    assert all(len(gradients) == 3 for gradients in simulation.carried.values())
-
-
-@pytest.mark.parametrize(("quorum", "staleness"), [("solo", 1), ("solo", 3), (2, 2)])
-def test_a_slow_rank_gives_fewer_gradients_in_pace_rounds(quorum, staleness):
-    """The slow rank moves only when all others are stuck: it gives the fewest that the bound allows."""
-    rounds, slow = 30, 1
-    config = EagerConfig(quorum, staleness, 0.0, 3, 2, "rounds")
-    simulation = Simulation(Job(config, ((rounds,) * 3,), (1.0, 0.0, 1.0), seed=staleness)).run()
-    given = simulation.given()
-    assert min(given[0], given[2]) > 0.4 * rounds
-    fewest = rounds / (staleness + 1)
-    assert fewest - 1 <= given[slow] <= fewest + 2
-    assert max(simulation.staleness) == staleness
-
-
-def test_simulation_tries_illegal_moves_and_late_hypers():
-    tried = settled = one_more = 0
-    for seed in range(20):
-        config = EagerConfig("solo", 2, 0.0, 0, 3)
-        simulation = Simulation(Job(config, ((5, 3, 4), (1, 0, 2)), (1.0, 1.0, 0.1), seed=seed)).run()
-        tried += simulation.illegal_tried
-        settled += sum(isinstance(command, SetHyperparameters) for command in simulation.log)
-        one_more += len(simulation.ledger.drain_rounds)
-    assert min(tried, settled, one_more) > 5, "the simulation has lost its teeth"
 
 
 # -- reasons, times and whom a round waits for, to the letter -------------------------------------------------

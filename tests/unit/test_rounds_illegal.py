@@ -8,8 +8,8 @@ from hvd_async.algorithms.eager.config import EagerConfig, GradientReady, StartR
 from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.protocol import Accepted, Drained, Finished, Registered
+from tests.machines.driver import snapshot
 from tests.unit.moves import PACED, SOLO, opened, step
-from tests.unit.simulation import snapshot
 
 ILLEGAL = {
     "opened twice": (lambda: opened(SOLO, 2), Registered(7, SOLO, ["w"], [1])),

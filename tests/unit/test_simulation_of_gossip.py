@@ -9,11 +9,17 @@ from hvd_async import topology
 from hvd_async.algorithms.gossip.config import WaitingForMessage
 from hvd_async.simulation import schedule
 from hvd_async.simulation.arms import job_of, simulate
-from hvd_async.simulation.job import Clock, Setup, Wire
+from hvd_async.simulation.job import Clock, DataPlane, Rank, RankCollectives, Setup, Sizes
 from hvd_async.simulation.network import Network
 from scripts.benchmarks.support.stalls import stalls
 
 # -- gossip -----------------------------------------------------------------------------------------------------
+
+
+def missing(rank: Rank) -> set[int]:
+    """Return the ranks whose messages a rank's step waits for."""
+    found: set[int] = rank.worker._receive_buffer.missing()
+    return found
 
 
 @pytest.mark.parametrize("arm", ["sgp", "osgp", "dpsgd", "adpsgd", "exact-diffusion", "noloco", "local", "local-sgd"])
@@ -57,11 +63,11 @@ def test_a_rank_that_stands_still_stops_those_that_the_graph_says_where_it_says(
     job = job_of(arm, Setup(times), graph=graph)
     assert job.run(until=900.0) is None
     expected = stalls(topology.named(graph, ranks), sleeper, step)
-    standing = {rank.index: rank for rank in job.ranks if rank.until is not None}
+    standing = {rank.rank: rank for rank in job.ranks if rank.until is not None}
     assert standing.keys() == expected.keys()
     for index, stall in expected.items():
         rank = standing[index]
-        assert (rank.steps + 1, tuple(sorted(job.missing(rank)))) == (stall.step, stall.senders)
+        assert (rank.steps + 1, tuple(sorted(missing(rank)))) == (stall.step, stall.senders)
     assert job.run() is not None  # it goes on when the sleeper does
 
 
@@ -71,7 +77,7 @@ def test_osgps_ranks_send_after_they_have_waited_so_each_stops_a_step_after_its_
     times[4, 2] = 1000.0
     job = job_of("osgp", Setup(times), graph="ring-right")
     job.run(until=900.0)
-    standing = {rank.index: (rank.steps + 1, job.missing(rank)) for rank in job.ranks if rank.until is not None}
+    standing = {rank.rank: (rank.steps + 1, missing(rank)) for rank in job.ranks if rank.until is not None}
     assert standing == {3: (6, {2}), 4: (7, {3}), 5: (8, {4}), 0: (9, {5}), 1: (10, {0})}
 
 
@@ -83,7 +89,8 @@ def test_a_rank_that_waits_says_so_at_once_and_after_each_exchange_that_brings_n
     receive = job.coordinator.receive
     job.coordinator.receive = lambda rank, events: (heard.append((job.clock.now, rank, events)), receive(rank, events))
     job.run(until=9.0)
-    assert [(now, rank, e.seen) for now, rank, (e,) in heard if isinstance(e, WaitingForMessage)] == [
+    waiting = [(now, rank, e) for now, rank, events in heard for e in events if isinstance(e, WaitingForMessage)]
+    assert [(now, rank, e.seen) for now, rank, e in waiting] == [
         *((1.0, 1, 0), (1.0, 2, 0)),
         *((3.0, 1, 1), (7.0, 1, 2)),  # rank 1's message has travelled alone; so has rank 2's, after a while
     ]
@@ -108,7 +115,7 @@ def test_under_dpsgd_they_stop_a_step_later_and_under_adpsgd_nobody_does():
     job = job_of("dpsgd", Setup(times), graph="ring")
     job.run(until=900.0)
     expected = stalls(topology.ring(8), 2, 6)
-    assert {r.index: (r.steps + 1, tuple(sorted(job.missing(r)))) for r in job.ranks if r.until} == expected
+    assert {r.rank: (r.steps + 1, tuple(sorted(missing(r)))) for r in job.ranks if r.until} == expected
     found = simulate("adpsgd", Setup(times, window=100.0))
     assert found.steps >= 7 * 990
     assert found.wait_s == 0.0
@@ -142,11 +149,11 @@ def test_a_pulls_staleness_is_the_steps_that_ranks_take_while_it_travels():
 
 def test_pulls_of_groups_share_no_wire_and_one_of_all_waits_for_theirs():
     clock, ended = Clock(), []
-    wire = Wire(clock, Network(), 4)
-    for group in (0, 1, 0):
-        wire.submit_in_group(group, 2, 1.0, lambda group=group: ended.append((clock.now, group)))
-    wire.submit(1.0, lambda: ended.append((clock.now, "all")))
-    wire.submit_in_group(1, 2, 1.0, lambda: ended.append((clock.now, 1)))
+    plane = DataPlane(clock, Network(operation=1.0), 4, Sizes(0.0), lambda name, _: ended.append((clock.now, name)))
+    collectives = [RankCollectives(rank, 4, plane) for rank in range(4)]
+    for name, group in (("a", (0, 1)), ("b", (2, 3)), ("c", (0, 1)), ("all", (0, 1, 2, 3)), ("d", (2, 3))):
+        for rank in group:
+            collectives[rank].allreduce_sum(np.ones(1), name, None if len(group) == 4 else group)
     clock.run(lambda: len(ended) == 5)
-    assert [what for _, what in ended] == [0, 1, 0, "all", 1]
+    assert [name for _, name in ended] == ["a", "b", "c", "all", "d"]
     assert [at for at, _ in ended] == pytest.approx([1.0, 1.0, 2.0, 3.0, 4.0])

@@ -18,8 +18,9 @@ from hvd_async.algorithms.leader.selection import ALL_RANKS, NO_LEADER
 from hvd_async.errors import EngineError, ProtocolError
 from hvd_async.runtime.protocol import Command, Drained, Finished, OptimizerEvent
 from tests.conftest import examples
-from tests.unit.simulation import snapshot
-from tests.unit.test_pulls import PAIRS, configs, opened
+from tests.machines.driver import snapshot
+from tests.machines.test_orders import leader_configs as configs
+from tests.unit.test_pulls import PAIRS, opened
 
 ELASTIC = LeaderConfig("easgd", [[0, 1, 2]], 4, 4, "")
 LOSSES = st.sampled_from([None, math.nan, math.inf, 0.5, 0.5, 0.7, 1.0])

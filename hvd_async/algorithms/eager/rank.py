@@ -13,10 +13,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -36,9 +34,8 @@ from hvd_async.algorithms.eager.config import (
 from hvd_async.algorithms.eager.gradient_format import GradientFormat, PendingGradient, ReducedRound, Tail
 from hvd_async.algorithms.eager.timeline import recorder
 from hvd_async.errors import GradientLossError, ReplicaStateError
-from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.inbox import Inbox
-from hvd_async.runtime.interfaces import Vector
+from hvd_async.runtime.interfaces import Changed, Program, RankRuntime, Vector, Wait
 from hvd_async.runtime.log import warn
 from hvd_async.runtime.protocol import Drained, Hyper, OptimizerCommand
 from hvd_async.runtime.uninterrupted import Uninterrupted
@@ -353,7 +350,7 @@ class RoundsInFlight:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: RankRuntime,
         wire: GradientFormat,
         deliver: Callable[[list[ReducedRound]], None],
         counters: Counters,
@@ -503,14 +500,16 @@ class RoundsInFlight:
         taken = self._take(go.bucket, go.arrived, late_by)
         vector = self._wire.zeros(go.bucket) if taken is None else taken
         unit = self._units.get(name, self._wire.first_unit)
-        submitted = time.monotonic()
+        submitted = self._engine.clock()
 
         def landed(sums: Vector) -> None:
             self._busy.discard(name)
             self.landed[go.bucket] = max(self.landed[go.bucket], go.round)
             trigger = self._triggers.pop((go.bucket, go.round), None)
             if self.timeline is not None and trigger is not None:
-                self.timeline.round(go.optimizer, go.bucket, go.round, trigger, submitted, time.monotonic(), late_by)
+                self.timeline.round(
+                    go.optimizer, go.bucket, go.round, trigger, submitted, self._engine.clock(), late_by
+                )
             flight.sums[go.bucket] = decoded = self._wire.decode(sums, go.bucket)
             tally = self._wire.tally(decoded)  # now, and not when the last has come and all wait
             flight.counts[go.bucket] = tally.gradients
@@ -553,7 +552,7 @@ class RoundsInFlight:
         flight = self._flights.get(round_)
         if flight is None:
             none, taken = [0] * self._buckets, [_Pending() for _ in range(self._buckets)]
-            flight = self._flights[round_] = _Flight([None] * self._buckets, none, [*none], time.monotonic(), taken)
+            flight = self._flights[round_] = _Flight([None] * self._buckets, none, [*none], self._engine.clock(), taken)
         return flight
 
     def _pass_on(self) -> None:
@@ -564,7 +563,7 @@ class RoundsInFlight:
             if len(sums) < self._buckets or flight.hyper is None:
                 break
             del self._flights[self._next_ready]
-            self._counters.came(time.monotonic() - flight.started)
+            self._counters.came(self._engine.clock() - flight.started)
             counts, weights, whole = tuple(flight.counts), tuple(flight.weights), flight.whole or 0
             ready.append(ReducedRound(self._next_ready, sums, flight.hyper, counts, whole, weights))
             self._next_ready += 1
@@ -585,7 +584,7 @@ class RoundInbox(Inbox):
         ends_at: the version at which the last of these steps ends.
     """
 
-    def __init__(self, changed: threading.Condition) -> None:
+    def __init__(self, changed: Changed) -> None:
         super().__init__(changed)
         self.ready: deque[ReducedRound] = deque()
         self._discards = False
@@ -768,7 +767,7 @@ class EagerWorker(Worker):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: RankRuntime,
         config: EagerConfig,
         wire: GradientFormat,
         finish: Callable[[bool], object],
@@ -876,6 +875,12 @@ class EagerWorker(Worker):
             Rounds in order, to be applied one after the other, each in ``applying``; none if this step's round was
             applied before.
         """
+        return self.run(self.finish_step_program(vectors, hyper, most))
+
+    def finish_step_program(
+        self, vectors: Mapping[int, Vector | None], hyper: Hyper, most: int | None = None
+    ) -> Program[list[ReducedRound]]:
+        """As ``finish_step``."""
         number = self._registered_number()
         self._check_able()
         if most is not None and self._host is not None and self.config.pace == "rounds":
@@ -889,7 +894,7 @@ class EagerWorker(Worker):
             self._hand_over.check_whole(vectors)
             with self.whole("a step could not be handed over"):
                 self._hand_in(number, vectors, hyper)
-        self._await(lambda: len(self._inbox.ready) >= self._behind and self._host_has_ended(most))
+        yield from self._await(lambda: len(self._inbox.ready) >= self._behind and self._host_has_ended(most))
         with self.whole("a step could not be ended"):
             self._ended = self._steps
             self.ledger.take_back(self._emptied())
@@ -952,7 +957,7 @@ class EagerWorker(Worker):
         """Count the next round as applied."""
         round_ = self._inbox.take()
         if self._in_flight.timeline is not None:
-            self._in_flight.timeline.applied(self._registered_number(), round_.index, time.monotonic())
+            self._in_flight.timeline.applied(self._registered_number(), round_.index, self.engine.clock())
         self.version = round_.index
         self.ledger.apply(round_)
         self._counters.add_held_bytes(-sum(self.wire.nbytes))
@@ -1009,7 +1014,7 @@ class EagerWorker(Worker):
             if flush:
                 self.wire.release()
 
-    def complete_drain(self) -> None:
+    def complete_drain_program(self) -> Program[None]:
         """Re-base the counters, check that no gradient was lost (GradientLossError), and let the binding end the drain:
         all ranks have finished."""
         with self.whole("a drain could not be ended"):
@@ -1018,7 +1023,7 @@ class EagerWorker(Worker):
             self._base = drained.rounds - self._steps
             self.ledger.note_drained(drained)
         self.ledger.check_drained(drained, self.engine.rank)
-        self._end(drained.flushed)
+        yield from self._finish(drained.flushed)
 
     def discard_results(self) -> None:
         self._inbox.discard()
@@ -1031,16 +1036,20 @@ class EagerWorker(Worker):
             return self._in_flight.at_cut
         if self.engine.replaced and self.settled:  # it was shut down, and drained before
             return [PendingGradient(None, [])] * self.config.buckets
-        found: Future[list[PendingGradient]] = Future()
+        return self.run(self._pending_program())
+
+    def _pending_program(self) -> Program[list[PendingGradient]]:
+        """Return what the engine has now."""
+        found: list[list[PendingGradient]] = []
 
         def look() -> None:
-            found.set_result(self._in_flight.pending())
             with self.engine.changed:
+                found.append(self._in_flight.pending())
                 self.engine.changed.notify_all()
 
         self.engine.call_soon(look)
-        self.engine.wait(found.done)
-        return found.result()
+        yield Wait(lambda: bool(found))
+        return found[0]
 
     def restore(self, held: list[PendingGradient]) -> None:
         """Start with the pending gradients of an earlier run, before ``connect``; versions as they were at its cut."""

@@ -20,8 +20,7 @@ from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Add, Times
 from hvd_async.algorithms.gossip.rank import GossipWorker, check_weight
 from hvd_async.algorithms.kept import Kept
-from hvd_async.runtime.engine import Engine
-from hvd_async.runtime.interfaces import Vector
+from hvd_async.runtime.interfaces import Program, RankRuntime, Vector
 from hvd_async.runtime.protocol import Drained, OptimizerCommand
 
 # -- when a rank, or a host, requests an averaging, and when it waits for one ------------------------------------------
@@ -140,7 +139,9 @@ class ADPSGDWorker(GossipWorker):
             place), ("landed", exchange, partner's place).
     """
 
-    def __init__(self, engine: Engine, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]) -> None:
+    def __init__(
+        self, engine: RankRuntime, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]
+    ) -> None:
         super().__init__(engine, plan, post, finish)
         self._lock = threading.Lock()
         """Held while the shadow changes, and while the log does."""
@@ -161,11 +162,11 @@ class ADPSGDWorker(GossipWorker):
     def begin(self, weights: Vector) -> None:
         self._state = State(weights, weights + 0)
 
-    def mix(self, before: Vector, after: Vector) -> Vector:
+    def mix_program(self, before: Vector, after: Vector) -> Program[Vector]:
         """End a step; wait only after ``max_local_steps`` without an averaging."""
         self.check_step()
         if not self._pairing.may_step():
-            self._await(self._pairing.may_step, lambda: "an averaging with a neighbour")
+            yield from self._await(self._pairing.may_step, lambda: "an averaging with a neighbour")
         self._count_step()
         self._pairing.stepped()
         with self._lock:
@@ -178,12 +179,12 @@ class ADPSGDWorker(GossipWorker):
 
     # -- ends -------------------------------------------------------------------------------------------------
 
-    def gather(self, weights: Vector, flush: bool) -> Vector:
+    def gather_program(self, weights: Vector, flush: bool) -> Program[Vector]:
         with self._lock:
             self._state, self._together = on_step(self._state, weights, self._post.add, self._post.times), flush
             z = self._state.model
         if flush:
-            z = self.consensus(z + 0)  # (if this is interrupted, the rank continues from z)
+            z = yield from self.consensus_program(z + 0)  # (if this is interrupted, the rank continues from z)
             with self._lock:
                 self._state = State(z + 0, z)
                 if self.log is not None:

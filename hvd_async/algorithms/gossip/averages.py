@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from hvd_async.algorithms.gossip.config import NAMES_IN_RING, AverageEntered, StartAverage
 from hvd_async.algorithms.gossip.message_format import HEADER, MessageFormat
-from hvd_async.runtime.engine import Engine
-from hvd_async.runtime.interfaces import Handle, Rows, Vector
+from hvd_async.runtime.interfaces import Handle, RankRuntime, Rows, Vector
 
 # -- averages of weights -----------------------------------------------------------------------------------------------
 
@@ -40,7 +39,7 @@ class GlobalAverages:
         post: the format of vectors.
     """
 
-    def __init__(self, engine: Engine, post: MessageFormat) -> None:
+    def __init__(self, engine: RankRuntime, post: MessageFormat) -> None:
         self._engine, self._post = engine, post
         self._contributed: dict[int, Vector] = {}
         """This rank's x for averages that have not started yet (engine thread)."""
@@ -116,7 +115,7 @@ class DifferenceAverages:
         bytes_sent: to other ranks.
     """
 
-    def __init__(self, engine: Engine, post: MessageFormat, fragments: int) -> None:
+    def __init__(self, engine: RankRuntime, post: MessageFormat, fragments: int) -> None:
         self._engine, self._post, self._fragments = engine, post, fragments
         ranks = post.members or tuple(range(engine.size))
         self._place, self._size = ranks.index(engine.rank), len(ranks)

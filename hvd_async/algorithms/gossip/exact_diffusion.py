@@ -39,8 +39,7 @@ from hvd_async.algorithms.gossip.message_format import MessageFormat
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Add, State
 from hvd_async.algorithms.gossip.rank import NeighbourAverageWorker
-from hvd_async.runtime.engine import Engine
-from hvd_async.runtime.interfaces import Vector
+from hvd_async.runtime.interfaces import Program, RankRuntime, Vector
 
 LARGEST, MOVING = "largest learning rates", "learning rates of updates"
 """Names of vectors in a checkpoint after ``cut()``."""
@@ -125,7 +124,9 @@ class StepFactors:
 class ExactDiffusionWorker(NeighbourAverageWorker):
     """One optimizer of one rank under exact diffusion; its push-sum weight stays 1."""
 
-    def __init__(self, engine: Engine, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]) -> None:
+    def __init__(
+        self, engine: RankRuntime, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]
+    ) -> None:
         super().__init__(engine, plan, post, finish)
         self._edges = dict(plan.in_edges(self._place, plan.config.period))
         """The weight of each neighbour, by place."""
@@ -133,14 +134,16 @@ class ExactDiffusionWorker(NeighbourAverageWorker):
         """f_ij by neighbour."""
         self._factors = StepFactors(plan.config.period)
 
-    def mix(self, before: Vector, after: Vector) -> Vector:
+    def mix_program(self, before: Vector, after: Vector) -> Program[Vector]:
         self.check_step()
         self._count_step()
         self._factors.step(self.learning_rates(), self.inertia())
         phi = self._corrected(after, self._differences, 1, 1.0)
-        x = self._combined(phi) if self.plan.moves(self._base + self._step) else phi
+        x = (yield from self._combined(phi)) if self.plan.moves(self._base + self._step) else phi
         self._note()
-        return self._average(State(x, 1.0)).x if self.plan.averages(self._base + self._step) else x
+        if self.plan.averages(self._base + self._step):
+            x, _ = yield from self._average(State(x, 1.0))
+        return x
 
     def _corrected(self, x: Vector, places: Iterable[int], steps: int, sign: float) -> Vector:
         """Return x with these neighbours' part of the correction of the last steps added or, with -1, taken back; it
@@ -155,9 +158,9 @@ class ExactDiffusionWorker(NeighbourAverageWorker):
             x[part] = own
         return x
 
-    def _combined(self, phi: Vector) -> Vector:
+    def _combined(self, phi: Vector) -> Program[Vector]:
         """Exchange phi with the neighbours that take this step, and return their average."""
-        own, others = self._exchanged(phi)
+        own, others = yield from self._exchanged(phi)
         x = self._post.times(phi, 1.0)
         for place, weight in self._edges.items():
             if place not in others:
@@ -181,14 +184,14 @@ class ExactDiffusionWorker(NeighbourAverageWorker):
 
     # -- ends -------------------------------------------------------------------------------------------------
 
-    def gather(self, weights: Vector, flush: bool) -> Vector:
+    def gather_program(self, weights: Vector, flush: bool) -> Program[Vector]:
         for place in list(self._differences):
             if self._lasts[place] != self._step:
                 weights = self._without_edge(weights, place, self._lasts[place])
         if flush:
             self._differences.clear()
             self._factors.restart()
-        return super().gather(weights, flush)
+        return (yield from super().gather_program(weights, flush))
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 

@@ -21,8 +21,7 @@ from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Message, Sent, State
 from hvd_async.algorithms.gossip.rank import MEAN, GossipWorker, Links, ReceivedMessage, check_weight
 from hvd_async.errors import ReplicaStateError
-from hvd_async.runtime.engine import Engine
-from hvd_async.runtime.interfaces import Vector
+from hvd_async.runtime.interfaces import Program, RankRuntime, Vector
 from hvd_async.runtime.protocol import Drained, OptimizerCommand, RunCollective
 
 # -- steps of a host ---------------------------------------------------------------------------------------------------
@@ -35,7 +34,9 @@ REDUCE_SCATTER, GOSSIP, ALL_GATHER = range(STAGES)
 class HostWorker(GossipWorker):
     """One optimizer of one rank that takes its steps together with the other ranks of its host."""
 
-    def __init__(self, engine: Engine, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]) -> None:
+    def __init__(
+        self, engine: RankRuntime, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]
+    ) -> None:
         super().__init__(engine, plan, post, finish)
         size = plan.config.local_size
         self._host, self._own = divmod(self._place, size)
@@ -43,7 +44,7 @@ class HostWorker(GossipWorker):
         self._parts: dict[int, dict[int, State]] = {}
         """Results received, by step and owner."""
 
-    def _reduced(self, step: int, parts: list[State]) -> list[State]:
+    def _reduced(self, step: int, parts: list[State]) -> Program[list[State]]:
         """Contribute to a step of the host; return its result, by part (training thread)."""
         number = self._registered_number()
         messages = [
@@ -57,7 +58,7 @@ class HostWorker(GossipWorker):
             self._contribute(step, self._place, State(parts[self._own].x + 0, parts[self._own].w))
 
         self.engine.call_soon(submit)
-        self._await(lambda: self._has_all(step))
+        yield from self._await(lambda: self._has_all(step))
         return self._take_parts(step)
 
     @staticmethod
@@ -163,7 +164,9 @@ class _Step:
 class HierarchicalWorker(HostWorker):
     """One optimizer of one rank whose host gossips."""
 
-    def __init__(self, engine: Engine, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]) -> None:
+    def __init__(
+        self, engine: RankRuntime, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]
+    ) -> None:
         super().__init__(engine, plan, post, finish)
         size = plan.config.local_size
         self._averages: GlobalAverages = GlobalAverages(engine, post)
@@ -193,7 +196,7 @@ class HierarchicalWorker(HostWorker):
             shards = self._post.split(self._post.zeros() if self._restored else weights)
             self._known.begin(shards[self._own] * float(len(shards)))
 
-    def mix(self, before: Vector, after: Vector) -> Vector:
+    def mix_program(self, before: Vector, after: Vector) -> Program[Vector]:
         self.check_step()
         self._count_step()
         step, weights = self._step, self._weights
@@ -201,16 +204,16 @@ class HierarchicalWorker(HostWorker):
         if self.wants_before:
             own_before = self._post.split(self._with_excess(before))[self._own]
             self.engine.call_soon(lambda: setattr(self._at(step), "before", own_before))
-        shards = self._reduced(step, list(map(State, parts, weights)))
+        shards = yield from self._reduced(step, list(map(State, parts, weights)))
         if self.plan.averages(self._base + step):
-            shards = self._average(shards)
+            shards = yield from self._average(shards)
         return self._gathered(shards)
 
-    def _average(self, shards: list[State]) -> list[State]:
+    def _average(self, shards: list[State]) -> Program[list[State]]:
         """Return the mean of x and w over the ranks that have not finished."""
         x = self._post.join([shard.x for shard in shards])
         index = self._averages.contribute(self._registered_number(), x, [shard.w for shard in shards])
-        self._await(lambda: self._averages.is_complete(index))
+        yield from self._await(lambda: self._averages.is_complete(index))
         self._averagings += 1
         x, weights = self._averages.result(index)
         return list(map(State, self._post.split(x), weights))
@@ -229,7 +232,7 @@ class HierarchicalWorker(HostWorker):
 
     # -- ends -------------------------------------------------------------------------------------------------
 
-    def gather(self, weights: Vector, flush: bool) -> Vector:
+    def gather_program(self, weights: Vector, flush: bool) -> Program[Vector]:
         """Average all ranks with ``flush``; after a cut, messages of other hosts that no step took wait for one."""
         self._count_anew()
         self._together = flush
@@ -238,7 +241,7 @@ class HierarchicalWorker(HostWorker):
             return weights
         x = self._with_leftover(weights * self._weight, keep=False)
         self._excess = None
-        z = super().consensus(x)
+        z = yield from super().consensus_program(x)
         self._weight, self._weights = 1.0, [1.0] * len(self._locals)
         return z
 
@@ -276,10 +279,10 @@ class HierarchicalWorker(HostWorker):
         self._neighbour_stopped = False
         super()._restart()
 
-    def consensus(self, x: Vector) -> Vector:
+    def consensus_program(self, x: Vector) -> Program[Vector]:
         weight = self._weight
         x = self._with_leftover(x, keep=True)
-        mean = super().consensus(x)
+        mean = yield from super().consensus_program(x)
         self._weight = weight
         return mean
 
@@ -472,7 +475,9 @@ class HostPairWorker(HostWorker):
             exchange, partner's place), ("landed", exchange, partner's place).
     """
 
-    def __init__(self, engine: Engine, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]) -> None:
+    def __init__(
+        self, engine: RankRuntime, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]
+    ) -> None:
         super().__init__(engine, plan, post, finish)
         self._given: Vector = None
         """The weights that the model received last; it may have changed them since."""
@@ -510,15 +515,15 @@ class HostPairWorker(HostWorker):
             self._given = weights
             self._shadow = self._post.split(weights)[self._own] + 0
 
-    def mix(self, before: Vector, after: Vector) -> Vector:
+    def mix_program(self, before: Vector, after: Vector) -> Program[Vector]:
         """End a step of the host; its first rank waits after ``max_local_steps`` without an averaging."""
         self.check_step()
         if self._speaks() and not self._pairing.may_step():
-            self._await(self._pairing.may_step, lambda: "an averaging with a neighbouring host")
+            yield from self._await(self._pairing.may_step, lambda: "an averaging with a neighbouring host")
         self._count_step()
         self._pairing.stepped()
         change = self._post.add(after, self._given, -1.0)
-        parts = self._reduced(self._step, [State(part, 1.0) for part in self._post.split(change)])
+        parts = yield from self._reduced(self._step, [State(part, 1.0) for part in self._post.split(change)])
         self._given = self._post.join([part.x for part in parts])
         self.engine.call_soon(self._pairing.ask)
         return self._given
@@ -530,14 +535,14 @@ class HostPairWorker(HostWorker):
 
     # -- ends -------------------------------------------------------------------------------------------------
 
-    def gather(self, weights: Vector, flush: bool) -> Vector:
+    def gather_program(self, weights: Vector, flush: bool) -> Program[Vector]:
         self._together = flush
         if END in self._parts:  # else no rank has taken a step
             held = self._post.join([part.x for part in self._take_parts(END)])
             change = self._post.add(weights, self._given, -1.0)
             self._given, weights = held, self._post.add(change, held, 1.0)
         if flush:
-            weights = self.consensus(weights)
+            weights = yield from self.consensus_program(weights)
             self._given = weights + 0
             if self.log is not None:
                 self.log.append(("drained",))

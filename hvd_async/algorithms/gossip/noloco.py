@@ -22,8 +22,7 @@ from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Add
 from hvd_async.algorithms.gossip.rank import NeighbourAverageWorker
 from hvd_async.algorithms.kept import Kept
-from hvd_async.runtime.engine import Engine
-from hvd_async.runtime.interfaces import Vector
+from hvd_async.runtime.interfaces import Program, RankRuntime, Vector
 
 SLOW, MOMENTUM = "slow weights", "outer momentum"
 """Names of vectors in a checkpoint after ``cut()``."""
@@ -51,7 +50,9 @@ def outer_step(state: State, average: Vector, lr: float, momentum: float, add: A
 class NoLoCoWorker(NeighbourAverageWorker):
     """One optimizer of one rank under NoLoCo."""
 
-    def __init__(self, engine: Engine, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]) -> None:
+    def __init__(
+        self, engine: RankRuntime, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]
+    ) -> None:
         super().__init__(engine, plan, post, finish)
         self._state = State(None, None)
         self._kept: State | None = None
@@ -64,18 +65,19 @@ class NoLoCoWorker(NeighbourAverageWorker):
     def _begun(self, weights: Vector) -> State:
         return State(weights + 0, weights * 0.0)
 
-    def mix(self, before: Vector, after: Vector) -> Vector:
+    def mix_program(self, before: Vector, after: Vector) -> Program[Vector]:
         self.check_step()
         self._count_step()
-        weights = after if (self._base + self._step) % self.config.period else self._outer_step(after)
+        ends_period = (self._base + self._step) % self.config.period == 0
+        weights = (yield from self._outer_step(after)) if ends_period else after
         self._note()
         return weights
 
-    def _outer_step(self, weights: Vector) -> Vector:
+    def _outer_step(self, weights: Vector) -> Program[Vector]:
         """End a period with these weights; return those that the next one begins with."""
         average = self._post.times(weights, 1.0)  # (theta stays as it is until it is sent)
         if self.plan.moves(self._base + self._step):
-            own, others = self._exchanged(weights)
+            own, others = yield from self._exchanged(weights)
             for place, weight in self._into(self._place, self._step):
                 if place in others:
                     average = self._post.add(average, others[place] - own, weight)
@@ -87,8 +89,8 @@ class NoLoCoWorker(NeighbourAverageWorker):
 
     # -- ends -------------------------------------------------------------------------------------------------
 
-    def gather(self, weights: Vector, flush: bool) -> Vector:
-        weights = super().gather(weights, flush)
+    def gather_program(self, weights: Vector, flush: bool) -> Program[Vector]:
+        weights = yield from super().gather_program(weights, flush)
         if flush:
             self._state = self._begun(weights)
         return weights

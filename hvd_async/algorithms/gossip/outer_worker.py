@@ -25,8 +25,7 @@ from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.rank import GossipWorker
 from hvd_async.algorithms.kept import Kept
 from hvd_async.errors import ReplicaStateError
-from hvd_async.runtime.engine import Engine
-from hvd_async.runtime.interfaces import Vector
+from hvd_async.runtime.interfaces import Program, RankRuntime, Vector
 from hvd_async.runtime.protocol import Hyper
 from hvd_async.stats import GossipStats
 
@@ -42,7 +41,9 @@ class OuterWorker(GossipWorker):
         log: (step, number of the average) of each average that was taken.
     """
 
-    def __init__(self, engine: Engine, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]) -> None:
+    def __init__(
+        self, engine: RankRuntime, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]
+    ) -> None:
         super().__init__(engine, plan, post, finish)
         config, algorithm = plan.config, self._algorithm
         assert algorithm.outer is not None
@@ -77,7 +78,7 @@ class OuterWorker(GossipWorker):
 
     # -- a step -----------------------------------------------------------------------------------------------
 
-    def mix(self, before: Vector, after: Vector) -> Vector:
+    def mix_program(self, before: Vector, after: Vector) -> Program[Vector]:
         """End a step; wait only for an average that is more than ``max_staleness`` steps late."""
         self.check_step()
         self._count_step()
@@ -89,7 +90,7 @@ class OuterWorker(GossipWorker):
         if last >= 0 and self._rhythm.step(last) == now:
             self._enter(last, after)
         while self._rhythm.step(self._next) + self._late <= now:
-            self._await(lambda: self._averages.is_complete(self._next))
+            yield from self._await(lambda: self._averages.is_complete(self._next))
             self._take(after, now)
         return after
 
@@ -165,7 +166,7 @@ class OuterWorker(GossipWorker):
         moved, self._moved = self._moved, None
         return weights if moved is None else self._post.add(weights, moved, 1.0)
 
-    def gather(self, weights: Vector, flush: bool) -> Vector:
+    def gather_program(self, weights: Vector, flush: bool) -> Program[Vector]:
         self._together, weights = flush, self._with_moves(weights)
         now = self._base + self._longest
         until = math.inf if flush else now
@@ -173,18 +174,18 @@ class OuterWorker(GossipWorker):
             self._take(weights, now)
         if not flush:
             return weights
-        z = self.consensus(weights)
+        z = yield from self.consensus_program(weights)
         self._state, self._next = self._state._replace(anchor=z + 0), 0
         self._averages.error[:] = 0.0
         self._rates.clear()
         return z
 
-    def consensus(self, x: Vector) -> Vector:
+    def consensus_program(self, x: Vector) -> Program[Vector]:
         """Return the mean of all ranks' weights, once they have taken what is under way; as a drain would leave it."""
         state = outer.State(*(None if part is None else part + 0 for part in self._state))
         for average, result in sorted(self._averages.results().items()):
             self._apply(average, result, state, x)
-        return super().consensus(self._averages.corrected(x))
+        return (yield from super().consensus_program(self._averages.corrected(x)))
 
     def _restart(self) -> None:
         super()._restart()

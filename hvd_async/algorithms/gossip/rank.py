@@ -19,7 +19,6 @@ model holds what the hooks left, all messages carry such weights, and drains ave
 from __future__ import annotations
 
 import abc
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -45,8 +44,7 @@ from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Message, Sent, State
 from hvd_async.algorithms.kept import Kept
 from hvd_async.errors import GradientLossError, ReplicaStateError, ranks_text
-from hvd_async.runtime.engine import Engine
-from hvd_async.runtime.interfaces import Handle, Vector
+from hvd_async.runtime.interfaces import Handle, Program, RankRuntime, Vector
 from hvd_async.runtime.protocol import Drained, OptimizerCommand
 from hvd_async.runtime.worker import Worker
 from hvd_async.stats import GossipStats
@@ -104,7 +102,7 @@ class MessageExchange:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: RankRuntime,
         post: MessageFormat,
         links: Callable[[int], Links],
         deliver: Callable[[int, int, float, Vector], None],
@@ -186,7 +184,7 @@ class MessageExchange:
 
     def _submit(self, due: _Due) -> None:
         command, splits, coming = due
-        name, own, started = self._name(command), self._engine.rank, time.monotonic()
+        name, own, started = self._name(command), self._engine.rank, self._engine.clock()
         self._busy.add(name)
         outgoing = [(key, message, 1.0) for key, message in self._snapshots(command)]
         for _, (to, data, _), _ in outgoing:
@@ -216,7 +214,7 @@ class MessageExchange:
 
         def on_complete(received: Any) -> None:
             self._busy.discard(name)
-            self.seconds += time.monotonic() - started
+            self.seconds += self._engine.clock() - started
             messages: dict[tuple[int, bytes], list[Vector]] = {}
             senders = [place for place, count in enumerate(coming) for _ in range(count)]
             for row, place in zip(received, senders, strict=True):
@@ -277,7 +275,7 @@ class ReceiveBuffer:
         finished: the last step of each rank that has finished, by place.
     """
 
-    def __init__(self, engine: Engine, late: int, sent_early: bool) -> None:
+    def __init__(self, engine: RankRuntime, late: int, sent_early: bool) -> None:
         self._engine, self._late, self._sent_early = engine, late, sent_early
         self.received: dict[tuple[int, int], tuple[float, Vector]] = {}
         self.finished: dict[int, int] = {}
@@ -392,7 +390,9 @@ class GossipWorker(Worker):
     _averages: GlobalAverages | DifferenceAverages
     """Averages of all ranks, of an algorithm that has any between ends."""
 
-    def __init__(self, engine: Engine, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]) -> None:
+    def __init__(
+        self, engine: RankRuntime, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]
+    ) -> None:
         super().__init__(engine, plan.config, post.members, post.process_set, post.process_set_id, finish)
         self.config: GossipConfig = plan.config
         self.plan, self._post = plan, post
@@ -481,7 +481,6 @@ class GossipWorker(Worker):
         self._registered_number()
         self._check_drained()
 
-    @abc.abstractmethod
     def mix(self, before: Vector, after: Vector) -> Vector:
         """Mix other ranks' weights into this rank's, at the end of a step.
 
@@ -492,6 +491,11 @@ class GossipWorker(Worker):
         Returns:
             The model's weights z, shape (n,).
         """
+        return self.run(self.mix_program(before, after))
+
+    @abc.abstractmethod
+    def mix_program(self, before: Vector, after: Vector) -> Program[Vector]:
+        """As ``mix``."""
 
     def publish(self, weights: Vector) -> None:
         """Send what later steps of other ranks mix in.
@@ -521,14 +525,15 @@ class GossipWorker(Worker):
         drained = self._inbox.drained
         return drained is not None and self._exchanges.completed >= drained.rounds
 
-    def complete_drain(self) -> None:
+    def complete_drain_program(self) -> Program[None]:
         """Complete a drain or cut: let the binding put ``gather``'s weights into the model, and restart the count of
         steps."""
         drained = self._take_drained()
         self._all_mass = drained.whole
         total = sum(drained.produced)
         if total != self._total or (drained.flushed and not self._together):
-            self._end(drained.flushed)  # else nothing is to be done, and a rank's optimizer may be deleted by now
+            # (else nothing is to be done, and a rank's optimizer may be deleted by now)
+            yield from self._finish(drained.flushed)
             self._averaged_ends += drained.flushed
         self._base = 0 if drained.flushed else self._base + self._longest
         if drained.flushed:
@@ -548,7 +553,6 @@ class GossipWorker(Worker):
         self._receive_buffer.discard()
         self._exchanges.resume()
 
-    @abc.abstractmethod
     def gather(self, weights: Vector, flush: bool) -> Vector:
         """Mix in all messages received, at a drain or cut; with ``flush``, average all ranks.
 
@@ -562,6 +566,11 @@ class GossipWorker(Worker):
         Raises:
             GradientLossError: push-sum weights do not sum to the number of ranks.
         """
+        return self.run(self.gather_program(weights, flush))
+
+    @abc.abstractmethod
+    def gather_program(self, weights: Vector, flush: bool) -> Program[Vector]:
+        """As ``gather``."""
 
     def consensus(self, x: Vector) -> Vector:
         """Return the mean over all ranks of what has been received; a collective, right after a drain or cut.
@@ -569,7 +578,11 @@ class GossipWorker(Worker):
         Args:
             x: biased weights, z x ``weight``, shape (n,); they belong to the worker from now on.
         """
-        total = self.sum(self._post.scalar(self._weight), "the sum of push-sum weights")
+        return self.run(self.consensus_program(x))
+
+    def consensus_program(self, x: Vector) -> Program[Vector]:
+        """As ``consensus``."""
+        total = yield from self.sum_program(self._post.scalar(self._weight), "the sum of push-sum weights")
         size, weight = len(total.ranks), float(total.vector[0])
         if self._all_mass:  # else a rank whose optimizer was deleted took its share with it
             if abs(weight - size) > WEIGHT_TOLERANCE * size:
@@ -578,7 +591,7 @@ class GossipWorker(Worker):
                     f"counted twice. This is a bug in hvd_async; please report it with stats()."
                 )
             weight = size
-        return self.sum(x, MEAN).vector * (1.0 / weight)
+        return (yield from self.sum_program(x, MEAN)).vector * (1.0 / weight)
 
     def leave(self, weights: Vector) -> Kept:
         """Return what this rank keeps, whose model has these weights, now that the ranks will be others.
@@ -713,7 +726,7 @@ class Sender:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: RankRuntime,
         plan: GossipPlan,
         place: int,
         post: MessageFormat,
@@ -783,7 +796,9 @@ class PushSumWorker(GossipWorker):
         log: (step, [(sender, its step), ...]) of the messages received in each step.
     """
 
-    def __init__(self, engine: Engine, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]) -> None:
+    def __init__(
+        self, engine: RankRuntime, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]
+    ) -> None:
         super().__init__(engine, plan, post, finish)
         self._averages: GlobalAverages = GlobalAverages(engine, post)
         self._known = ErrorFeedback(post, plan.config.graph)
@@ -807,7 +822,7 @@ class PushSumWorker(GossipWorker):
         if not self._known.begun:  # weights of an earlier run's cut are each rank's own
             self._known.begin(self._post.zeros() if self._restored else weights)
 
-    def mix(self, before: Vector, after: Vector) -> Vector:
+    def mix_program(self, before: Vector, after: Vector) -> Program[Vector]:
         self.check_step()
         late, x = self.config.max_staleness > 0, before if self.wants_before else None
         state = State(after, self._weight)
@@ -816,9 +831,9 @@ class PushSumWorker(GossipWorker):
             self._announce(self._step)
         if self.plan.moves(self._base + self._step):
             # Back-pressure: at most one step's messages of this rank may be unsent, of OSGP none.
-            self._await(lambda: self._sender.offered - self._exchanges.own_sent <= (0 if late else 1))
+            yield from self._await(lambda: self._sender.offered - self._exchanges.own_sent <= (0 if late else 1))
         if late:  # messages of earlier steps are added before a share is sent
-            self._await_messages()
+            yield from self._await_messages()
             state = self._receive(state, self._step - 1)
         averages = self.plan.averages(self._base + self._step)
         self._deferred = late and self.defers_sends and self._post.lossless and not averages
@@ -833,11 +848,11 @@ class PushSumWorker(GossipWorker):
         if self._sends_early:
             self._announce(self._step + 1)
         if not late:
-            self._await_messages()
+            yield from self._await_messages()
         state = self._receive(state, self._step)
         self._note()
         if averages:
-            state = self._average(state)
+            state = yield from self._average(state)
         self._weight = state.w
         return push_sum.model(state, self._post.times)
 
@@ -863,7 +878,7 @@ class PushSumWorker(GossipWorker):
         sent = self._offer(step, x, state.w)
         return state if sent is None else push_sum.without(state, sent, self._post.add, self._post.times)
 
-    def _await_messages(self) -> None:
+    def _await_messages(self) -> Program[None]:
         """Wait for the messages that this step needs."""
 
         def awaited() -> str:
@@ -874,7 +889,7 @@ class PushSumWorker(GossipWorker):
         if missing_now():
             self.engine.call_soon(self._on_exchange_done)
         while missing := missing_now():
-            self._await(lambda before=missing: missing_now() != before, awaited)  # type: ignore[misc]
+            yield from self._await(lambda before=missing: missing_now() != before, awaited)  # type: ignore[misc]
             for place in missing - missing_now():
                 self._waited_for[place] += self._wait_s - waited
             waited = self._wait_s
@@ -904,10 +919,10 @@ class PushSumWorker(GossipWorker):
             self.log.append((self._step, self._noted))
             self._noted = []
 
-    def _average(self, state: State) -> State:
+    def _average(self, state: State) -> Program[State]:
         """Return the mean of x and w over the ranks that have not finished."""
         index = self._averages.contribute(self._registered_number(), state.x, [state.w])
-        self._await(lambda: self._averages.is_complete(index))
+        yield from self._await(lambda: self._averages.is_complete(index))
         self._averagings += 1
         x, (weight,) = self._averages.result(index)
         return State(x, weight)
@@ -926,14 +941,14 @@ class PushSumWorker(GossipWorker):
         self._sender.neighbour_stopped, self._sender.last = False, 0
         super()._restart()
 
-    def gather(self, weights: Vector, flush: bool) -> Vector:
+    def gather_program(self, weights: Vector, flush: bool) -> Program[Vector]:
         self._together = flush
         discarded: list[ReceivedMessage] = []
         if self._sends_early:
             weights, discarded = self._end_early(weights)
         if flush:
             x = self._receive_rest(weights).x
-            z = self.consensus(x)
+            z = yield from self.consensus_program(x)
             self._weight = 1.0
             self._known.begin(z)
             return z
@@ -1000,7 +1015,7 @@ class PushSumWorker(GossipWorker):
 class NeighbourAverageWorker(PushSumWorker):
     """One optimizer of one rank that averages with neighbours on a symmetric graph."""
 
-    def _exchanged(self, vector: Vector) -> tuple[Vector, dict[int, Vector]]:
+    def _exchanged(self, vector: Vector) -> Program[tuple[Vector, dict[int, Vector]]]:
         """Send a vector to this step's neighbours, and wait for theirs.
 
         Args:
@@ -1009,9 +1024,9 @@ class NeighbourAverageWorker(PushSumWorker):
         Returns:
             The vector as its receivers decode it, and those of the neighbours that take this step, by place.
         """
-        self._await(lambda: self._sender.offered - self._exchanges.own_sent <= 1)
+        yield from self._await(lambda: self._sender.offered - self._exchanges.own_sent <= 1)
         sent = self._offer(self._step, vector, 1.0)
-        self._await_messages()
+        yield from self._await_messages()
         messages = self._receive_buffer.take(self._step)
         self._taken += len(messages)
         self._staleness[0] += len(messages)
@@ -1023,11 +1038,11 @@ class NeighbourAverageWorker(PushSumWorker):
 
     # -- ends -------------------------------------------------------------------------------------------------
 
-    def gather(self, weights: Vector, flush: bool) -> Vector:
+    def gather_program(self, weights: Vector, flush: bool) -> Program[Vector]:
         self._together = flush
         self._discarded += len(self._receive_buffer.take(None))  # of steps that this rank has not taken
         if flush:
-            weights = self.consensus(weights)
+            weights = yield from self.consensus_program(weights)
             self._known.begin(weights)
         elif self._uneven:
             self._known.forget_edges()

@@ -19,8 +19,7 @@ import msgspec
 from hvd_async.algorithms.kept import Kept
 from hvd_async.algorithms.leader.config import ALGORITHMS, LeaderConfig, PullDone, PullProgress, StartPull, StepTaken
 from hvd_async.algorithms.leader.selection import ALL_RANKS, CENTER, NO_LEADER, LossWindow, Strengths
-from hvd_async.runtime.engine import Engine
-from hvd_async.runtime.interfaces import Vector
+from hvd_async.runtime.interfaces import Program, RankRuntime, Vector
 from hvd_async.runtime.process_sets import RankGroup, SingleRank
 from hvd_async.runtime.protocol import Drained, OptimizerCommand
 from hvd_async.runtime.worker import Worker
@@ -113,7 +112,7 @@ class StepReports:
         engine: the engine of this rank.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: RankRuntime) -> None:
         self._engine = engine
         self._lock = threading.Lock()
         self._steps = 0
@@ -157,12 +156,16 @@ REMEMBERED = 10_000
 class PullCounters:
     """Counts of the pulls of one optimizer on this rank, kept by its engine thread.
 
+    Args:
+        clock: seconds from an arbitrary origin.
+
     Attributes:
         pulls: completed ones.
         bytes_received: by them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self.pulls = self.bytes_received = 0
         self._led: Counter[tuple[bool, int]] = Counter()
         """Pulls by whether they are of all ranks, and by leader."""
@@ -170,16 +173,11 @@ class PullCounters:
         self._distances = 0
         self._history: deque[tuple[float, int, int]] = deque(maxlen=REMEMBERED)
 
-    @staticmethod
-    def clock() -> float:
-        """Return seconds, for ``add_pull``."""
-        return time.perf_counter()
-
     def add_pull(self, group: int, leader: int, started: float) -> None:
         """Count a completed pull of a group, submitted at ``started``."""
         self.pulls += 1
         self._led[group == ALL_RANKS, leader] += 1
-        self._seconds += self.clock() - started
+        self._seconds += self._clock() - started
         self._history.append((time.time(), group, leader))
 
     def add_distance(self, difference: Vector) -> None:
@@ -249,7 +247,9 @@ class PullExecutor:
             ("sent", pull), ("landed", pull), ("drained",). None: they are not recorded.
     """
 
-    def __init__(self, engine: Engine, config: LeaderConfig, rule: Rule, rank_group: RankGroup, group_set: Any) -> None:
+    def __init__(
+        self, engine: RankRuntime, config: LeaderConfig, rule: Rule, rank_group: RankGroup, group_set: Any
+    ) -> None:
         self._engine, self._config, self._rule, self._rank_group = engine, config, rule, rank_group
         self._group_set, self._group = group_set, group_of(config, rank_group)
         self._lock = threading.Lock()
@@ -276,7 +276,7 @@ class PullExecutor:
         self._last: int | None = None
         """The last pull before a drain or cut that this rank has not completed yet; later pulls wait."""
         self._restored = False
-        self.record = PullCounters()
+        self.record = PullCounters(engine.clock)
         self.log: list[Any] | None = None
 
     # -- training thread --------------------------------------------------------------------------------------
@@ -417,7 +417,7 @@ class PullExecutor:
             statistics = self._statistics = vector_of(self._statistics)
             snapshot = self._position()
             self._note("sent", command.round)
-        started, parts = self.record.clock(), 1 if statistics is None else 2
+        started, parts = self._engine.clock(), 1 if statistics is None else 2
 
         def part_done(received: float) -> None:
             nonlocal parts
@@ -546,7 +546,7 @@ class LeaderWorker(Worker):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: RankRuntime,
         config: LeaderConfig,
         strengths: Strengths,
         rank_group: RankGroup,
@@ -628,7 +628,7 @@ class LeaderWorker(Worker):
         """Announce that this rank has finished; from now on it waits."""
         super().announce_finished(flush)
         if self._done_at is None:
-            self._done_at = time.perf_counter()
+            self._done_at = self.engine.clock()
 
     def _check_loss(self) -> None:
         if isinstance(self._rank_group.process_set, SingleRank):
@@ -703,17 +703,17 @@ class LeaderWorker(Worker):
         drained = self._inbox.drained
         return drained is not None and self.executor.has_completed(drained.rounds)
 
-    def complete_drain(self) -> None:
+    def complete_drain_program(self) -> Program[None]:
         """Complete a drain or cut; in a drain, let the binding put ``gather``'s weights into the model."""
         drained = self._take_drained()
         assert drained.details is not None
         assert self._done_at is not None
-        self._waited, self._done_at = self._waited + time.perf_counter() - self._done_at, None
+        self._waited, self._done_at = self._waited + self.engine.clock() - self._done_at, None
         self._leader, self._consensus, total = drained.details.leader, self.executor.consensus, sum(drained.produced)
         self._before, self._step = self._before + self._step, 0
         moved = total != self._total or self._saved is not None  # since all ranks had the same weights
         if moved and drained.flushed:
-            self._end(True)
+            yield from self._finish(True)
             self._total, self.keep, self._saved = total, None, None
         elif moved:
             self._saved = SavedState(
@@ -728,7 +728,11 @@ class LeaderWorker(Worker):
             weights: this rank's, shape (n,); they belong to the worker from now on.
             flush: always.
         """
-        x = self.consensus(weights)
+        return self.run(self.gather_program(weights, flush))
+
+    def gather_program(self, weights: Vector, flush: bool) -> Program[Vector]:
+        """As ``gather``."""
+        x = yield from self.consensus_program(weights)
         self.executor.start_from(x)
         return x
 
@@ -738,9 +742,13 @@ class LeaderWorker(Worker):
         Args:
             weights: this rank's, shape (n,); they belong to the worker from now on.
         """
+        return self.run(self.consensus_program(weights))
+
+    def consensus_program(self, weights: Vector) -> Program[Vector]:
+        """As ``consensus``."""
         if self._has_center:
             return self._consensus
-        return self.broadcast(weights, self._leader, "the leader's weights")
+        return (yield from self.broadcast_program(weights, self._leader, "the leader's weights"))
 
     def leave(self, weights: Vector) -> Kept:
         """Return what this rank keeps, whose model has these weights, now that the ranks will be others."""

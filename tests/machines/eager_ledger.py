@@ -128,7 +128,7 @@ class Ledger:
             arrived = self.arrivals.get((bucket, self.fired[bucket] + 1), {})
             moments.append(Moment(now, tuple(arrived), self.active()))
 
-    def _met(self, round_: int, quorum: Quorum, arrived: Collection[int], active: frozenset[int]) -> bool:
+    def met(self, round_: int, quorum: Quorum, arrived: Collection[int], active: frozenset[int]) -> bool:
         """By the quorum's definition, not by ``decide``."""
         if not arrived or quorum == "solo":
             return bool(arrived)
@@ -187,10 +187,10 @@ class Ledger:
             self.drain_rounds.add(round_)
         else:
             quorum, active = self._quorum(trigger), self.active()
-            assert self._met(round_, quorum, arrived, active), f"round {round_} fired with {arrived} of {active}"
+            assert self.met(round_, quorum, arrived, active), f"round {round_} fired with {arrived} of {active}"
             since = now
             for moment in reversed(self._moments[bucket]):
-                if not self._met(round_, quorum, moment.arrived, moment.active):
+                if not self.met(round_, quorum, moment.arrived, moment.active):
                     break
                 since = moment.now
             assert now >= since + self.config.grace or set(arrived) == active, "fired within its grace"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 
 from hvd_async.algorithms.leader.config import LeaderConfig, PullDone, PullProgress, StartPull, StepTaken
 from hvd_async.runtime.protocol import Accepted, Command, Drained, Finished, OptimizerEvent, Registered
@@ -46,8 +47,10 @@ class PullLedger:
         self.led: list[tuple[int, int]] = []
         """Group and leader of each."""
         self._moved = False
-        self.clock = 0.0
-        self.when = dict.fromkeys(self.told, 0.0)
+        self._by_steps: list[Command] = []
+        """Pulls that the steps of the last event have made due."""
+        self.clock = Fraction(0)
+        self.when = dict.fromkeys(self.told, Fraction(0))
         self.counted = {group: len(members) for group, members in self.members.items()}
 
     def there(self, members: Sequence[int]) -> set[int]:
@@ -75,12 +78,15 @@ class PullLedger:
         match event:
             case Registered():
                 self.opened.add(rank)
-            case StepTaken(_, loss):
-                self.clock += 1 / (len(self.ranks) - len(self.done))
-                if loss is not None:
-                    self.told[rank], self.when[rank] = loss, self.clock
-                for group, members in self.members.items():
-                    self.taken[group] += [rank] if rank in members and self.pulled(group) else []
+            case StepTaken(_, loss, steps):
+                for _ in range(steps):
+                    self.clock += Fraction(1, len(self.ranks) - len(self.done))
+                    if loss is not None:
+                        self.told[rank], self.when[rank] = loss, self.clock
+                    for group, members in self.members.items():
+                        self.taken[group] += [rank] if rank in members and self.pulled(group) else []
+                    self._by_steps += self._due()
+                self._moved = False
             case PullDone(_, number):
                 over = [group for group, flight in self.flights.items() if flight == number]
                 self.flights = {group: flight for group, flight in self.flights.items() if group not in over}
@@ -115,7 +121,8 @@ class PullLedger:
             self._moved = False
         if self.done == set(self.ranks):
             return [*commands, self._drained(rank)]
-        return [*commands, *(self._due() if self._moved else [])]
+        by_steps, self._by_steps = self._by_steps, []
+        return [*commands, *by_steps, *(self._due() if self._moved else [])]
 
     def _due(self) -> list[Command]:
         commands: list[Command] = []

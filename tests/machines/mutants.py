@@ -84,7 +84,7 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "False",
         ),
         "a late gradient is not noted": Mutant(
-            "staleness 2", EagerStateMachine._arrived, "all_buckets[index].loaded = True", "pass"
+            "two buckets, both late", EagerStateMachine._arrived, "all_buckets[index].loaded = True", "pass"
         ),
         "a round has the hyperparameters of another step": Mutant(
             "steps that differ",
@@ -188,7 +188,7 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "dpsgd", GossipStateMachine._on_event, "key == self._granted.get(rank)", "False"
         ),
         "messages of several steps go together": Mutant(
-            "sgp of three ranks, uneven",
+            "sgp of three ranks",
             MessageQueues._next,
             "self._groups if self._stages > 1 else self._groups[:1]",
             "self._groups",
@@ -202,13 +202,13 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "pass",
         ),
         "averaged with a rank that is done": Mutant(
-            "adpsgd of three ranks, uneven",
+            "adpsgd of three ranks",
             PairRequests.pair,
             "(own & self._active).difference(asking, taken)",
             "own.difference(asking, taken)",
         ),
         "a rank is in two pairs": Mutant(
-            "adpsgd of three ranks, uneven",
+            "adpsgd of three ranks",
             PairRequests.pair,
             "(own & self._active).difference(asking, taken)",
             "(own & self._active).difference(asking)",
@@ -250,7 +250,7 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "pass",
         ),
         "nobody is told when an exchange goes": Mutant(
-            "sgp, exchanges take time",
+            "sgp",
             GossipStateMachine._due_exchange,
             "self._wake_at = since + self._duration",
             "self._wake_at = None",
@@ -273,7 +273,7 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "self._heard.get(rank, -math.inf) >= oldest",
         ),
         "a loss that is not finite leads": Mutant(
-            "lsgd, one leads at times",
+            "lsgd, losses that are no numbers",
             LeaderStateMachine._due,
             "pick_leader(self._means, self._recent(group.ranks))",
             "next(iter(self._recent(group.ranks)), None)",

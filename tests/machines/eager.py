@@ -1,0 +1,253 @@
+"""Partial allreduce, driven: gradients are one-hot vectors, so each shows in the round that has carried it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hvd_async.algorithms.eager.config import EagerConfig, GradientReady, StepEntered, VersionTaken
+from hvd_async.algorithms.eager.gradient_format import GradientFormat, PendingGradient, ReducedRound
+from hvd_async.algorithms.eager.machine import EagerStateMachine
+from hvd_async.algorithms.eager.rank import EagerWorker
+from hvd_async.runtime.interfaces import Wait
+from hvd_async.runtime.protocol import Accepted, Command, Drained, Finished, Hyper, OptimizerEvent, Registered
+from tests.machines.driver import PAUSE, Drive, Job, Rank, programs
+from tests.machines.eager_ledger import Ledger
+
+MOST = 64
+"""Steps of a rank."""
+
+
+@dataclass(frozen=True)
+class EagerJob(Job):
+    """A job of partial allreduce.
+
+    Attributes:
+        one_by_one: places of ranks that take one round a step (``synchronize()``).
+        loaded: places of ranks that bring a gradient of an earlier run.
+        empty: how probable it is that a bucket is handed over empty.
+        in_order: whether buckets are handed over in order, all in ``step()`` or all before it, as drawn.
+    """
+
+    config: EagerConfig = field(default_factory=lambda: EagerConfig("solo", 1, 0.0, 0, 1))
+    one_by_one: frozenset[int] = frozenset()
+    loaded: frozenset[int] = frozenset()
+    empty: float = 0.0
+
+
+def eager(
+    *texts: str,
+    quorum: str | int | float = "solo",
+    staleness: int = 1,
+    buckets: int = 1,
+    pace: str = "steps",
+    grace: float = 0.0,
+    local_size: int = 1,
+    **own: Any,
+) -> EagerJob:
+    """Return a job of ranks with these programs."""
+    return EagerJob(programs(*texts), config=EagerConfig(quorum, staleness, grace, 0, buckets, pace, local_size), **own)
+
+
+class EagerDrive(Drive):
+    """Moves a job of partial allreduce.
+
+    Attributes:
+        produced: by bucket, the gradients (place, step) in the order in which they were handed over; step 0 is of an
+            earlier run.
+        rounds: by number, the round as the first rank that has applied it has seen it.
+    """
+
+    job: EagerJob
+
+    def __init__(self, job: EagerJob, quick: bool = False) -> None:
+        self.config, self.size = job.config, len(job.programs)
+        self.ledger = Ledger(job.config, job.numbers)
+        self.produced: list[list[tuple[int, int]]] = [[] for _ in range(self.config.buckets)]
+        self.rounds: dict[int, ReducedRound] = {}
+        hosts = job.config.local_size > 1
+        self.plain = not hosts and not any({"leave", "sum"} & set(program) for program in job.programs)
+        """Whether the ledger knows all that ranks do: it knows neither hosts nor ranks that leave."""
+        super().__init__(job, EagerStateMachine(0, job.numbers), quick)
+
+    def worker(self, rank: Rank) -> EagerWorker:
+        group, buckets = self.group(rank), self.config.buckets
+        length = self.size * MOST + 1
+        wire = GradientFormat(
+            zeros=lambda bucket: np.zeros(length),
+            nbytes=(8 * length,) * buckets,
+            process_set=group.process_set,
+            members=group.members,
+        )
+        rank.applied = np.zeros((buckets, self.size * MOST))
+
+        def apply(round_: ReducedRound) -> None:
+            self._apply(rank, round_)
+
+        worker = EagerWorker(rank, self.config, wire, lambda flush: None, apply)
+        worker._records_timeline = rank.place == 0  # (so that the ledger hears why rounds start)
+        if rank.place in self.job.loaded:
+            versions = [-rank.random.randint(0, self.config.max_staleness)]
+            worker.restore([PendingGradient(self._gradient(rank, bucket, 0), versions) for bucket in range(buckets)])
+        return worker
+
+    def _gradient(self, rank: Rank, bucket: int, step: int) -> Any:
+        self.produced[bucket].append((rank.place, step))
+        vector = np.zeros(self.size * MOST + 1)
+        vector[rank.place * MOST + step] = vector[-1] = 1.0
+        return vector
+
+    def first_hyper(self, rank: Rank) -> Hyper:
+        return self._hyper(rank, 0)
+
+    def _hyper(self, rank: Rank, step: int) -> Hyper:
+        """Return what a rank reports in a step; it changes at every second one."""
+        return [{"lr": rank.rank + step // 2 / 1024, "momentum": 0.5}]
+
+    def step(self, rank: Rank) -> Generator[Wait, None, None]:
+        worker: EagerWorker = rank.worker
+        order = list(range(self.config.buckets))
+        rank.random.shuffle(order)
+        early = rank.random.randint(0, len(order))
+        for bucket in order[:early]:
+            worker.hand_over(bucket, self._handed(rank, bucket))
+            yield PAUSE
+        rest = {bucket: self._handed(rank, bucket) for bucket in order[early:]}
+        most = 1 if rank.place in self.job.one_by_one else None
+        rounds = yield from worker.finish_step_program(rest, self._hyper(rank, rank.steps), most)
+        for round_ in rounds:
+            with worker.applying(round_):
+                self._apply(rank, round_)
+            yield PAUSE
+
+    def _handed(self, rank: Rank, bucket: int) -> Any:
+        return None if rank.random.random() < self.job.empty else self._gradient(rank, bucket, rank.steps)
+
+    def _apply(self, rank: Rank, round_: ReducedRound) -> None:
+        """Apply a round: the same on all ranks, to the bit."""
+        first = self.rounds.setdefault(round_.index, round_)
+        assert (first.hyper, first.counts) == (round_.hyper, round_.counts), f"round {round_.index} differs"
+        for bucket, total in enumerate(round_.sums):
+            assert np.array_equal(first.sums[bucket], total), f"round {round_.index} differs between ranks"
+            rank.applied[bucket] += total[:-1]
+        assert rank.applied.max(initial=0.0) <= 1.0, "a gradient counts twice"
+
+    def ended(self, rank: Rank, drained: Drained[Any]) -> None:
+        if rank.ends == len(self.drains) - 1 and rank.steps > MOST - 2:
+            raise AssertionError(f"a rank takes more than {MOST} steps: make MOST larger")
+        held: list[PendingGradient] = []
+        if not drained.flushed and rank.worker.settled and self.plain:
+            held = rank.worker.pending()
+        for bucket, made in enumerate(self.produced):
+            own = [step for place, step in made if place == rank.place]
+            if drained.flushed:
+                expected = np.zeros(self.size * MOST)
+                for place, step in made[: drained.produced[bucket]]:
+                    expected[place * MOST + step] = 1.0
+                assert np.array_equal(rank.applied[bucket], expected), "a gradient is lost, or stayed behind"
+            elif held:
+                there = rank.applied[bucket][rank.place * MOST : (rank.place + 1) * MOST] + (
+                    0.0
+                    if held[bucket].vector is None
+                    else held[bucket].vector[rank.place * MOST : (rank.place + 1) * MOST]
+                )
+                assert np.flatnonzero(there).tolist() == sorted(own), "lost or twice"
+                assert there.max(initial=0.0) <= 1.0, "lost or twice"
+
+    def over(self) -> None:
+        late = self.staleness
+        assert max(late, default=0) <= self.config.max_staleness, f"gradients were {dict(late)} rounds late"
+
+    @property
+    def staleness(self) -> Counter[int]:
+        """Return how late the gradients of the first bucket were."""
+        return sum((Counter(rank.worker.stats().staleness) for rank in self.ranks), Counter())
+
+    def carried(self, round_: int) -> int:
+        """Return how many gradients a round has carried in the bucket that has carried most."""
+        return max(self.rounds[round_].counts)
+
+    # -- the coordinator --------------------------------------------------------------------------------------
+
+    def hear(self, rank: int, event: OptimizerEvent) -> None:
+        if self.plain:
+            self.ledger.hear(rank, event, self.now)
+
+    def check(self, commands: list[Command], rank: int | None) -> None:
+        if self.plain:
+            self.ledger.check(commands, rank, self.now)
+            self._check_due()
+        for command in commands:
+            if isinstance(command, Drained):
+                assert command.produced == [len(made) for made in self.produced]
+
+    def _check_due(self) -> None:
+        """Check that each round that can start has, and that there is a deadline for those that wait for grace."""
+        ledger, active, quorum = self.ledger, self.ledger.active(), self.config.quorum
+        for bucket, fired in enumerate(ledger.fired):
+            arrived = ledger.arrivals.get((bucket, fired + 1), {})
+            late = max((fired + 1 - ledger.position[bucket][rank] for rank in active), default=0)
+            if quorum == "auto" or not active or not ledger.met(fired + 1, quorum, arrived, active):
+                continue
+            if late <= self.config.max_staleness:
+                assert self.config.grace, f"round {fired + 1} can start and has not"
+                assert set(arrived) != active, f"round {fired + 1} waits for more ranks although all are there"
+                assert self.machine.deadline() is not None, f"nobody will look when the grace of {fired + 1} is over"
+
+    def illegal(self, rank: Rank) -> list[OptimizerEvent]:
+        number, buckets = rank.rank, self.config.buckets
+        many = [10**6] * buckets
+        if not rank.opened:
+            return [StepEntered(0, 1, []), GradientReady(0, [0], 1), VersionTaken(0, 0), Finished(0, [0] * buckets)]
+        if not any(isinstance(command, Accepted) for command in self.log):
+            return [
+                Registered(0, self.config, ["w"], [1]),
+                StepEntered(0, 1, []),
+                GradientReady(0, [0], 1),
+                VersionTaken(0, 0),
+            ]
+        if not self.plain:
+            return []
+        bucket, ledger = self.random.randrange(buckets), self.ledger
+        position, fired = ledger.position[bucket][number], ledger.fired[bucket]
+        moves: list[OptimizerEvent] = [
+            Registered(0, self.config, ["w"], [1]),
+            GradientReady(0, [-1], position + 1),
+            GradientReady(0, [buckets], position + 1),
+            GradientReady(0, [bucket, buckets], position + 1),
+            GradientReady(0, [bucket, bucket], position + 1),
+            GradientReady(0, [bucket], position),
+            GradientReady(0, [bucket], position + 2),
+            GradientReady(0, [bucket], fired + 2),
+            VersionTaken(0, fired + 1),
+            VersionTaken(0, position - 1),
+            Finished(0, many[1:]),
+        ]
+        if self.config.pace == "steps":
+            moves.append(VersionTaken(0, position))
+        if number in ledger.done:
+            moves += [
+                GradientReady(0, [bucket], position + 1),
+                StepEntered(0, 10**6, []),
+                VersionTaken(0, fired),
+                Finished(0, many),
+            ]
+        if any(number in ledger.arrivals.get((b, ledger.fired[b] + 1), {}) for b in range(buckets)):
+            moves.append(Finished(0, many))
+        return moves
+
+
+def driven(job: EagerJob, **changes: Any) -> EagerDrive:
+    """Run a job, with some of it changed, and return what happened."""
+    found: EagerDrive = EagerDrive(dataclasses.replace(job, **changes)).run()
+    return found
+
+
+def uneven(steps: Sequence[int], **own: Any) -> EagerJob:
+    """Return a job of so many steps of each rank and a drain."""
+    return eager(*(f"{count} drain" for count in steps), **own)

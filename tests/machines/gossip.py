@@ -1,0 +1,175 @@
+"""Gossip, driven: each rank adds 1 to an element of its own in each step, so every step shows in the weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvd_async.algorithms.eager.config import GradientReady, StepEntered
+from hvd_async.algorithms.gossip.config import (
+    ALGORITHMS,
+    AverageEntered,
+    ExchangeDone,
+    MessageComing,
+    MessageQueued,
+    NoMessage,
+    PairRequested,
+)
+from hvd_async.algorithms.gossip.machine import GossipStateMachine
+from hvd_async.algorithms.gossip.message_format import make_message_format
+from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
+from hvd_async.algorithms.gossip.rank import GossipWorker
+from hvd_async.algorithms.gossip.strategies import worker_class
+from hvd_async.runtime.interfaces import Program, Wait
+from hvd_async.runtime.protocol import Command, Drained, Finished, OptimizerEvent, Registered
+from tests.machines.driver import PAUSE, Drive, Job, Rank, programs
+from tests.machines.gossip_ledger import GossipLedger
+
+MIXING = ("sgp", "osgp", "dpsgd", "exact-diffusion", "adpsgd", "allreduce")
+"""Algorithms that keep the mean of all ranks' weights."""
+
+
+@dataclass(frozen=True)
+class GossipJob(Job):
+    """A job that gossips by a plan."""
+
+    plan: GossipPlan = dataclasses.field(default_factory=lambda: make_plan(2))
+
+
+def gossip(*texts: str, **options: Any) -> GossipJob:
+    """Return a job of ranks with these programs; ``options`` of the job or the plan."""
+    own = {name: options.pop(name) for name in ("speeds", "ranks", "seed", "hasty") if name in options}
+    return GossipJob(programs(*texts), plan=make_plan(len(texts), options.pop("algorithm", "sgp"), **options), **own)
+
+
+class GossipDrive(Drive):
+    """Moves a job that gossips."""
+
+    job: GossipJob
+
+    def __init__(self, job: GossipJob, quick: bool = False) -> None:
+        self.plan, self.config, self.kind = job.plan, job.plan.config, ALGORITHMS[job.plan.config.algorithm]
+        self.ledger = GossipLedger(self.config, job.numbers)
+        hosts = job.plan.config.local_size > 1
+        self.plain = not hosts and not any({"leave", "sum"} & set(program) for program in job.programs)
+        """Whether the ledger knows all that ranks do: it knows neither hosts nor ranks that leave."""
+        self.whole = not any("leave" in program for program in job.programs)
+        super().__init__(job, GossipStateMachine(0, job.numbers), quick)
+
+    def worker(self, rank: Rank) -> GossipWorker:
+        plan, group, size = self.plan, self.group(rank), len(self.numbers)
+        post = make_message_format(
+            size, np.float64, plan.config.compression, plan.max_messages, group, plan.parts, plain=plan.plain_messages
+        )
+        worker = worker_class(plan.config)(rank, plan, post, lambda flush: self._gather(rank, flush))
+        rank.applied = np.zeros(size)
+        worker.begin(rank.applied + 0)
+        return worker
+
+    def step(self, rank: Rank) -> Generator[Wait, None, None]:
+        worker: GossipWorker = rank.worker
+        before = rank.applied * worker.weight
+        after = before + 0
+        after[rank.place] += 1.0
+        yield PAUSE
+        rank.applied = yield from worker.mix_program(before, after)
+        rank.applied = rank.applied + 0
+        yield PAUSE
+        worker.publish(rank.applied)
+        rank.applied = rank.applied + 0
+
+    def _gather(self, rank: Rank, flush: bool) -> Program[None]:
+        rank.applied = (yield from rank.worker.gather_program(rank.applied + 0, flush)) + 0
+
+    def ended(self, rank: Rank, drained: Drained[Any]) -> None:
+        steps = [self.programs_steps(place, rank.ends) for place in range(len(self.numbers))]
+        if drained.flushed and self.whole and self.config.algorithm in MIXING:
+            np.testing.assert_allclose(rank.applied, np.array(steps) / len(steps), rtol=1e-9, atol=1e-12)
+
+    def programs_steps(self, place: int, end: int) -> int:
+        """Return the steps of a rank until an end."""
+        count = ends = 0
+        for token in self.job.programs[place]:
+            if token == "step":
+                count += 1
+            elif token in ("drain", "cut"):
+                if ends == end:
+                    break
+                ends += 1
+        return count
+
+    def over(self) -> None:
+        if self.plain:
+            self.ledger.check_end()
+        if self.drains and self.drains[-1].flushed and self.plain:
+            stats = [rank.worker.stats() for rank in self.ranks]
+            if not self.kind.pairs and self.kind.outer is None:
+                sent, taken = (
+                    sum(getattr(each, name) for each in stats) for name in ("messages_sent", "messages_taken")
+                )
+                assert sent == taken + sum(each.messages_left for each in stats), "a message is lost, or counts twice"
+
+    # -- the coordinator --------------------------------------------------------------------------------------
+
+    def hear(self, rank: int, event: OptimizerEvent) -> None:
+        self.ledger.hear(rank, event, self.now)
+
+    def check(self, commands: list[Command], rank: int | None) -> None:
+        if self.plain:
+            ends = [command for command in commands if type(command).__name__ != "RunCollective"]
+            self.ledger.check(ends, rank, self.now, self.machine.deadline())
+
+    def illegal(self, rank: Rank) -> list[OptimizerEvent]:
+        ledger, number = self.ledger, rank.rank
+        if not rank.opened:
+            return [
+                MessageQueued(0, 1),
+                NoMessage(0, 1),
+                PairRequested(0),
+                AverageEntered(0, 1, [1.0]),
+                ExchangeDone(0, 1),
+                Finished(0, [0]),
+            ]
+        if not self.plain:
+            return []
+        moves: list[OptimizerEvent] = [
+            Registered(0, self.config, ["w"], [1]),
+            StepEntered(0, 1, []),
+            GradientReady(0, [0], 1),
+            ExchangeDone(0, 0),
+            ExchangeDone(0, ledger.exchanges + 1),
+            Finished(0, [10**6, 10**6]),
+            Finished(0, []),
+            *(MessageQueued(0, key) for key, _ in ledger.offers[number]),
+            *(MessageComing(0, key) for key in (ledger.told.get(number), ledger.coming.get(number)) if key),
+        ]
+        if ledger.bases[number]:
+            moves.append(Finished(0, [ledger.bases[number] - 1]))
+        if self.config.algorithm != "adpsgd":
+            moves.append(PairRequested(0))
+        if not ledger.goes_on:
+            moves.append(AverageEntered(0, ledger.average + 2, [1.0]))
+        entered = ledger.entered.get(number, 0)
+        moves += [AverageEntered(0, entered, [1.0]), AverageEntered(0, entered + 2, [1.0])]
+        if number in ledger.done or not ledger.agreed:
+            moves += [
+                MessageQueued(0, 10**6),
+                NoMessage(0, 10**6),
+                PairRequested(0),
+                AverageEntered(0, entered + 1, [1.0]),
+            ]
+        if number in ledger.done:
+            moves.append(Finished(0, [10**6]))
+        if number in ledger.waiting() and not ledger.goes_on:
+            moves += [AverageEntered(0, ledger.average + 1, [1.0]), Finished(0, [10**6])]
+        return moves
+
+
+def driven(job: GossipJob, **changes: Any) -> GossipDrive:
+    """Run a job, with some of it changed, and return what happened."""
+    found: GossipDrive = GossipDrive(dataclasses.replace(job, **changes)).run()
+    return found
