@@ -11,11 +11,11 @@ class HorovodCollectives:
     """``Collectives`` of all ranks of this job; Horovod is there as long as this is entered.
 
     Args:
-        probe: a binding's ``network_probe``: Horovod, and tensors for it.
+        probe: a binding's module ``doctor``: Horovod, and tensors for it.
     """
 
     def __init__(self, probe: Any) -> None:
-        self._probe, self._hvd = probe, probe.horovod
+        self._probe, self._hvd = probe, probe.horovod()
         self.framework: str = probe.FRAMEWORK
 
     def __enter__(self) -> HorovodCollectives:

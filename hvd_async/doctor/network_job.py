@@ -50,7 +50,7 @@ def measure_here() -> tuple[int, Measurement]:
     """Measure as one rank of a job; returns this rank, and what all have found."""
     on_torch = bool(installed("torch")) and choose().name == TORCH
     framework = "torch" if on_torch else framework_here()
-    with HorovodCollectives(importlib.import_module(f"hvd_async.{framework}.network_probe")) as collectives:
+    with HorovodCollectives(importlib.import_module(f"hvd_async.{framework}.doctor")) as collectives:
         return collectives.rank(), measure(collectives)
 
 

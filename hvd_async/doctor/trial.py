@@ -90,7 +90,7 @@ def judge_trial(framework: str, outcome: Outcome, limit: float, transport: str =
 
 def main(framework: str) -> None:
     """Train as one rank; rank 0 tells what came of it."""
-    result = importlib.import_module(f"hvd_async.{framework}.trial").train()
+    result = importlib.import_module(f"hvd_async.{framework}.doctor").train()
     if result is not None:
         tell(result)
 

@@ -1,4 +1,7 @@
-"""A round applied by a Keras optimizer: its average gradient, its hyperparameters, the same bits on every rank."""
+"""A round applied by a Keras optimizer: its average gradient, its hyperparameters, the same bits on every rank.
+
+``Update`` applies it, ``Extrapolation`` extends the update, ``clip_by_global_norm`` is for use in ``round_transform=``.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,111 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvd_async.algorithms.eager.extrapolation import factor, momentum_of
 from hvd_async.algorithms.eager.gradient_format import ReducedRound
 from hvd_async.errors import ReplicaMismatchError
-from hvd_async.tensorflow.bucket_layout import Layout, has_gradients
-from hvd_async.tensorflow.extrapolation import Extrapolation
-from hvd_async.tensorflow.memory import constant
-from hvd_async.tensorflow.variables import own_name, raw
+from hvd_async.tensorflow.gradient_format import Layout, has_gradients
+from hvd_async.tensorflow.variables import constant, own_name, raw
+
+# -- clipping ----------------------------------------------------------------------------------------------------------
+# Gradient clipping whose result is the same, bit for bit, on ranks with different numbers of threads.
+
+
+BLOCK = 4096
+"""Elements that are added up by one thread."""
+
+
+def clip_by_global_norm(gradients: Sequence[tf.Tensor], clip_norm: float) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Scale gradients down to a global norm, as ``tf.clip_by_global_norm`` does, for use in ``round_transform=``.
+
+    TensorFlow's own splits a large sum among its threads, so ranks with different numbers of threads may get norms that
+    differ in the last bit, and replicas part. Here sums are taken in blocks of one size, in one order.
+
+    Args:
+        gradients: dense tensors of floating-point numbers, of any shapes.
+        clip_norm: the largest global norm, above 0.
+
+    Returns:
+        The gradients times ``clip_norm / max(norm, clip_norm)``, and their global norm before, a float32 scalar. Where
+        that is not finite, the gradients are NaN.
+    """
+    norm = tf.sqrt(_sum(tf.stack([_sum(tf.square(tf.cast(one, tf.float32))) for one in gradients])))
+    scale = clip_norm / tf.maximum(norm, clip_norm)
+    scale = tf.where(tf.math.is_finite(norm), scale, float("nan"))
+    return [one * tf.cast(scale, one.dtype) for one in gradients], norm
+
+
+def _sum(values: tf.Tensor) -> tf.Tensor:
+    """Return the sum of a tensor whose shape is known: of blocks first, then of their sums."""
+    flat = tf.reshape(values, [-1])
+    while flat.shape[0] > BLOCK:
+        rows = tf.reshape(tf.pad(flat, [[0, -flat.shape[0] % BLOCK]]), [-1, BLOCK])
+        flat = tf.reduce_sum(rows, axis=1)
+    return tf.reduce_sum(flat)
+
+
+# -- extrapolation -----------------------------------------------------------------------------------------------------
+
+
+SCHEDULE_FREE = getattr(keras.optimizers, "ScheduleFreeAdamW", ())
+"""Optimizers whose ``beta_1`` is no momentum: they derive averages from the weights (Keras 3.13 and later)."""
+
+
+class Extrapolation:
+    """The extrapolated updates of one optimizer, over its trainable variables.
+
+    Args:
+        optimizer: ours, built.
+        rounds: rounds to look ahead; 0: updates stay as they are.
+        before: the extrapolation of the same optimizer among other ranks, whose leads go on; None at first.
+
+    Attributes:
+        leads: of each trainable variable, by how much it is ahead of its updates; empty where nothing is extrapolated.
+    """
+
+    def __init__(self, optimizer: Any, rounds: float, before: Extrapolation | None = None) -> None:
+        self._optimizer, self._rounds = optimizer, rounds
+        self.leads: list[tf.Variable] = before.leads if before is not None and rounds else []
+        if self.wants_leads():
+            self.make_leads()
+
+    def wants_leads(self) -> bool:
+        """Tell whether updates are extrapolated with the optimizer's momentum of now."""
+        return self._factor() != 0
+
+    def make_leads(self) -> None:
+        """Make sure that there are leads, of 0 if there were none. Not in a graph."""
+        if not self.leads:
+            self.leads = [tf.Variable(tf.zeros_like(raw(v)), trainable=False) for v in self._variables()]
+
+    def forget_leads(self) -> None:
+        """Start from zero: the weights are others now."""
+        for lead in self.leads:
+            lead.assign(tf.zeros_like(lead))
+
+    def _variables(self) -> list[Any]:
+        return list(self._optimizer._trainable_variables)
+
+    def _factor(self) -> float:
+        if isinstance(self._optimizer, SCHEDULE_FREE):
+            return 0.0
+        return factor(momentum_of(vars(self._optimizer)), self._rounds)
+
+    @contextlib.contextmanager
+    def around_update(self, moved: Sequence[Any]) -> Iterator[None]:
+        """Extend the update of variables, of which the ops are made inside; before constraints and averages."""
+        lead_of = {id(raw(v)): lead for v, lead in zip(self._variables(), self.leads, strict=bool(self.leads))}
+        pairs = [(raw(v), lead_of[id(raw(v))]) for v in moved] if self.leads else []
+        before = [tf.identity(variable) for variable, _ in pairs]
+        yield
+        for (variable, lead), start in zip(pairs, before, strict=True):
+            new = tf.cast(self._factor(), variable.dtype) * (variable - start)
+            variable.assign_add(new - lead)
+            lead.assign(new)
+
+
+# -- rounds ------------------------------------------------------------------------------------------------------------
+
 
 RoundTransform = Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]
 NOT_SETTINGS = {"name", "built", "loss_scale_factor"}

@@ -31,7 +31,7 @@ from hvd_async.errors import NotInitializedError
 from hvd_async.runtime.interfaces import CompletedHandle, Handle, pack, unpack
 from hvd_async.runtime.lifecycle import Lifecycle
 from hvd_async.runtime.process_sets import SingleRank, process_set_among
-from hvd_async.tensorflow.memory import given_to_tensor
+from hvd_async.tensorflow.variables import given_to_tensor
 
 Call = Callable[[], tf.Tensor]
 INLINE = -1

@@ -2,21 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NoReturn
 
 import horovod.tensorflow as hvd
+import horovod.tensorflow.keras as hvd_keras
+import keras
 import tensorflow as tf
 from horovod.tensorflow.functions import allgather_object
+from horovod.tensorflow.keras import callbacks
 
 from hvd_async.algorithms.eager import timeline
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
 from hvd_async.optimizers import elastic
+from hvd_async.runtime.log import warn
 from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.variables import is_seed, raw
-from hvd_async.tensorflow.wait_notices import told_if_long
+
+PATIENCE = 30.0
+"""Seconds before the first word."""
+
+
+@contextlib.contextmanager
+def told_if_long(what: str) -> Iterator[None]:
+    """Around a collective: if it waits for long, this rank says for what, once.
+
+    Args:
+        what: the call, for people.
+    """
+    rank = hvd.rank()
+
+    def tell() -> None:
+        warn(
+            f"rank {rank} has waited {PATIENCE:.0f} s in {what} for ranks that have not called it: every rank must, "
+            f"with the same callbacks in the same order. Waiting on."
+        )
+
+    timer = threading.Timer(PATIENCE, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
 
 _horovods_init, _horovods_join, _horovods_shutdown = (
     hvd.init,
@@ -157,3 +190,56 @@ def shutdown() -> None:
     LIFECYCLE.shutdown()
     _horovods_shutdown()
     timeline.merge()  # now, since hvd.init() would begin Horovod's timeline anew
+
+
+# -- Horovod's own modules ---------------------------------------------------------------------------------------------
+# Horovod's own names in a script where only the optimizer's wrapper was swapped, or that is half migrated.
+#
+# On Keras 3 its callbacks end in errors about Keras' inside, and its ``broadcast_variables`` does not know Keras'
+# variables; its ``join`` would silence this rank's engine, and its ``shutdown`` ends Horovod under it. Here the
+# callbacks say which import to change, and the others work, as long as they are called by module (``hvd.join()``).
+
+
+BROKEN = (
+    callbacks.BroadcastGlobalVariablesCallback,
+    callbacks.MetricAverageCallback,
+    callbacks.LearningRateScheduleCallback,
+    callbacks.LearningRateWarmupCallback,
+)
+IMPORT = "'import hvd_async.tensorflow.keras as hvd' in place of 'import horovod.tensorflow.keras as hvd'"
+_horovods_broadcast = hvd.broadcast_variables
+
+
+def _refuse(self: Any, model: Any) -> NoReturn:
+    raise ReplicaStateError(
+        f"Horovod's own {type(self).__name__} does not work on Keras 3. Change the import: {IMPORT} has one that does"
+    )
+
+
+def _broadcast_variables(variables: Any, root_rank: int, **options: Any) -> Any:
+    """Horovod's, which takes Keras variables too."""
+    listed = list(variables)
+    known = not any(isinstance(one, keras.Variable) for one in listed)
+    return (_horovods_broadcast if known else broadcast_variables)(listed, root_rank, **options)
+
+
+def install() -> None:
+    """From now on Horovod's names do so, in this process."""
+    for broken in BROKEN:
+        if issubclass(broken, keras.callbacks.Callback):  # (with Keras 2 in TensorFlow's place of Keras they work)
+            broken.set_model = _refuse
+    hvd.broadcast_variables, hvd.join = _broadcast_variables, join
+    hvd.shutdown = hvd_keras.shutdown = shutdown
+
+
+def check_not_horovods(optimizer: Any) -> None:
+    """Refuse Horovod's ``DistributedOptimizer``.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if type(optimizer).__module__ == "horovod._keras":
+        raise ValueError(
+            "this is Horovod's own DistributedOptimizer, which does not average on Keras 3: wrap the plain Keras "
+            "optimizer in its place"
+        )

@@ -19,12 +19,12 @@ from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.log import users_line
 from hvd_async.runtime.memory import ReusedBlocks
 from hvd_async.runtime.process_sets import RankGroup
-from hvd_async.tensorflow.gradient_feed import is_finite
 from hvd_async.tensorflow.variables import (
     Flat,
     buffers_of,
     checksum,
     flat_double,
+    is_finite,
     keep_buffers,
     raw,
     signature,

@@ -12,10 +12,9 @@ from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import methods
 from hvd_async.optimizers.eager import EagerDriver
 from hvd_async.runtime.nested_calls import unfinished_until_it_returns
-from hvd_async.torch.base import refuse_a_step_for_state
-from hvd_async.torch.extrapolation import LEADS
 from hvd_async.torch.gradient_replica import GradientReplica
-from hvd_async.torch.methods import OptimizerMethods
+from hvd_async.torch.methods import OptimizerMethods, refuse_a_step_for_state
+from hvd_async.torch.update import LEADS
 
 SCALING = ("grad_scale", "found_inf")
 """The attributes in which a GradScaler tells ``step()`` what it knows."""

@@ -6,6 +6,8 @@ to the last commit: ours goes back to nothing, since every survivor has weights 
 
 from __future__ import annotations
 
+import pickle
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,12 +15,13 @@ import torch
 
 from hvd_async.optimizers import elastic
 from hvd_async.optimizers.methods import OptimizerMethods
+from hvd_async.runtime.interfaces import Handle
 from hvd_async.torch import hyperparameters
-from hvd_async.torch.buffers import is_plain, write
-from hvd_async.torch.collectives import LIFECYCLE
+from hvd_async.torch.collectives import LIFECYCLE, PlaneCollectives
 from hvd_async.torch.functions import receive_state
 from hvd_async.torch.horovod_api import ON_HOROVOD, PLANE, hvd
-from hvd_async.torch.objects import gather_objects, object_of, tensors_of
+from hvd_async.torch.tensor_collectives import FINEST_POLL
+from hvd_async.torch.tensors import bytes_of, from_bytes, is_plain, write
 
 if not ON_HOROVOD:
     from hvd_async.torch.distributed.elastic import NOT_HERE
@@ -151,3 +154,35 @@ class _Exchange(elastic.Exchange):
 
     def put_hyperparameters(self, optimizer: Any, values: Any) -> None:
         hyperparameters.write(optimizer.param_groups, values)
+
+
+# -- collectives of objects and single tensors -------------------------------------------------------------------------
+# They sleep while they wait. Horovod's own ask without end whether they are done: where ranks share cores this keeps
+# the threads that they wait for from running, for many seconds at times.
+
+
+def gather_objects(value: Any, name: str) -> list[Any]:
+    """Return all ranks' values, which can be pickled, in order. A collective."""
+    every = PlaneCollectives().allgather_bytes(pickle.dumps(value), name)
+    return [pickle.loads(one) for one in every]
+
+
+def object_of(root: int, value: Any, name: str) -> Any:
+    """Return a rank's value, which can be pickled. A collective."""
+    own = value if PlaneCollectives().rank == root else None
+    return gather_objects(own, name)[root]
+
+
+def tensors_of(root: int, tensors: list[torch.Tensor], name: str) -> list[torch.Tensor]:
+    """Return a rank's tensors; those of this rank are not changed. A collective."""
+    collectives = PlaneCollectives()
+    copies = [bytes_of(tensor) for tensor in tensors]  # (Horovod does not carry all dtypes)
+    handles = [collectives.broadcast(copy, root, f"{name}.{number}") for number, copy in enumerate(copies)]
+    return [from_bytes(_result(handle), tensor) for handle, tensor in zip(handles, tensors, strict=True)]
+
+
+def _result(handle: Handle) -> torch.Tensor:
+    while not handle.done():
+        time.sleep(handle.seconds_to_poll() or FINEST_POLL)
+    result: torch.Tensor = handle.result()
+    return result

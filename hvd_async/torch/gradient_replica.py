@@ -1,12 +1,21 @@
-"""The torch replica of a rank whose gradients travel: gradients out by bucket, rounds in, what ranks have in common."""
+"""The torch replica of a rank whose gradients travel: gradients out by bucket, rounds in, what ranks have in common.
+
+A gradient passes this file from top to bottom: ``Overlap`` notices that the backward pass has filled its bucket,
+``Checks`` looks for NaN and infinities on a GPU, ``Watch`` finds later changes. ``GradientReplica`` drives them all.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
+import sys
 import warnings
+import weakref
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,16 +31,367 @@ from hvd_async.runtime.log import users_line
 from hvd_async.runtime.messages import Hyper
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.torch import hyperparameters, streams
-from hvd_async.torch.bucket_layout import MIB, Layout, differentiable, memory_order
-from hvd_async.torch.buffers import NamedBuffers
-from hvd_async.torch.compression import make_wire, slots
-from hvd_async.torch.extrapolation import Extrapolation
-from hvd_async.torch.gradient_watch import Watch
-from hvd_async.torch.nonfinite import Checks
-from hvd_async.torch.overlap import Overlap
-from hvd_async.torch.step_hooks import StepHooks
+from hvd_async.torch.gradient_format import MIB, Layout, differentiable, make_wire, memory_order, slots
 from hvd_async.torch.streams import record_ready
-from hvd_async.torch.tensors import checksum, flat_double, signature, take_over
+from hvd_async.torch.tensors import NamedBuffers, checksum, flat_double, signature, take_over
+from hvd_async.torch.update import Extrapolation, StepHooks
+
+# -- hooks that hand buckets over during the backward pass -------------------------------------------------------------
+# It does so only from ``zero_grad()`` to ``step()`` of the optimizer whose parameters they are, and not after a drain,
+# a cut or ``discard()``: in a GAN the generator's backward also leaves gradients in the discriminator, which are not
+# the discriminator's next step; a second optimizer may train the same model, and an evaluation may compute gradients.
+
+
+class Overlap:
+    """The hooks of one optimizer.
+
+    A hook runs for each parameter in each backward pass, so it only counts, in lists that its closure holds.
+
+    Args:
+        layout: of its buckets.
+        passes: backward passes of a step.
+        early: whether buckets may leave before ``step()``; else passes are counted, and that is all.
+        hand_over: takes a bucket's number; called from the backward pass. Held weakly, as a bound method.
+    """
+
+    def __init__(self, layout: Layout, passes: int, early: bool, hand_over: Callable[[int], None]) -> None:
+        self._layout, self._passes, self._early = layout, passes, early
+        self._hand_over = weakref.WeakMethod(hand_over)
+        self._parameters = layout.parameters
+        self._bucket = [layout.bucket_of[id(p)] for p in self._parameters]
+        self._handles: list[Any] = []
+        self._hooked: set[int] = set()
+        """Indices of the parameters that have a hook."""
+        self._armed = False
+        self._trainable: list[bool] | None = None
+        """``requires_grad`` of each parameter at the last ``arm``."""
+        self._all_due: list[int] = []
+        self._all_missing: list[int] = []
+        self._frozen: list[list[torch.Tensor]] = [[] for _ in layout.buckets]
+        """Parameters of each bucket that were frozen at the last ``arm``."""
+        self._passed = [0] * len(self._parameters)
+        """Backward passes since ``arm`` that have brought each parameter's gradient."""
+        self._due = [0] * len(self._parameters)
+        """The pass that completes each parameter's gradient; 0 if nothing waits for it."""
+        self._missing = [0] * len(layout)
+        """Number of parameters of each bucket whose gradients are incomplete."""
+        self._handed = [False] * len(layout)
+        """Whether the hooks have handed over each bucket of this step."""
+
+    @property
+    def passes(self) -> int:
+        """Backward passes of a step."""
+        return self._passes
+
+    @passes.setter
+    def passes(self, passes: int) -> None:
+        self._passes = passes
+        self._all_due = [passes if due else 0 for due in self._all_due]
+        self._due[:] = [passes if due else 0 for due in self._due]
+
+    @property
+    def passed(self) -> int:
+        """Backward passes since ``zero_grad()`` whose gradients no step has taken."""
+        return max(self._passed, default=0) if self._armed else 0
+
+    def arm(self, handed: Collection[int]) -> None:
+        """``zero_grad()`` was called: what backward brings from now on is the next step's.
+
+        Args:
+            handed: the buckets of this step that are on their way already.
+
+        Raises:
+            ReplicaStateError: there are some.
+        """
+        if handed:
+            raise ReplicaStateError(
+                "zero_grad() between backward() and step(): the gradients are on their way. Call it after step(), or "
+                "before backward(). To throw a pass away (an adversarial example, the first half of SAM), take its "
+                "gradient by torch.autograd.grad(), or call model.zero_grad() instead, before each pass of the step: "
+                "then gradients leave in step()"
+            )
+        trainable = [p.requires_grad for p in self._parameters]
+        if trainable != self._trainable:
+            self._prepare(trainable)
+        self._armed = True
+        self._passed[:] = [0] * len(self._passed)
+        self._due[:] = self._all_due
+        self._missing[:] = self._all_missing
+
+    def _prepare(self, trainable: list[bool]) -> None:
+        """Hook trainable parameters, and compute what ``arm`` expects until ``requires_grad`` changes."""
+        self._trainable = None
+        self._all_due = [self._passes if self._early and one else 0 for one in trainable]
+        self._frozen = [[p for p in bucket.parameters if not p.requires_grad] for bucket in self._layout.buckets]
+        self._all_missing = [
+            len(bucket.parameters) - len(frozen)
+            for bucket, frozen in zip(self._layout.buckets, self._frozen, strict=True)
+        ]
+        for place, one in enumerate(trainable):
+            if one and place not in self._hooked:
+                self._hooked.add(place)  # (whatever interrupts this, it must not be hooked twice)
+                self._handles.append(self._parameters[place].register_post_accumulate_grad_hook(self._hook(place)))
+        self._trainable = trainable  # (last: after an interrupt the next ``arm`` does the rest)
+
+    def _hook(self, place: int) -> Callable[[torch.Tensor], None]:
+        """Return the hook of a parameter; it does not keep the optimizer alive."""
+        passed, due, missing, handed = self._passed, self._due, self._missing, self._handed
+        bucket, reference = self._bucket[place], weakref.ref(self)
+
+        def hook(_: torch.Tensor) -> None:
+            passed[place] = now = passed[place] + 1
+            if handed[bucket]:
+                if (alive := reference()) is not None:
+                    alive._came_late()
+            elif now == due[place]:
+                missing[bucket] -= 1
+                if missing[bucket] == 0 and (alive := reference()) is not None:
+                    alive._is_whole(bucket)
+
+        return hook
+
+    def disarm(self) -> None:
+        """``step()`` was called, or a drain or cut has ended: what backward brings is not this optimizer's."""
+        self._armed = False  # (first: an interrupt may leave what hooks count as it was)
+        self._due[:] = [0] * len(self._due)
+        self._handed[:] = [False] * len(self._handed)
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._hooked.clear()
+        self._trainable = None
+
+    def _is_whole(self, bucket: int) -> None:
+        """A backward pass has brought the last expected gradient of a bucket. (If a parameter was unfrozen since
+        ``arm``, its gradient may still come: then the bucket leaves in ``step()``.)"""
+        hand_over = self._hand_over()
+        if self._armed and hand_over is not None and True not in [p.requires_grad for p in self._frozen[bucket]]:
+            hand_over(bucket)
+            self._handed[bucket] = True
+
+    def _came_late(self) -> None:
+        """A backward pass has brought a gradient of a bucket that is on its way.
+
+        Raises:
+            ReplicaStateError: there are more passes than was said.
+        """
+        if not self._armed or self._hand_over() is None:
+            return
+        if _in_reentrant_checkpoint():
+            raise ReplicaStateError(
+                "reentrant checkpointing brings the gradient of a module that is used more than once in several "
+                "parts, and the first is on its way already: call torch.utils.checkpoint.checkpoint() with "
+                "use_reentrant=False"
+            )
+        raise ReplicaStateError(
+            f"more than {self._passes} backward pass(es) before step(): the gradients of the first are on their way "
+            f"already. Pass backward_passes_per_step= to EagerOptimizer to accumulate gradients; to throw a pass "
+            f"away, take its gradient by torch.autograd.grad(), or clear gradients by model.zero_grad() instead of "
+            f"the optimizer's"
+        )
+
+
+def _in_reentrant_checkpoint() -> bool:
+    """Whether this backward pass was started by another one: in the ``backward()`` of a custom function."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+# -- gradients that are not finite, found on the GPU without waiting for it --------------------------------------------
+
+
+class Checks:
+    """Finds NaN and infinities in one optimizer's vectors, on the training thread and autograd's.
+
+    Args:
+        buckets: number of the optimizer's buckets.
+    """
+
+    def __init__(self, buckets: int) -> None:
+        self._buckets = buckets
+        self._queued: dict[Any, tuple[torch.Tensor, list[int]]] = {}
+        """By stream: a flag a bucket, shape (buckets,), 1.0 where its vector was not finite; and those checked."""
+        self._sent: list[tuple[streams.Later, list[int]]] = []
+        """Flags on their way to the host."""
+        self._ones: dict[torch.device, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def empty_unless_finite(self, bucket: int, vector: torch.Tensor) -> None:
+        """Queue three kernels that set a vector on a GPU, its count too, to 0 if it holds NaN or an infinity.
+
+        Args:
+            bucket: one that was not checked since the last ``send``.
+            vector: shape (n,), floating point.
+        """
+        device = vector.device
+        if device not in self._ones:
+            self._ones[device] = torch.ones((), device=device)
+        stream = streams.gpu.current_stream(device)
+        if stream not in self._queued:
+            self._queued[stream] = torch.zeros(self._buckets, device=device), []
+        flags, checked = self._queued[stream]
+        spoilt = flags[bucket]
+        torch._amp_foreach_non_finite_check_and_unscale_([vector], spoilt, self._ones[device])
+        vector.masked_fill_(spoilt.bool(), 0.0)
+        checked.append(bucket)
+
+    def send(self) -> None:
+        """Begin to copy what was found since the last call to the host: all vectors of a step have been checked."""
+        if self._queued:
+            queued, self._queued = self._queued, {}
+            self._sent += [(streams.Later(flags), checked) for flags, checked in queued.values()]
+
+    def emptied(self) -> list[int]:
+        """Return the buckets of the vectors since the last call that were not finite. (Their rounds have mostly landed:
+        there is nothing to wait for.)"""
+        if self._queued:
+            self.send()
+        if not self._sent:
+            return []
+        sent, self._sent = self._sent, []
+        return [bucket for flags, checked in sent for bucket in checked if flags.numbers()[bucket]]
+
+
+# -- gradients that were changed after they had been handed over -------------------------------------------------------
+# An in-place operation moves a tensor's version counter, unless it goes by ``.data``; and clipping that only logs a
+# norm moves it and changes nothing. So what counts is the bits. A fingerprint is taken of every bucket that leaves
+# early, in one pass; it is compared where a version has moved, in the first steps, and of one bucket in turn in later
+# ones.
+
+
+FIRST_STEPS = 10
+"""Steps with early buckets in which all of these are compared."""
+EVERY = 4
+"""Afterwards one bucket is, in every so manieth step."""
+LANES = 1 << 16
+"""Number of different weights: enough for the rows of a bucket of 32 MiB."""
+ROW = 64
+"""Adjacent words that are summed before they are weighted, so that a fingerprint costs little more than to read the
+vector."""
+SMALL = 1 << 13
+"""Elements up to which each is weighted separately: in a small vector, one kernel less is worth more."""
+
+
+class _Handed(NamedTuple):
+    """A bucket as it left: each ``p.grad`` and its version counter, whether it is compared in any case, and the
+    fingerprint of them all."""
+
+    gradients: list[torch.Tensor | None]
+    versions: list[int]
+    due: bool
+    fingerprint: torch.Tensor | None
+
+
+class Watch:
+    """Over the gradients of one optimizer.
+
+    Args:
+        layout: of its buckets.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._handed: dict[int, _Handed] = {}
+        self._steps = 0
+        """That have ended with early buckets."""
+
+    def handed(self, bucket: int, vector: torch.Tensor) -> None:
+        """A bucket is about to leave, as this vector."""
+        gradients = [p.grad for p in self._layout.buckets[bucket].parameters]
+        # (its bits may differ each time it is made dense)
+        sparse = True in [gradient is not None and gradient.is_sparse for gradient in gradients]
+        turn, off_turn = divmod(self._steps, EVERY)
+        due = self._steps < FIRST_STEPS or (off_turn == 0 and turn % len(self._layout) == bucket)
+        print_ = None if sparse else fingerprint(vector, due)
+        versions = [0 if gradient is None else gradient._version for gradient in gradients]
+        self._handed[bucket] = _Handed(gradients, versions, due, print_)
+
+    def check(self, buckets: Collection[int], vector: Callable[[int], torch.Tensor]) -> None:
+        """The step ends in which these buckets left early.
+
+        Args:
+            buckets: their numbers.
+            vector: makes a bucket's vector of its gradients as they are now.
+
+        Raises:
+            ReplicaStateError: a gradient of theirs is not what was handed over.
+        """
+        handed = {bucket: one for bucket, one in self._handed.items() if bucket in buckets}
+        self._steps += bool(handed)
+        for bucket, one in handed.items():
+            moved = self._moved(bucket, one)
+            if one.fingerprint is None:
+                changed = moved
+            else:
+                looked_at = moved or one.due
+                changed = looked_at and not torch.equal(fingerprint(vector(bucket), one.due), one.fingerprint)
+            if changed:
+                raise ReplicaStateError(
+                    "a gradient was changed after backward() and before step(), when it was on its way to the other "
+                    "ranks already. Clip averaged gradients by round_transform=, or between optimizer.synchronize() "
+                    "and `with optimizer.skip_synchronize(): optimizer.step()`; accumulate by "
+                    "backward_passes_per_step="
+                )
+
+    def clear(self) -> None:
+        """The step is over: hold its gradients no longer."""
+        self._handed.clear()
+
+    def _moved(self, bucket: int, one: _Handed) -> bool:
+        now = [p.grad for p in self._layout.buckets[bucket].parameters]
+        versions = [0 if gradient is None else gradient._version for gradient in now]
+        return versions != one.versions or any(map(operator.is_not, now, one.gradients))
+
+
+def fingerprint(vector: torch.Tensor, thorough: bool) -> torch.Tensor:
+    """A number of 64 bits that goes by the vector's bits: the sum of its words, those of each row of 64 times an odd
+    number for the row's place. Whole numbers add up to the same in any order, on any number of threads.
+
+    Args:
+        vector: shape (n,), contiguous, float32 or float64.
+        thorough: see also words that change places in a row, and signs that change in pairs; it takes several times as
+            long. (Of a word's highest bit the sum only knows whether it is set an odd number of times.) float64 is
+            always done so.
+
+    Returns:
+        Shape (), int64, on the vector's device; nobody has waited for it.
+    """
+    wide = vector.dtype == torch.float64
+    if vector.numel() <= SMALL:
+        words = vector.view(torch.int64 if wide else torch.int32)
+        total = _weighted(words)
+    else:
+        half = 0 if wide else vector.numel() % 2
+        words = vector[: vector.numel() - half].view(torch.int64)
+        whole = words.numel() // ROW * ROW
+        odd = vector[vector.numel() - half :].view(torch.int32)
+        total = _weighted(torch.cat([words[:whole].view(-1, ROW).sum(1), words[whole:], odd]))
+    return total + 3 * _weighted(words >> 32) if wide or (thorough and vector.numel() > SMALL) else total
+
+
+def _weighted(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the sum of integers, each times the odd number of its place in ``LANES``."""
+    if (whole := numbers.numel() // LANES * LANES) > LANES:
+        numbers = torch.cat([numbers[:whole].view(-1, LANES).sum(0), numbers[whole:]])
+    return (numbers * _weights(numbers.device)[: numbers.numel()]).sum()
+
+
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """Shape (2 ``LANES``,), the same in every process."""
+    drawn = torch.randint(-(2**62), 2**62, (2 * LANES,), generator=torch.Generator().manual_seed(1), dtype=torch.int64)
+    return (drawn | 1).to(device)
+
+
+# -- the replica -------------------------------------------------------------------------------------------------------
+
 
 RoundTransform = Callable[[Sequence[torch.Tensor]], object]
 INSTEAD = "pass what you do between synchronize() and step() as round_transform=, so that it runs on every round"

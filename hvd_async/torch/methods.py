@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -12,11 +13,31 @@ from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import methods
 from hvd_async.optimizers.local import LocalDriver
 from hvd_async.runtime.nested_calls import unfinished_until_it_returns
-from hvd_async.torch.base import refuse_a_step_for_state
+from hvd_async.torch.collectives import EnteredOutside, outside_inference_mode
+from hvd_async.torch.horovod_api import horovods_broadcast
 from hvd_async.torch.hyperparameters import noting_counters
-from hvd_async.torch.inference import EnteredOutside, outside_inference_mode
-from hvd_async.torch.step_hooks import StepHooks
+from hvd_async.torch.update import StepHooks
 from hvd_async.torch.weight_replica import WeightReplica
+
+
+def refuse_a_step_for_state() -> None:
+    """To be called in ``step()``: Horovod's own function may call it, where a script has it by name from before ours
+    took its place.
+
+    Raises:
+        ReplicaStateError: it does.
+    """
+    frame = sys._getframe(2)
+    for _ in range(3):  # (a scheduler has put a function of its own between)
+        if frame.f_code is horovods_broadcast.__code__:
+            raise ReplicaStateError(
+                "horovod.torch's broadcast_optimizer_state makes an optimizer's state by a step, and a step of this "
+                "one is a round of all ranks. It was imported by its name before hvd_async.torch: write `from "
+                "hvd_async.torch import broadcast_optimizer_state`, or call hvd.broadcast_optimizer_state"
+            )
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
 
 
 class OptimizerMethods(methods.OptimizerMethods, torch.optim.Optimizer):

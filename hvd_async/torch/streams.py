@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.memory import ReusedBlocks
 from hvd_async.torch.horovod_api import hvd
 
 READY = "_hvd_async_ready"
@@ -226,3 +227,17 @@ def _follow(streams: Sequence[Any]) -> None:
     for stream in streams:
         stream.wait_stream(gpu.current_stream(stream.device))  # (what this thread has left on the one before)
         gpu.set_stream(stream)
+
+
+# -- memory of vectors -------------------------------------------------------------------------------------------------
+
+
+class ReusedMemory(ReusedBlocks):
+    """Blocks for torch's vectors. A block is free when the last tensor on it is gone, views and Horovod's references
+    included. On a GPU torch keeps its memory by itself."""
+
+    def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Return a tensor of so many bytes, uint8, with whatever was there before."""
+        if gpu.has_allocator(device):
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return torch.from_numpy(self.take(nbytes))

@@ -30,8 +30,7 @@ from hvd_async.runtime.interfaces import CompletedHandle, Handle, lane_of
 from hvd_async.runtime.process_sets import SingleRank
 from hvd_async.torch import streams
 from hvd_async.torch.distributed import world
-from hvd_async.torch.distributed.errors import HorovodInternalError
-from hvd_async.torch.distributed.world import FOREVER
+from hvd_async.torch.distributed.world import FOREVER, HorovodInternalError
 from hvd_async.torch.tensor_collectives import FINEST_POLL, POLLS_OF_GPU, Staged, TensorCollectives
 
 COARSEST_MEETING_POLL = 0.05

@@ -24,11 +24,10 @@ from horovod.tensorflow.keras.callbacks import *  # noqa: F403  elastic's
 
 from hvd_async.optimizers.public_names import public_names
 from hvd_async.tensorflow.eager_methods import EagerMethods
-from hvd_async.tensorflow.functions import broadcast_variables
+from hvd_async.tensorflow.functions import broadcast_variables, told_if_long
 from hvd_async.tensorflow.keras.fit import Draining, our_optimizer, our_optimizers
 from hvd_async.tensorflow.methods import WeightMethods
 from hvd_async.tensorflow.variables import raw
-from hvd_async.tensorflow.wait_notices import told_if_long
 
 
 class GossipEpochCallback(Draining):

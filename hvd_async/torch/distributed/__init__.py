@@ -15,6 +15,7 @@ from hvd_async.torch.distributed import elastic, process_sets, requests, world
 from hvd_async.torch.distributed.collectives import (
     Adasum,
     Average,
+    Compression,
     Max,
     Min,
     Product,
@@ -47,10 +48,9 @@ from hvd_async.torch.distributed.collectives import (
     sparse_allreduce_async,
     synchronize,
 )
-from hvd_async.torch.distributed.compression import Compression
-from hvd_async.torch.distributed.errors import HorovodInternalError, no_counterpart
 from hvd_async.torch.distributed.functions import (
     DistributedOptimizer,
+    SyncBatchNorm,
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
@@ -62,8 +62,7 @@ from hvd_async.torch.distributed.process_sets import (
     global_process_set,
     remove_process_set,
 )
-from hvd_async.torch.distributed.sync_batch_norm import SyncBatchNorm
-from hvd_async.torch.distributed.world import is_initialized
+from hvd_async.torch.distributed.world import HorovodInternalError, is_initialized, no_counterpart
 
 __all__ = [
     "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "Max", "Min", "ProcessSet",

@@ -14,10 +14,51 @@ import torch
 import torch.distributed as dist
 
 from hvd_async.torch.distributed import world
-from hvd_async.torch.distributed.compression import Compression
-from hvd_async.torch.distributed.errors import no_counterpart
 from hvd_async.torch.distributed.process_sets import ProcessSet, global_process_set
 from hvd_async.torch.distributed.requests import ALLREDUCE, JOIN, Handle, Queue, Request, queue_of
+from hvd_async.torch.distributed.world import no_counterpart
+
+# -- compression -------------------------------------------------------------------------------------------------------
+
+
+class NoneCompressor:
+    """Leaves tensors as they are."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
+        """Return the tensor, and nothing to decompress it by."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
+        """Return the tensor."""
+        return tensor
+
+
+class FP16Compressor:
+    """Sends floating-point tensors as float16."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
+        """Return the tensor as float16, and its own dtype."""
+        return (tensor.half() if tensor.is_floating_point() else tensor), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: torch.dtype) -> torch.Tensor:
+        """Return the tensor in its own dtype."""
+        return tensor.to(ctx)
+
+
+class Compression:
+    """Horovod's compressors by name."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+
+
+# -- handles -----------------------------------------------------------------------------------------------------------
+# Tensors on a GPU travel by way of the CPU.
+
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 Tensors = Sequence[torch.Tensor]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from hvd_async.torch.distributed.errors import no_counterpart
+from hvd_async.torch.distributed.world import no_counterpart
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 NOT_HERE = (

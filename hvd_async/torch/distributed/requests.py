@@ -26,7 +26,7 @@ from hvd_async.errors import ranks_text
 from hvd_async.runtime import time_limits
 from hvd_async.runtime.log import warn
 from hvd_async.torch.distributed import world
-from hvd_async.torch.distributed.errors import HorovodInternalError
+from hvd_async.torch.distributed.world import HorovodInternalError
 
 ALLREDUCE, JOIN = "allreduce", "join"
 """Kinds of requests that a joined rank knows."""

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
@@ -16,7 +16,20 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from hvd_async.errors import NotInitializedError, ranks_text
 from hvd_async.runtime import time_limits
 from hvd_async.torch.distributed import launch
-from hvd_async.torch.distributed.errors import HorovodInternalError
+
+
+class HorovodInternalError(RuntimeError):
+    """A collective has failed, usually because another rank has ended."""
+
+
+def no_counterpart(name: str, hint: str) -> NoReturn:
+    """Raise for a function of Horovod's that torch.distributed has no counterpart for.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(f"{name} has no counterpart on torch.distributed. {hint}")
+
 
 FOREVER = timedelta(days=365)
 """Time limit of a collective: a late rank is waited for, a lost one closes its connections."""

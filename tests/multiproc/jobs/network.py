@@ -6,11 +6,11 @@ from common import Report
 
 from hvd_async.doctor.collectives import HorovodCollectives
 from hvd_async.doctor.network import measure
-from hvd_async.tensorflow import network_probe
+from hvd_async.tensorflow import doctor
 
 
 def main() -> None:
-    with HorovodCollectives(network_probe) as collectives:
+    with HorovodCollectives(doctor) as collectives:
         Report(collectives.rank()).put("network", measured=measure(collectives).as_json())
 
 

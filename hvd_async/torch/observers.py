@@ -1,4 +1,4 @@
-"""``hvd_async.torch.record``: the trace of a run, of any torch optimizer."""
+"""Observers of a torch optimizer: a monitor that it steps by itself, and the recorder of a trace."""
 
 from __future__ import annotations
 
@@ -7,9 +7,44 @@ from typing import Any
 
 import torch
 
+from hvd_async.monitor import Monitor
 from hvd_async.torch.horovod_api import hvd
 from hvd_async.traces.recorded import recorded
 from hvd_async.traces.recorder import Recorder
+
+
+class AttachedMonitor(Monitor):
+    """A ``Monitor`` that is called by the step hook of its optimizer, until it is closed.
+
+    The hook runs once for each update of the weights: once a step, and more often where a late rank applies several
+    rounds in one.
+
+    Args:
+        optimizer: a wrapped torch optimizer.
+        options: of ``Monitor``.
+    """
+
+    def __init__(self, optimizer: Any, **options: Any) -> None:
+        super().__init__(optimizer, **options)
+        self._handle = optimizer.register_step_post_hook(lambda *_: self.step())
+
+    def close(self) -> None:
+        """Take a last sample, close the files, and let go of the optimizer."""
+        self._handle.remove()
+        super().close()
+
+
+def attach_monitor(optimizer: Any, **options: Any) -> AttachedMonitor:
+    """Watch a wrapped torch optimizer from now on, without a call in the loop; returns the monitor, to close it.
+
+    Args:
+        optimizer: of ``EagerOptimizer``, ``GossipOptimizer`` or ``LeaderOptimizer``. It keeps the monitor alive.
+        options: of ``hvd_async.monitor.Monitor``.
+
+    Raises:
+        ValueError, OSError: as ``Monitor``.
+    """
+    return AttachedMonitor(optimizer, **options)
 
 
 def record(optimizer: Any, folder: str | os.PathLike[str], synchronize: bool = False) -> Recorder:
