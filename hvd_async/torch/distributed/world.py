@@ -6,7 +6,7 @@ import ctypes
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -29,6 +29,16 @@ def no_counterpart(name: str, hint: str) -> NoReturn:
         NotImplementedError: always.
     """
     raise NotImplementedError(f"{name} has no counterpart on torch.distributed. {hint}")
+
+
+def refusal(name: str, hint: str) -> Callable[..., NoReturn]:
+    """Return a function to take the place of one of Horovod's that has no counterpart: it raises."""
+
+    def refuse(*arguments: Any, **options: Any) -> NoReturn:
+        no_counterpart(name, hint)
+
+    refuse.__doc__ = f"Raise NotImplementedError: {name} has no counterpart on torch.distributed. {hint}"
+    return refuse
 
 
 FOREVER = timedelta(days=365)
