@@ -44,12 +44,12 @@ class EagerMethods(methods.EagerMethods):
         take_step(self, list(grads), trainable_variables, None)
 
     def record_samples(self, samples: Any) -> None:
-        """Say of how many samples the next gradients are the mean, with ``weighting="samples"``, on every rank, before
-        each ``apply()``; what was said last counts. Keras' ``fit()`` does it by itself, with a callback of
-        ``hvd.callbacks``: it counts the batch, whatever ``sample_weight`` says, as Keras' mean does.
+        """Record the number of samples of the next gradients, with ``weighting="samples"``, on every rank, before each
+        ``apply()``; the last call counts. In Keras' ``fit()`` a callback of ``hvd.callbacks`` does it: it counts the
+        batch, whatever ``sample_weight`` is, as Keras' mean does.
 
-        With ``backward_passes_per_step`` a step's gradient is what its passes have added up, as in Horovod, and its
-        samples are those of all passes; with ``average_aggregated_gradients`` it is their mean by samples.
+        With ``backward_passes_per_step`` a step's gradient is the sum of its passes, as in Horovod, and its samples are
+        those of all passes; with ``average_aggregated_gradients`` it is their mean by samples.
 
         Args:
             samples: a whole number, 0 or more, or a tensor of one, also while a ``tf.function`` is traced. 0: this rank
@@ -61,11 +61,11 @@ class EagerMethods(methods.EagerMethods):
         note_samples(self._async, samples)
 
     def get_state(self: Any) -> dict[str, np.ndarray[Any, Any]]:
-        """The wrapped optimizer's variables (iterations, learning rate, velocities ...) by name, and this rank's share
-        of what the ranks have on their way: nothing after a ``drain()``, what is pending here after a ``cut()``.
+        """Return the wrapped optimizer's variables (iterations, learning rate, velocities ...) by name, and this rank's
+        pending gradients: none after a ``drain()``.
 
         Raises:
-            ReplicaStateError: gradients may be on their way, on some rank or other.
+            ReplicaStateError: gradients may be in flight, on this rank or another.
         """
         replica = self._async.replica
         share = checkpoint.pack(self._async.share(replica.prepare().nbytes))
@@ -73,7 +73,7 @@ class EagerMethods(methods.EagerMethods):
         return own | share | checkpoint.pack_leads(replica.leads)
 
     def set_state(self: Any, state: dict[str, np.ndarray[Any, Any]]) -> None:
-        """Take back what ``get_state`` gave, before the first step; the optimizer must be built.
+        """Restore what ``get_state`` returned, before the first step; the optimizer must be built.
 
         Raises:
             ValueError: the state is of another optimizer, or holds gradients of another rank.
@@ -95,14 +95,15 @@ class EagerMethods(methods.EagerMethods):
             self._wrapped_class._backend_update_step(self, grads, trainable_variables, learning_rate)
 
     def load_own_variables(self: Any, store: Any) -> None:
-        """Keras calls this in ``load_weights()`` and ``load_model()``: leads of other weights are of no use."""
+        """Load variables, for Keras' ``load_weights()`` and ``load_model()``, and reset the leads, which belong to the
+        weights before."""
         self._wrapped_class.load_own_variables(self, store)
         if self._async.replica.extrapolation is not None:
             self._async.replica.extrapolation.forget_leads()
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         if name == "loss_scale_factor" and value is None:
-            # LossScaleOptimizer's constructor takes it away: there is no other sign of being wrapped in one.
+            # LossScaleOptimizer's constructor removes it: there is no other sign of being wrapped in one.
             raise ReplicaStateError(
                 "a LossScaleOptimizer cannot be around an EagerOptimizer (compile() puts one there under "
                 "mixed_float16): it leaves steps out when a gradient overflows, and other ranks would wait for them. "
@@ -111,7 +112,7 @@ class EagerMethods(methods.EagerMethods):
         super().__setattr__(name, value)
 
     def register_local_var(self, variable: Any) -> None:
-        """Refused: a variable that each rank trains alone.
+        """Raise: a variable that each rank trains alone is not possible here.
 
         Raises:
             ReplicaStateError: always.
@@ -123,9 +124,9 @@ class EagerMethods(methods.EagerMethods):
         )
 
     def finalize_variable_values(self: Any, var_list: Any) -> None:
-        """Keras calls this at the end of ``fit()``: with ``use_ema`` it puts the averaged weights in place."""
+        """Set the averaged weights at the end of ``fit()``, with ``use_ema``, after a drain."""
         if self.use_ema and self._async.worker is not None:
-            self.drain()  # rounds that came later would be applied on top
+            self.drain()  # (later rounds would be applied on top)
         self._wrapped_class.finalize_variable_values(self, var_list)
 
 
@@ -141,7 +142,7 @@ class EagerMethods(methods.EagerMethods):
 
 
 def take_step(optimizer: Any, grads: list[Any], trainable_variables: Any, scale: Any) -> Any:
-    """Take a step with gradients of a loss that was multiplied by ``scale``; returns whether all were finite (bool)."""
+    """Take a step with gradients of a loss that was multiplied by ``scale``; return whether all were finite (bool)."""
     if not grads:
         return tf.constant(True)
     replica: GradientReplica = optimizer._async.replica
@@ -178,10 +179,10 @@ def take_step(optimizer: Any, grads: list[Any], trainable_variables: Any, scale:
 
 
 def note_samples(driver: EagerDriver, samples: Any) -> None:
-    """Record of how many samples the next gradient is the mean; while a ``tf.function`` is traced, in each run of it.
+    """Record the number of samples of the next gradient; while a ``tf.function`` is traced, in each run of it.
 
     Raises:
-        ValueError: no whole number, or rounds are not weighted by samples.
+        ValueError: it is not a whole number, or rounds are not weighted by samples.
     """
     if tf.executing_eagerly():
         driver.record_samples(samples)

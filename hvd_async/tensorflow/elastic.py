@@ -1,7 +1,7 @@
-"""``hvd.elastic`` for TensorFlow: Horovod's idiom, and survivors that go on from where they are.
+"""``hvd.elastic`` for TensorFlow: Horovod's idiom, and survivors that continue from where they are.
 
-``run`` is Horovod's. ``TensorFlowKerasState`` takes the place of Horovod's, which does not work on Keras 3, and whose
-``restore()`` goes back to the last commit: ours goes back to nothing. ``TensorFlowState`` is Horovod's, with roll-back.
+``run`` is Horovod's. ``TensorFlowKerasState`` replaces Horovod's, which does not work on Keras 3, and whose
+``restore()`` goes back to the last commit: ours never goes back. ``TensorFlowState`` is Horovod's, with roll-back.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class TensorFlowKerasState(elastic.WithoutRollBack, ObjectState):
 
 
 class _Exchange(elastic.Exchange):
-    """Gives one rank's variables to others."""
+    """Collectives that send one rank's variables to others."""
 
     def __init__(self) -> None:
         self.rank, self.size = hvd.rank(), hvd.size()
@@ -148,11 +148,11 @@ class _Exchange(elastic.Exchange):
 
 
 def _reset() -> None:
-    """Do what ``hvd.elastic.run`` does when ranks were lost or gained, with our optimizers."""
+    """Restart Horovod with our optimizers, when ranks were lost or gained, for ``hvd.elastic.run``."""
     elastic.reset(LIFECYCLE, hvd.shutdown, hvd.init)
 
 
 def install() -> None:
-    """Have Horovod's ``run`` go on with our optimizers."""
+    """Make Horovod's ``run`` continue with our optimizers."""
     time_limits.limit_gloo()
     horovods._reset = _reset

@@ -39,20 +39,20 @@ from hvd_async.tensorflow.variables import (
 
 
 class _Sum(NamedTuple):
-    """Gradients of several passes that were added up, and their samples."""
+    """Sum of the gradients of several passes, and the number of their samples."""
 
     vector: tf.Tensor | None
     samples: int
 
 
 class Feed:
-    """One rank's.
+    """Gradients of one rank on their way from the training graph to the worker.
 
     Args:
         layout: of the buckets.
-        passes: backward passes that make a step (Horovod's ``backward_passes_per_step``); those before the last are
-            added up here.
-        average: divide their sum by ``passes``.
+        passes: backward passes per step (Horovod's ``backward_passes_per_step``); those before the last are added up
+            here.
+        average: whether to divide their sum by ``passes``.
         nonfinite: "skip" (a bucket with NaN or an infinity is handed over empty) or "raise".
     """
 
@@ -62,14 +62,14 @@ class Feed:
         self._sums: dict[int, _Sum] = {}
         """Gradients of the passes of this step so far."""
         self._given: dict[int, tf.Tensor | None] = {}
-        """Gradients of this pass, not handed over yet."""
+        """Gradients of this pass that have not been handed over."""
         self._spoilt: list[int] = []
         """Buckets of this pass that were not finite."""
         self.done = 0
         """Backward passes since the last step."""
 
     def continue_from(self, before: Feed) -> None:
-        """Go on with the passes of a step that has begun among other ranks."""
+        """Take over the passes of a step that has begun before a membership change."""
         self.done = before.done
         for bucket, (vector, samples) in before._sums.items():
             own = None if vector is None else self._layout.relaid(bucket, vector, before._layout)
@@ -78,15 +78,14 @@ class Feed:
     def give(
         self, bucket: int, vector: tf.Tensor, worker: EagerWorker | None, scaled: bool, samples: int | None = None
     ) -> None:
-        """Hand a bucket over, or keep it for ``take``: if a bucket must not leave before the others were looked at, or
-        cannot.
+        """Hand a bucket over, or keep it for ``take`` if it cannot leave yet, or not before the others are checked.
 
         Args:
             bucket: its number.
             vector: its gradients, counted as one.
             worker: None before the ranks have met.
             scaled: whether the loss was scaled: then all buckets are handed over or none.
-            samples: of the gradient; None where they do not count.
+            samples: of the gradient; None if rounds are not weighted.
         """
         self.keep(bucket, vector, samples)
         last = self.done + 1 == self._passes
@@ -108,10 +107,10 @@ class Feed:
     def take(
         self, meet: Callable[[], EagerWorker], hyper: Hyper, scaled: bool, samples: int | None = None
     ) -> tuple[list[ReducedRound], bool]:
-        """Hand over what is left, wait for the step's round.
+        """Hand over the remaining buckets, and wait for the step's round.
 
         Args:
-            meet: gives the worker; may wait for the other ranks.
+            meet: returns the worker; may wait for the other ranks.
             hyper: as for ``EagerWorker.step``.
             scaled, samples: as for ``give``.
 
@@ -120,7 +119,7 @@ class Feed:
             and ``end``, and whether all gradients of this pass were finite.
 
         Raises:
-            FloatingPointError: they were not, and ``nonfinite="raise"``; nothing has been handed over.
+            FloatingPointError: they were not, and ``nonfinite="raise"``; no gradient has been handed over.
         """
         given, self._given = self._given, {}
         spoilt, self._spoilt = self._spoilt, []
@@ -149,7 +148,7 @@ class Feed:
         return worker.finish_step(vectors, hyper), not spoilt
 
     def _of(self, given: Mapping[int, tf.Tensor | None], bucket: int) -> tf.Tensor | None:
-        """Return what was given of a bucket; a gradient that is zero if nothing was."""
+        """Return the bucket's vector; a gradient that is zero if none was given."""
         return given[bucket] if bucket in given else self._layout.nothing(bucket)
 
     def _add(self, bucket: int, vector: tf.Tensor | None, samples: int | None) -> None:
@@ -163,7 +162,7 @@ class Feed:
         self._sums[bucket] = _Sum(total, before.samples + (samples or 0))
 
     def _whole(self, bucket: int, vector: tf.Tensor | None, samples: int | None) -> tf.Tensor | None:
-        """The step's gradient: this pass's, and those before it; x its samples where these count."""
+        """Return the step's gradient: this pass's and those before it, times the samples if rounds are weighted."""
         if self._passes == 1 and samples is None:
             return vector
         self._add(bucket, vector, samples)
@@ -191,11 +190,11 @@ class GradientReplica(eager.GradientReplica):
         options: see the attributes.
 
     Attributes:
-        scales: by what a gradient is multiplied before it is handed over, and a round's sum when it is applied.
+        scales: factors of a gradient when it is handed over, and of a round's sum when it is applied.
         devices: for dense and for sparse gradients.
-        recorded: the samples of the gradient that comes next; None if nobody has said them.
-        waiting: rounds that this step's loop has not come to yet.
-        put_back: ends the application of the round that the loop has come to: see ``Update.keep``.
+        recorded: samples of the next gradient; None if they were not recorded.
+        waiting: rounds that this step's loop has not reached.
+        put_back: ends the application of the round that the loop has reached: see ``Update.keep``.
     """
 
     def __init__(self, rank_group: RankGroup, max_staleness: int, **options: Any) -> None:
@@ -218,7 +217,7 @@ class GradientReplica(eager.GradientReplica):
         self.layout: Layout | None = None
         self.feed: Feed | None = None
         self._feed_before: Feed | None = None
-        """The feed among other ranks, until there is a new one: it may hold passes of a step that has not ended."""
+        """The feed before a membership change, until there is a new one: it may hold passes of an open step."""
         self.update: Update | None = None
         self.waiting: deque[ReducedRound] = deque()
         self.put_back: Callable[[], None] = lambda: None
@@ -232,10 +231,10 @@ class GradientReplica(eager.GradientReplica):
     # -- buckets ----------------------------------------------------------------------------------------------
 
     def prepare(self) -> Layout:
-        """Make sure that the optimizer is built; returns the layout of its buckets.
+        """Build the optimizer if necessary; return the layout of its buckets.
 
         Raises:
-            ValueError: it is not, and there is no model to build it with.
+            ValueError: it is not built, and there is no model to build it with.
         """
         optimizer = self.optimizer
         if not optimizer.built and self.model is not None:
@@ -380,10 +379,10 @@ class GradientReplica(eager.GradientReplica):
         self.recorded = samples
 
     def _samples(self) -> int | None:
-        """Return the samples of the gradient that is given; None where they do not count.
+        """Return the samples of the present gradient; None if rounds are not weighted.
 
         Raises:
-            ReplicaStateError: nobody has said them.
+            ReplicaStateError: they were not recorded.
         """
         if not self.weighted:
             return None
@@ -406,13 +405,13 @@ class GradientReplica(eager.GradientReplica):
     def step(
         self, scaled: bool, frozen: list[int], update: Update, buckets: Sequence[int], *inputs: tf.Tensor
     ) -> list[tf.Tensor]:
-        """Hand over what is left of this step, wait for its round, and begin to apply it.
+        """Hand over the remaining gradients of this step, wait for its round, and begin to apply it.
 
         Args:
             scaled: whether the loss was scaled.
             frozen: indices of the variables that a round led by this rank must not move.
             update: applies rounds.
-            buckets: those that are left.
+            buckets: numbers of the remaining buckets.
             inputs: their vectors, then this rank's learning rate unless it follows a schedule.
 
         Returns:
@@ -445,7 +444,7 @@ class GradientReplica(eager.GradientReplica):
         return self._next(update)
 
     def _next(self, update: Update) -> list[tf.Tensor]:
-        while self.waiting and not self.waiting[0].gradients:  # (there is nothing in it)
+        while self.waiting and not self.waiting[0].gradients:  # (it is empty)
             with self.optimizer._async.worker.applying(self.waiting.popleft()):
                 pass
         if not self.waiting:

@@ -52,7 +52,7 @@ class WeightMethods(methods.OptimizerMethods):
             take_step(self, grads, list(given))
 
     def register_local_var(self, variable: Any) -> None:
-        """Leave a variable out of the mixing: each rank trains its own. Call it before the first step, on all ranks.
+        """Exclude a variable from the mixing: each rank trains its own. Call it before the first step, on all ranks.
 
         Raises:
             ReplicaStateError: the ranks have met already.
@@ -65,8 +65,8 @@ class WeightMethods(methods.OptimizerMethods):
         self._async.replica.keep_local(variable)  # type: ignore[attr-defined]
 
     def get_state(self: Any) -> Arrays:
-        """The wrapped optimizer's variables (iterations, learning rate, velocities ...) by name, and this rank's share
-        of what goes on between the ranks: little more than a count after a ``drain()``, all that is this rank's own
+        """Return the wrapped optimizer's variables (iterations, learning rate, velocities ...) by name, and this rank's
+        share of the state between ranks: little more than a count after a ``drain()``, all of the rank's own state
         after a ``cut()``.
 
         Raises:
@@ -77,12 +77,12 @@ class WeightMethods(methods.OptimizerMethods):
         return own | checkpoint.pack_local(self._async.share())
 
     def set_state(self: Any, state: Arrays) -> None:
-        """Take back what ``get_state`` gave; the optimizer must be built. Load the model's weights too: before the next
-        step, in either order.
+        """Restore what ``get_state`` returned; the optimizer must be built. Load the model's weights too: before the
+        next step, in either order.
 
         Raises:
             ValueError: the state is of another optimizer, or of another rank after a cut.
-            ReplicaStateError: messages of this run are on their way.
+            ReplicaStateError: messages of this run are in flight.
         """
         self._async.replica.prepare()
         share = checkpoint.unpack_local(state)
@@ -95,13 +95,12 @@ class WeightMethods(methods.OptimizerMethods):
     # -- what Keras calls by name -------------------------------------------------------------------------------
 
     def build(self, variables: Any) -> None:
-        """Make the wrapped optimizer's variables, and what adds up several passes, before a step is traced."""
+        """Create the wrapped optimizer's variables, and the sums of several passes, before a step is traced."""
         self._wrapped_class.build(self, variables)
         self._async.replica.make_sums()  # type: ignore[attr-defined]
 
     def finalize_variable_values(self: Any, var_list: Any) -> None:
-        """Keras calls this at the end of ``fit()``: with ``use_ema`` it puts the averaged weights in place, the same on
-        all ranks."""
+        """Set the averaged weights at the end of ``fit()``, with ``use_ema``, the same on all ranks."""
         begun = self._async.worker is not None
         if self.use_ema and begun:
             self.drain()
@@ -133,8 +132,8 @@ class LeaderMethods(WeightMethods, methods.LeaderMethods):
     """Methods that ``LeaderOptimizer`` adds to the class of the Keras optimizer it wraps."""
 
     def record_loss(self: Any, loss: Any) -> None:
-        """Say what this step's training loss was, before ``apply()``: the lowest mean of the last ones leads. Keras'
-        ``fit()`` does it by itself.
+        """Record the training loss of this step, before ``apply()``: the rank with the lowest mean loss leads. Keras'
+        ``fit()`` does it automatically.
 
         Args:
             loss: a number, or a tensor of one; also while a ``tf.function`` is traced.
@@ -150,7 +149,8 @@ class LeaderMethods(WeightMethods, methods.LeaderMethods):
         return self._wrapped_class.scale_loss(self, loss)
 
     def _get_current_learning_rate(self: Any) -> Any:
-        """Within an update this rank's; schedules, callbacks and checkpoints see, and set, what all ranks have."""
+        """Return this rank's learning rate within an update; schedules, callbacks and checkpoints see and set that of
+        all ranks."""
         rate, factor = self._wrapped_class._get_current_learning_rate(self), self._async.lr_factor
         return tf.convert_to_tensor(rate) * factor if self._async.replica.updates and factor != 1.0 else rate
 
@@ -187,7 +187,7 @@ def take_step(optimizer: Any, grads: Sequence[Any], variables: list[Any]) -> Non
 
 
 def _scaled(replica: WeightReplica, gradient: Any, variable: Any) -> Any:
-    """Horovod divides gradients of local variables by the number of ranks: the loss is their average."""
+    """Return a gradient, divided by the number of ranks for a local variable, as in Horovod."""
     if gradient is None or not (replica.scale_local and replica.is_local(variable)):
         return gradient
     if isinstance(gradient, tf.IndexedSlices):
@@ -235,7 +235,7 @@ def _dense(replica: WeightReplica, gradient: Any) -> Any:
 
 
 def _sum_of(optimizer: Any, variable: Any, gradient: Any) -> Any:
-    """Return where the variable's gradients are added up; None if it never had one."""
+    """Return the sum of a variable's gradients; None if it never had one."""
     replica: WeightReplica = optimizer._async.replica
     index = optimizer._get_variable_index(variable)
     if gradient is not None:
@@ -310,7 +310,7 @@ def _with_gradient(replica: WeightReplica, grads: list[Any], variables: list[Any
 
 
 def _apply_unless_done(optimizer: Any, grads: list[Any], variables: list[Any], due: tf.Tensor) -> None:
-    """The wrapped optimizer's update in a graph; where ranks may be lost, only if it is due."""
+    """Make the wrapped optimizer's update in a graph; in elastic jobs only if it is due."""
 
     def update() -> tf.Tensor:
         return _done(optimizer._wrapped_class.apply(optimizer, grads, variables))
@@ -339,8 +339,8 @@ def _multiplied(flat: Flat, weight: tf.Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _updating(replica: WeightReplica, weight: tf.Tensor | None) -> Iterator[None]:
-    """Around Keras' update while it is traced, or done: the variables hold the model's weights times ``weight``, but
-    moving averages are of the weights themselves, and constraints wait for the mixed weights."""
+    """Return a context for Keras' update: the variables hold the model's weights times ``weight``, but moving averages
+    are of the weights themselves, and constraints are applied to the mixed weights later."""
     replica.weight, replica.updates = weight, True
     try:
         with replica.without_constraints():
@@ -377,8 +377,8 @@ def note_loss(driver: LeaderDriver, loss: Any) -> None:
 
 def _loss_recorded(replica: WeightReplica) -> list[tf.Operation]:
     """Return what a step of a graph must wait for, so that its loss is recorded."""
-    told, replica.recorded = replica.recorded, None
-    return [told] if told is not None and told.graph in _around(tf.compat.v1.get_default_graph()) else []
+    op, replica.recorded = replica.recorded, None
+    return [op] if op is not None and op.graph in _around(tf.compat.v1.get_default_graph()) else []
 
 
 def _around(graph: Any) -> list[Any]:
@@ -415,7 +415,7 @@ def _end(driver: LocalDriver, flats: Sequence[Flat], before: tf.Tensor, *values:
         values: of the variables of ``flats`` after it, one after the other.
 
     Returns:
-        Vectors to go on with, one for each of ``flats``; then the correction to add to the momentum, if it has any.
+        The new values of each of ``flats``; then the correction of the momentum, if steps have one.
     """
     rest = iter(values)
     after, *own = (flat.vector(list(itertools.islice(rest, len(flat.variables)))) for flat in flats)
@@ -433,5 +433,5 @@ def _end(driver: LocalDriver, flats: Sequence[Flat], before: tf.Tensor, *values:
 
 
 def _done(_: Any = None) -> tf.Tensor:
-    """Return what a branch of a condition returns that was there for its effects."""
+    """Return the result of a conditional branch that is run for its side effects."""
     return tf.constant(0)

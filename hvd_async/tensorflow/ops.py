@@ -12,20 +12,20 @@ import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
 OP_NAME = "hvd_async_needs_jit_compile_False"
-"""XLA, which cannot run such ops, tells people this name."""
+"""XLA, which cannot run such ops, shows this name in its error."""
 
 
 def as_op(call: Callable[..., Any], inputs: list[Any], types: Any) -> Any:
-    """``call`` as an op of the graph that is being built."""
+    """Return ``call`` as an op of the graph that is being built."""
 
     def readable(*arguments: Any) -> Any:
         try:
             return call(*arguments)
         except HorovodInternalError as error:
             # The graph makes a tf.errors.UnknownError of it, which hvd.elastic takes for Horovod's by this word.
-            told = HorovodInternalError(f"HorovodAllreduce: {error}")
-            remember(told)
-            raise told from error
+            marked = HorovodInternalError(f"HorovodAllreduce: {error}")
+            remember(marked)
+            raise marked from error
         except Exception as error:
             remember(error)
             raise
@@ -36,7 +36,7 @@ def as_op(call: Callable[..., Any], inputs: list[Any], types: Any) -> Any:
 def call_or_op(
     call: Callable[..., list[Any]], inputs: list[tf.Tensor], dtypes: list[tf.DType], elements: Any
 ) -> list[tf.Tensor]:
-    """Do ``call`` now, or make it an op of the graph that is being built.
+    """Run ``call`` now, or make it an op of the graph that is being built.
 
     Args:
         call: takes the inputs, returns as many vectors as there are dtypes.
@@ -65,7 +65,7 @@ LIBRARIES = ("site-packages", "dist-packages")
 
 
 def remember(error: BaseException) -> None:
-    """An op of ours raises ``error``, which TensorFlow will wrap."""
+    """Remember an error that an op of ours raises, which TensorFlow will wrap."""
     global _previous
     _raised[:] = [error]
     if sys.excepthook is not show:
@@ -73,7 +73,7 @@ def remember(error: BaseException) -> None:
 
 
 def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """In place of ``sys.excepthook``, which shows whatever is no error of ours in TensorFlow's wrapping."""
+    """Show an uncaught error; a ``sys.excepthook`` that leaves errors of others to the previous one."""
     if not (_raised and isinstance(error, tf.errors.OpError) and str(_raised[0]) in str(error)):
         _previous(kind, error, trace)
         return

@@ -34,30 +34,30 @@ from hvd_async.tensorflow.variables import (
 
 Array = np.ndarray[Any, Any]
 VECTORS_KEPT = 3
-"""Vectors whose memory is kept for the next step: the weights read, a message on its way, the weights in use."""
+"""Vectors whose memory is kept for the next step: the weights read, a message in flight, the weights in use."""
 
 
 class WeightReplica(replica.WeightReplica):
     """Weights, batch-norm statistics and moving averages of a wrapped Keras optimizer; Keras does not track it.
 
     Args:
-        size: ranks that share the optimizer.
-        passes: backward passes that make a step.
+        size: number of ranks that share the optimizer.
+        passes: backward passes per step.
         average_passes: whether their sum is divided by their number.
         device_sparse: for sparse gradients that are added up.
         scale_local: whether gradients of local variables are divided by the number of ranks, as in Horovod.
-        model: whose batch-norm statistics agree; None if the user gave none.
-        buffers: how.
+        model: the model whose batch-norm statistics agree; None if the user gave none.
+        buffers: policy by which they agree.
         averages_statistics: whether pulls average them.
 
     Attributes:
         flat: the weights that are mixed; None until they are known.
-        averaged: what pulls average beside them.
+        averaged: the batch-norm statistics that pulls average.
         rate: the learning rate of the step that has begun.
         weight: the push-sum weight by which the variables are multiplied while the wrapped optimizer works on them.
-        updates: whether the wrapped optimizer's update is traced, or done.
+        updates: whether the wrapped optimizer's update is being traced, or made.
         sums: gradients of backward passes before the last, by the variable's index; none if a pass is a step.
-        summed: indices of the variables that have ever had any.
+        summed: indices of the variables that ever had a gradient.
         done: backward passes since the last step; None if a pass is a step.
         recorded: in a graph that is being built: the op that records a loss which belongs to the next step.
         leads: none; see ``GradientReplica.leads``.
@@ -105,8 +105,8 @@ class WeightReplica(replica.WeightReplica):
         self.sums, self.summed, self.done = before.sums, before.summed, before.done
 
     def make_sums(self) -> None:
-        """Make what adds up several passes, once the optimizer is built. (Made while a step is traced, these variables
-        would have TensorFlow trace it twice.)"""
+        """Create the variables that add up several passes, once the optimizer is built. (If they were created while a
+        step is traced, TensorFlow would trace it twice.)"""
         if self.passes == 1 or self.done is not None:
             return
         with tf.init_scope():
@@ -115,11 +115,11 @@ class WeightReplica(replica.WeightReplica):
                 self.sums[index] = tf.Variable(tf.zeros_like(raw(variable)), trainable=False)
 
     def is_local(self, variable: Any) -> bool:
-        """Tell whether this rank keeps a variable to itself."""
+        """Return whether a variable is not mixed."""
         return id(raw(variable)) in self._local
 
     def keep_local(self, variable: Any) -> None:
-        """Leave a variable out of the mixing."""
+        """Exclude a variable from the mixing."""
         self._local[id(raw(variable))] = raw(variable)
         self.flat = self._velocities = self._mixed = None
 
@@ -154,7 +154,7 @@ class WeightReplica(replica.WeightReplica):
             self.averaged = Flat(averaged, self._memory, tf.float64) if averaged else None
 
     def mixed(self) -> Flat:
-        """Return the weights that are mixed, which are known by now."""
+        """Return the weights that are mixed; the optimizer is built."""
         if self.flat is None:
             raise ReplicaStateError("the optimizer's weights were read before it was built: a bug in the binding")
         return self.flat
@@ -174,7 +174,7 @@ class WeightReplica(replica.WeightReplica):
         return self._mixed
 
     def has_constraints(self) -> bool:
-        """Tell whether a variable that is mixed has a constraint."""
+        """Return whether a variable that is mixed has a constraint."""
         return any(v.constraint is not None for v in self._trained())
 
     def constrained(self, weights: Array) -> Array:
@@ -191,7 +191,7 @@ class WeightReplica(replica.WeightReplica):
 
     @contextlib.contextmanager
     def without_constraints(self) -> Iterator[None]:
-        """Leave out the constraints of variables that are mixed: they are applied after the mixing."""
+        """Return a context without the constraints of variables that are mixed: they are applied after the mixing."""
         before = [(v, v.constraint) for v in self._trained() if v.constraint is not None]
         try:
             for variable, _ in before:
@@ -268,7 +268,7 @@ class WeightReplica(replica.WeightReplica):
             )
 
     def velocities(self) -> Flat:
-        """Return the momenta of the weights that are mixed, which are known by now."""
+        """Return the momenta of the weights that are mixed; the optimizer is built."""
         if self._velocities is None:
             optimizer = self.optimizer
             pairs = zip(optimizer._trainable_variables, optimizer.momentums, strict=True)
@@ -316,7 +316,7 @@ class WeightReplica(replica.WeightReplica):
         return float(loss)
 
     def _moving_averages(self) -> Flat | None:
-        """Keras' moving averages of the variables that are mixed."""
+        """Return Keras' moving averages of the variables that are mixed."""
         optimizer = self.optimizer
         if not optimizer.use_ema:
             return None

@@ -48,10 +48,10 @@ BINDING = Binding(hvd, LIFECYCLE, Compression)
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuse what cannot be wrapped.
+    """Check that an optimizer can be wrapped.
 
     Raises:
-        ValueError: with a hint.
+        ValueError: it cannot be wrapped.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if not isinstance(inner, keras.optimizers.Optimizer):
@@ -123,15 +123,15 @@ class ScaleMethods(methods.OptimizerMethods):
         return self.inner_optimizer._async
 
     def register_local_var(self, variable: Any) -> None:
-        """The inner optimizer's."""
+        """Call the inner optimizer's method."""
         self.inner_optimizer.register_local_var(variable)
 
     def get_state(self: Any) -> dict[str, np.ndarray[Any, Any]]:
-        """The inner optimizer's, and this rank's scale."""
+        """Return the inner optimizer's state, and this rank's scale."""
         return self.inner_optimizer.get_state() | {name: raw(v).numpy() for name, v in _scale(self).items()}
 
     def set_state(self: Any, state: dict[str, np.ndarray[Any, Any]]) -> None:
-        """Take back what ``get_state`` gave; raises as the inner optimizer's."""
+        """Restore what ``get_state`` returned; raises as the inner optimizer's."""
         own = _scale(self)
         self.inner_optimizer.set_state({name: value for name, value in state.items() if name not in own})
         for name, variable in own.items():
@@ -145,12 +145,12 @@ class EagerScaleMethods(ScaleMethods, methods.EagerMethods):
     built: bool
 
     def record_samples(self, samples: Any) -> None:
-        """The inner optimizer's."""
+        """Call the inner optimizer's method."""
         self.inner_optimizer.record_samples(samples)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
-        """Unscale the gradients and take a step with them; move the scale.
+        """Unscale the gradients and take a step with them; adjust the scale.
 
         Args:
             grads: of the scaled loss, one a variable.
@@ -181,7 +181,7 @@ class LeaderScaleMethods(ScaleMethods, methods.LeaderMethods):
     _wrapped_class: ClassVar[type[Any]]
 
     def record_loss(self, loss: Any) -> None:
-        """The inner optimizer's."""
+        """Call the inner optimizer's method."""
         self.inner_optimizer.record_loss(loss)
 
     def scale_loss(self: Any, loss: Any) -> Any:
@@ -191,5 +191,5 @@ class LeaderScaleMethods(ScaleMethods, methods.LeaderMethods):
 
 
 def _scale(optimizer: Any) -> dict[str, Any]:
-    """Return what the scale consists of, by name."""
+    """Return the variables of the loss scale by name."""
     return {own_name(v): v for v in (optimizer.dynamic_scale, optimizer.step_counter)}

@@ -1,7 +1,7 @@
-"""``hvd.elastic`` for torch: Horovod's idiom, and survivors that go on from where they are.
+"""``hvd.elastic`` for torch: Horovod's idiom, and survivors that continue from where they are.
 
-``run`` and ``ElasticSampler`` are Horovod's. ``TorchState`` takes the place of Horovod's, whose ``restore()`` goes back
-to the last commit: ours goes back to nothing, since every survivor has weights that the others can go on from.
+``run`` and ``ElasticSampler`` are Horovod's. ``TorchState`` replaces Horovod's, whose ``restore()`` goes back to the
+last commit: ours never goes back, since every survivor has weights that the others can continue from.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class TorchState(elastic.WithoutRollBack, ObjectState):
 
 
 def _is_extra(name: str) -> bool:
-    """Tell whether an entry of a module's ``state_dict()`` is what ``get_extra_state()`` has returned."""
+    """Return whether an entry of a module's ``state_dict()`` is its extra state."""
     return name.rpartition(".")[2] == EXTRA_STATE
 
 
@@ -118,7 +118,7 @@ def _of_rank_0(value: Any) -> Any:
 
 
 class _Exchange(elastic.Exchange):
-    """Gives one rank's torch tensors to others."""
+    """Collectives that send one rank's torch tensors to others."""
 
     def __init__(self) -> None:
         self.rank, self.size = hvd.rank(), hvd.size()
@@ -162,13 +162,13 @@ class _Exchange(elastic.Exchange):
 
 
 def gather_objects(value: Any, name: str) -> list[Any]:
-    """Return all ranks' values, which can be pickled, in order. A collective."""
+    """Return the picklable values of all ranks, in order. A collective."""
     every = PlaneCollectives().allgather_bytes(pickle.dumps(value), name)
     return [pickle.loads(one) for one in every]
 
 
 def object_of(root: int, value: Any, name: str) -> Any:
-    """Return a rank's value, which can be pickled. A collective."""
+    """Return the picklable value of a rank. A collective."""
     own = value if PlaneCollectives().rank == root else None
     return gather_objects(own, name)[root]
 

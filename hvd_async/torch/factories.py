@@ -35,14 +35,14 @@ BINDING = Binding(hvd, LIFECYCLE, Compression)
 
 
 def check_optimizer(optimizer: Any, wrapper: str) -> None:
-    """Refuse what cannot be wrapped.
+    """Check that an optimizer can be wrapped.
 
     Args:
         optimizer: as the user gave it.
-        wrapper: what is to wrap it.
+        wrapper: name of the factory, for hints.
 
     Raises:
-        ValueError: with a hint.
+        ValueError: it cannot be wrapped.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
@@ -65,13 +65,13 @@ def check_optimizer(optimizer: Any, wrapper: str) -> None:
 def wrap(optimizer: torch.optim.Optimizer, methods: type[OptimizerMethods]) -> Any:
     """Return an optimizer with the same content, of a class that has these methods too."""
     wrapped = derived(optimizer, methods)
-    vars(wrapped).pop("step", None)  # a scheduler made before has put its own wrapper there; it would bypass ours
-    vars(optimizer)["_opt_called"] = True  # and it looks there for steps: it would warn that none was taken
+    vars(wrapped).pop("step", None)  # (an earlier scheduler's wrapper, which would bypass ours)
+    vars(optimizer)["_opt_called"] = True  # (the scheduler looks here, and would warn that no step was taken)
     return wrapped
 
 
 def listed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a factory's arguments, with those that can be read only once read.
+    """Return a factory's arguments, with iterators read into lists.
 
     Raises:
         ValueError: as ``NamedBuffers``.
@@ -104,10 +104,10 @@ def weight_replica(given: Mapping[str, Any], wrapper: str, averages_statistics: 
 def parameter_names(
     parameters: Sequence[torch.Tensor], named: Iterable[tuple[str, torch.Tensor]] | None
 ) -> dict[int, str] | None:
-    """Names by the parameters' id; None if ``named`` is.
+    """Return names by the parameters' id; None if ``named`` is.
 
     Raises:
-        ValueError: ``named`` is no sequence of pairs, repeats a name, or leaves a parameter out.
+        ValueError: ``named`` has something else than pairs, repeats a name, or leaves a parameter out.
     """
     if named is None:
         return None

@@ -22,7 +22,7 @@ timeline.watch_exit(hvd.shutdown)
 
 
 class _Shape(tuple[Any, ...]):
-    """Stands for a tensor in a structure that is sent ahead of it: (shape, dtype)."""
+    """Placeholder of a tensor in a structure that is sent ahead of it: (shape, dtype)."""
 
 
 HOROVODS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64}
@@ -30,12 +30,12 @@ HOROVODS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torc
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Give every rank the tensors of ``root_rank``, in place; unlike Horovod's, of every dtype, and expanded ones too.
+    """Send the tensors of ``root_rank`` to every rank, in place; unlike Horovod's, of every dtype, also expanded ones.
 
     Args:
         params: ``model.state_dict()``, or a list of tensors or of pairs (name, tensor); the same names on all ranks.
             Entries that are no tensors (a module's extra state) and sparse or quantized tensors stay each rank's own.
-        root_rank: whose tensors to send.
+        root_rank: the rank whose tensors are sent.
 
     Raises:
         ValueError: ``params`` is something else.
@@ -60,21 +60,21 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
 @outside_inference_mode
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, model: Any = None) -> None:
-    """Give every rank the optimizer state of ``root_rank``.
+    """Send the optimizer state of ``root_rank`` to every rank.
 
-    Horovod's own creates missing state by calling ``step()``, which would fire a round here; this one sends the state
-    as it is, so it may be called before the first step, by all ranks.
+    Horovod's own creates missing state by calling ``step()``, which would start a round here; this one sends the state
+    as it is, so all ranks may call it before the first step.
 
     Args:
         optimizer: one of ours, or any torch optimizer (then Horovod's function is called).
-        root_rank: whose state to send.
+        root_rank: the rank whose state is sent.
         model: as in Horovod; not needed.
     """
     if not isinstance(optimizer, OptimizerMethods):
         horovods_broadcast(optimizer, root_rank, model)
         return
     if optimizer._async.worker is not None:
-        optimizer.drain()  # no round may be on its way
+        optimizer.drain()  # (no round may be in flight)
     rounds = _object_of(root_rank, optimizer.rounds, "hvd_async.optimizer_rounds")
     state = receive_state(optimizer, root_rank, "hvd_async.optimizer_state", _object_of, _tensors_of)
     optimizer.load_state_dict(state)
@@ -97,13 +97,13 @@ def receive_state(
     object_of: Callable[[int, Any, str], Any],
     tensors_of: Callable[[int, list[torch.Tensor], str], list[torch.Tensor]],
 ) -> dict[str, Any]:
-    """Return the state of ``root_rank``'s optimizer, of which each rank has its own wrapped one. A collective.
+    """Return the state of the wrapped optimizer on ``root_rank``. A collective.
 
     Args:
-        optimizer: one of ours; it is not changed.
-        root_rank: whose state.
+        optimizer: this rank's, one of ours; it is not changed.
+        root_rank: the rank whose state is returned.
         name: of the collectives.
-        object_of, tensors_of: return a rank's value, and its tensors; collectives.
+        object_of, tensors_of: collectives that return a rank's value, and its tensors.
     """
     state = {**optimizer._wrapped_class.state_dict(optimizer), **optimizer._async.replica.extra_state()}
     tensors: list[torch.Tensor] = []
@@ -142,7 +142,7 @@ def _map(value: Any, change: Any) -> Any:
 
 
 def join(device: int = -1) -> int:
-    """Say that this rank has no more batches: drains every one of our optimizers of this process.
+    """Announce that this rank has no more batches: drain every optimizer of ours in this process.
 
     Horovod's ``join`` would silence this rank's engine; it is called only in a job that has none of our optimizers.
 
@@ -154,7 +154,7 @@ def join(device: int = -1) -> int:
 
 
 def init(*arguments: Any, **options: Any) -> None:
-    """Horovod's ``init``. In an elastic job it meets the others again where one of them dies meanwhile.
+    """Call Horovod's ``init``. In an elastic job, repeat it if a rank dies meanwhile.
 
     Raises:
         ValueError: as Horovod's.
@@ -185,7 +185,7 @@ JOINED = -1
 
 
 class _Library:
-    """Horovod's compiled library, as its Python sees it."""
+    """Horovod's compiled library, as Horovod's Python code calls it."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -199,11 +199,11 @@ class _Library:
         return function
 
     def _naming(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function of a collective; one without a name gets that of its place among those without."""
+        """Return the function of a collective, which numbers collectives without a name."""
 
         @functools.wraps(function)
         def named(*arguments: Any) -> Any:
-            # (names are bytes; a string, which is empty, stands for none)
+            # (names are bytes; an empty string means no name)
             if str not in map(type, arguments):
                 return function(*arguments)
             return function(*(self._name() if isinstance(argument, str) else argument for argument in arguments))
@@ -214,7 +214,7 @@ class _Library:
         return f"unnamed.{next(self._numbers)}"
 
     def horovod_torch_join(self, output: torch.Tensor, device: int) -> int:
-        """Drains our optimizers, where there are any: this rank still takes part in rounds."""
+        """Drain our optimizers if there are any: this rank still takes part in rounds."""
         last = LIFECYCLE.join()
         if last is None:
             return int(self._library.horovod_torch_join(output, device))
@@ -226,15 +226,15 @@ class _Library:
             self._library.horovod_torch_wait_and_clear(handle)
 
     def horovod_torch_reset(self) -> None:
-        """Horovod is about to shut down: our optimizers are drained, the engine is stopped."""
+        """Drain our optimizers and stop the engine before Horovod shuts down."""
         LIFECYCLE.shutdown()
         self._numbers = itertools.count()  # (a rank that an elastic job has gained begins with 0)
         self._library.horovod_torch_reset()
 
 
 def _settled(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of ``TorchState``, for when nothing is on its way: it takes the model's weights before the optimizer's
-    state, and they must go together. A collective once training has begun, as TorchState's own are."""
+    """Return a method of ``TorchState`` that drains first: it saves the model's weights before the optimizer's state,
+    and the two must match. A collective once training has begun, as TorchState's own are."""
 
     @functools.wraps(method)
     def call(*arguments: Any, **options: Any) -> Any:
@@ -245,12 +245,12 @@ def _settled(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reset() -> None:
-    """Do what ``hvd.elastic.run`` does when ranks were lost or gained, with our optimizers."""
+    """Restart Horovod with our optimizers, when ranks were lost or gained, for ``hvd.elastic.run``."""
     elastic.reset(LIFECYCLE, hvd.shutdown, hvd.init)
 
 
 def _rolling_back(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``TorchState.restore``: as ``_settled``; where ranks were lost, what is on its way is rolled back too."""
+    """Return ``TorchState.restore``, draining first; where ranks were lost, rounds in flight are rolled back too."""
 
     @functools.wraps(method)
     def call(*arguments: Any, **options: Any) -> Any:

@@ -43,15 +43,15 @@ from hvd_async.torch.update import Extrapolation, StepHooks
 
 
 class Overlap:
-    """The hooks of one optimizer.
+    """Hooks that hand the buckets of one optimizer over during the backward pass.
 
     A hook runs for each parameter in each backward pass, so it only counts, in lists that its closure holds.
 
     Args:
-        layout: of its buckets.
-        passes: backward passes of a step.
-        early: whether buckets may leave before ``step()``; else passes are counted, and that is all.
-        hand_over: takes a bucket's number; called from the backward pass. Held weakly, as a bound method.
+        layout: of the optimizer's buckets.
+        passes: backward passes per step.
+        early: whether buckets may be handed over before ``step()``; otherwise passes are only counted.
+        hand_over: takes a bucket's number; called from the backward pass. A bound method, held weakly.
     """
 
     def __init__(self, layout: Layout, passes: int, early: bool, hand_over: Callable[[int], None]) -> None:
@@ -80,7 +80,7 @@ class Overlap:
 
     @property
     def passes(self) -> int:
-        """Backward passes of a step."""
+        """Backward passes per step."""
         return self._passes
 
     @passes.setter
@@ -95,13 +95,13 @@ class Overlap:
         return max(self._passed, default=0) if self._armed else 0
 
     def arm(self, handed: Collection[int]) -> None:
-        """``zero_grad()`` was called: what backward brings from now on is the next step's.
+        """Take the gradients of backward passes from now on for the next step's: ``zero_grad()`` was called.
 
         Args:
-            handed: the buckets of this step that are on their way already.
+            handed: buckets of this step that have been handed over.
 
         Raises:
-            ReplicaStateError: there are some.
+            ReplicaStateError: there are any.
         """
         if handed:
             raise ReplicaStateError(
@@ -129,7 +129,7 @@ class Overlap:
         ]
         for place, one in enumerate(trainable):
             if one and place not in self._hooked:
-                self._hooked.add(place)  # (whatever interrupts this, it must not be hooked twice)
+                self._hooked.add(place)  # (first: after an interrupt it must not be hooked twice)
                 self._handles.append(self._parameters[place].register_post_accumulate_grad_hook(self._hook(place)))
         self._trainable = trainable  # (last: after an interrupt the next ``arm`` does the rest)
 
@@ -146,37 +146,37 @@ class Overlap:
             elif now == due[place]:
                 missing[bucket] -= 1
                 if missing[bucket] == 0 and (alive := reference()) is not None:
-                    alive._is_whole(bucket)
+                    alive._filled(bucket)
 
         return hook
 
     def disarm(self) -> None:
-        """``step()`` was called, or a drain or cut has ended: what backward brings is not this optimizer's."""
+        """Ignore backward passes from now on: ``step()`` was called, or a drain or cut has ended."""
         self._armed = False  # (first: an interrupt may leave what hooks count as it was)
         self._due[:] = [0] * len(self._due)
         self._handed[:] = [False] * len(self._handed)
 
     def remove(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._hooked.clear()
         self._trainable = None
 
-    def _is_whole(self, bucket: int) -> None:
-        """A backward pass has brought the last expected gradient of a bucket. (If a parameter was unfrozen since
-        ``arm``, its gradient may still come: then the bucket leaves in ``step()``.)"""
+    def _filled(self, bucket: int) -> None:
+        """Hand over a bucket whose last expected gradient is there. (If a parameter was unfrozen since ``arm``, its
+        gradient may still come: then the bucket is handed over in ``step()``.)"""
         hand_over = self._hand_over()
         if self._armed and hand_over is not None and True not in [p.requires_grad for p in self._frozen[bucket]]:
             hand_over(bucket)
             self._handed[bucket] = True
 
     def _came_late(self) -> None:
-        """A backward pass has brought a gradient of a bucket that is on its way.
+        """Refuse a gradient of a bucket that has been handed over.
 
         Raises:
-            ReplicaStateError: there are more passes than was said.
+            ReplicaStateError: there are more backward passes than expected.
         """
         if not self._armed or self._hand_over() is None:
             return
@@ -195,7 +195,7 @@ class Overlap:
 
 
 def _in_reentrant_checkpoint() -> bool:
-    """Whether this backward pass was started by another one: in the ``backward()`` of a custom function."""
+    """Return whether this backward pass was started by another one, in the ``backward()`` of a custom function."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
@@ -217,7 +217,7 @@ class Checks:
     def __init__(self, buckets: int) -> None:
         self._buckets = buckets
         self._queued: dict[Any, tuple[torch.Tensor, list[int]]] = {}
-        """By stream: a flag a bucket, shape (buckets,), 1.0 where its vector was not finite; and those checked."""
+        """By stream: a flag per bucket, shape (buckets,), 1.0 where its vector was not finite; the buckets checked."""
         self._sent: list[tuple[streams.Later, list[int]]] = []
         """Flags on their way to the host."""
         self._ones: dict[torch.device, torch.Tensor] = {}
@@ -243,7 +243,7 @@ class Checks:
         checked.append(bucket)
 
     def send(self) -> None:
-        """Begin to copy what was found since the last call to the host: all vectors of a step have been checked."""
+        """Start the copy of the flags since the last call to the host: all vectors of a step have been checked."""
         if self._queued:
             queued, self._queued = self._queued, {}
             self._sent += [(streams.Later(flags), checked) for flags, checked in queued.values()]
@@ -267,9 +267,9 @@ class Checks:
 
 
 FIRST_STEPS = 10
-"""Steps with early buckets in which all of these are compared."""
+"""Number of steps with early buckets in which all of these are compared."""
 EVERY = 4
-"""Afterwards one bucket is, in every so manieth step."""
+"""Afterwards one bucket is compared every ``EVERY`` steps."""
 LANES = 1 << 16
 """Number of different weights: enough for the rows of a bucket of 32 MiB."""
 ROW = 64
@@ -280,8 +280,8 @@ SMALL = 1 << 13
 
 
 class _Handed(NamedTuple):
-    """A bucket as it left: each ``p.grad`` and its version counter, whether it is compared in any case, and the
-    fingerprint of them all."""
+    """A bucket when it was handed over: each ``p.grad`` and its version counter, whether it is compared in any case,
+    and the fingerprint of its vector."""
 
     gradients: list[torch.Tensor | None]
     versions: list[int]
@@ -290,20 +290,20 @@ class _Handed(NamedTuple):
 
 
 class Watch:
-    """Over the gradients of one optimizer.
+    """Finds gradients of one optimizer that were changed after they had been handed over.
 
     Args:
-        layout: of its buckets.
+        layout: of the optimizer's buckets.
     """
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._handed: dict[int, _Handed] = {}
         self._steps = 0
-        """That have ended with early buckets."""
+        """Number of steps that have ended with early buckets."""
 
     def handed(self, bucket: int, vector: torch.Tensor) -> None:
-        """A bucket is about to leave, as this vector."""
+        """Note that a bucket is about to be handed over, as this vector."""
         gradients = [p.grad for p in self._layout.buckets[bucket].parameters]
         # (its bits may differ each time it is made dense)
         sparse = True in [gradient is not None and gradient.is_sparse for gradient in gradients]
@@ -314,14 +314,14 @@ class Watch:
         self._handed[bucket] = _Handed(gradients, versions, due, print_)
 
     def check(self, buckets: Collection[int], vector: Callable[[int], torch.Tensor]) -> None:
-        """The step ends in which these buckets left early.
+        """Check, at the end of a step, the buckets that were handed over early.
 
         Args:
-            buckets: their numbers.
-            vector: makes a bucket's vector of its gradients as they are now.
+            buckets: numbers of these buckets.
+            vector: makes a bucket's vector of its present gradients.
 
         Raises:
-            ReplicaStateError: a gradient of theirs is not what was handed over.
+            ReplicaStateError: a gradient differs from the one that was handed over.
         """
         handed = {bucket: one for bucket, one in self._handed.items() if bucket in buckets}
         self._steps += bool(handed)
@@ -341,7 +341,7 @@ class Watch:
                 )
 
     def clear(self) -> None:
-        """The step is over: hold its gradients no longer."""
+        """Drop references to the gradients of a step that is over."""
         self._handed.clear()
 
     def _moved(self, bucket: int, one: _Handed) -> bool:
@@ -351,17 +351,16 @@ class Watch:
 
 
 def fingerprint(vector: torch.Tensor, thorough: bool) -> torch.Tensor:
-    """A number of 64 bits that goes by the vector's bits: the sum of its words, those of each row of 64 times an odd
-    number for the row's place. Whole numbers add up to the same in any order, on any number of threads.
+    """Return a hash of 64 bits of a vector's bits: the sum of its words, weighted by an odd number per row of 64 words.
+    Sums of integers are the same in any order, on any number of threads.
 
     Args:
         vector: shape (n,), contiguous, float32 or float64.
-        thorough: see also words that change places in a row, and signs that change in pairs; it takes several times as
-            long. (Of a word's highest bit the sum only knows whether it is set an odd number of times.) float64 is
-            always done so.
+        thorough: also detect words that swap places within a row, and signs that change in pairs; several times as
+            slow. (The sum has only the parity of the words' highest bits.) Always on for float64.
 
     Returns:
-        Shape (), int64, on the vector's device; nobody has waited for it.
+        Shape (), int64, on the vector's device; it is not waited for.
     """
     wide = vector.dtype == torch.float64
     if vector.numel() <= SMALL:
@@ -407,12 +406,12 @@ class GradientReplica(eager.GradientReplica):
         options: as the user gave them.
 
     Attributes:
-        before, after: by what a gradient is multiplied before it is handed over, and a round's sum when it is applied.
+        before, after: factors of a gradient when it is handed over, and of a round's sum when it is applied.
         shown: the round that ``synchronize()`` has put into p.grad, until step() applies it or the next one replaces
             it.
         unshown: rounds applied since ``synchronize()`` last showed one.
         stepped: rounds since the last drain or cut that it showed and ``step()`` applied.
-        skip: whether ``step()`` is to apply what is shown.
+        skip: whether ``step()`` is to apply the round that is shown.
         recorded: the samples of this step's backward passes so far.
         counters: names of entries of parameter groups that the wrapped optimizer's ``step()`` itself changes.
     """
@@ -454,18 +453,18 @@ class GradientReplica(eager.GradientReplica):
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """Those that can have a gradient: the others, of whole numbers, are left alone."""
+        """Parameters that can have a gradient; integer parameters are ignored."""
         return [p for group in self.optimizer.param_groups for p in group["params"] if differentiable(p)]
 
     def bind(self, engine: Engine) -> None:
-        """Both threads change what the ranks exchange, so both use this one's stream."""
+        """Let the engine use this thread's stream: both threads change what the ranks exchange."""
         if streams.bind_training_stream(engine, [bucket.parameters[0] for bucket in self.layout.buckets]):
             hyperparameters.begin_to_read(self.optimizer.param_groups)
 
     def continue_from(self, before: GradientReplica) -> None:
         self.take_settings(before.settings_in_force())
         self.extrapolation.leads = before.extrapolation.leads
-        for parameter in self.parameters:  # (a step that was broken off has left half of its gradient there)
+        for parameter in self.parameters:  # (an interrupted step has left half of its gradient there)
             parameter.grad = None
 
     def extra_state(self) -> dict[str, Any]:
@@ -491,14 +490,14 @@ class GradientReplica(eager.GradientReplica):
     # -- buckets ----------------------------------------------------------------------------------------------
 
     def lay_out(self) -> None:
-        """Part the parameters into buckets, and hook them."""
+        """Split the parameters into buckets, and hook them."""
         parameters = self.parameters
         count = slots(self._compression, parameters, self._rank_group.size, self._config["max_staleness"])
         self.tail = Tail(count, self._rank_group.index % count, self._config["weighting"] == "samples")
         self.layout = Layout(parameters, self._bucket_cap_mb * MIB, self._groups, self.tail)
         if self.overlap is not None:
             self.overlap.remove()
-        # A scaled step's overflow is known at its end only; nor can what is gone be raised about.
+        # (an overflow of a scaled step is known at its end only; an error must come before anything is handed over)
         scaled = self.scaler is not None and self.scaler.is_enabled()
         early = not scaled and self._nonfinite == "skip"
         self.overlap = Overlap(self.layout, self.passes, early, self._bucket_ready)
@@ -524,20 +523,20 @@ class GradientReplica(eager.GradientReplica):
     def left(
         self, worker: EagerWorker, grad_scale: torch.Tensor | None, overflow: bool
     ) -> dict[int, torch.Tensor | None]:
-        """Return what is left of this step's gradients, by bucket, for the worker.
+        """Return the gradients of this step that have not been handed over, by bucket, for the worker.
 
         Raises:
             ReplicaStateError: a gradient was changed after it had been handed over, or its samples were not recorded.
         """
         passed = 1 if self.overlap is None else max(1, self.overlap.passed)
-        # (a step that ends a broken one brings no gradient)
+        # (a step that ends an interrupted one brings no gradient)
         samples = self._samples(passed if worker.ready else 0) if self.tail.weighted else None
         if self.overlap is not None:
             self.overlap.disarm()
         try:
             self.watch.check(worker.gone, lambda index: self.layout.vector(index, self.before, samples))
         except ReplicaStateError as error:
-            worker.whole.broken = str(error)  # half of the step is on its way
+            worker.whole.broken = str(error)  # half of the step has been handed over
             raise
         scale = self.before if grad_scale is None else self.before / grad_scale
         gone = worker.gone
@@ -548,7 +547,7 @@ class GradientReplica(eager.GradientReplica):
         return vectors
 
     def handed_over(self) -> None:
-        """All gradients of the step have been handed over."""
+        """Forget a step whose gradients have all been handed over."""
         self.watch.clear()
         self.recorded.clear()
 
@@ -570,7 +569,7 @@ class GradientReplica(eager.GradientReplica):
         """Return the samples of this step's gradient.
 
         Raises:
-            ReplicaStateError: they were not recorded for so many backward passes.
+            ReplicaStateError: they were recorded for fewer backward passes.
         """
         if len(self.recorded) < passes:
             raise ReplicaStateError(
@@ -580,7 +579,7 @@ class GradientReplica(eager.GradientReplica):
         return sum(self.recorded)
 
     def _bucket_ready(self, index: int) -> None:
-        """A backward hook: all gradients of a bucket are there."""
+        """Hand over a bucket, from a backward hook: all of its gradients are there."""
         if torch.is_grad_enabled():  # (a backward pass with create_graph=True)
             with torch.no_grad():
                 self._bucket_ready(index)
@@ -591,16 +590,16 @@ class GradientReplica(eager.GradientReplica):
         self.optimizer._async.worker.hand_over(index, self._finite(index, vector))
 
     def _finite(self, index: int, vector: torch.Tensor) -> torch.Tensor | None:
-        """Return a bucket's vector, or None if other ranks must not see it: NaN, an infinity.
+        """Return a bucket's vector, or None if it holds NaN or an infinity, which other ranks must not see.
 
         Raises:
-            FloatingPointError: as None, if the user asked for it.
+            FloatingPointError: it does, and ``nonfinite="raise"``.
         """
         if streams.gpu.holds(vector) and self._nonfinite == "skip" and self._config["quorum"] == "all":
             self.checks.empty_unless_finite(index, vector)
             return record_ready(vector)
-        # (elsewhere a rank has arrived when its gradients are computed, and not when they are queued)
-        # One pass; the sum of very large finite numbers may be infinite too, so then look closer.
+        # (with another quorum a rank arrives when its gradients are computed, not when their kernels are queued)
+        # One pass; the sum of very large finite numbers may be infinite too, so then each element is looked at.
         if math.isfinite(vector.sum()) or torch.isfinite(vector).all():
             return record_ready(vector)
         if self._nonfinite == "raise":
@@ -623,7 +622,7 @@ class GradientReplica(eager.GradientReplica):
         """Apply one round: its average gradient, its hyperparameters. Leaves p.grad as it was."""
         self.unshown += 1
         if round_.gradients == 0:
-            return  # nothing in it; momentum and decay must not move the weights
+            return  # (it is empty; momentum and decay must not move the weights)
         parameters = self.layout.parameters
         own = [p.grad for p in parameters]
         try:
@@ -667,7 +666,7 @@ class GradientReplica(eager.GradientReplica):
         return hyperparameters.read(self.optimizer.param_groups, self.counters)
 
     def _names(self, parameters: Sequence[torch.Tensor]) -> dict[int, str]:
-        """Names by the parameters' id."""
+        """Return names by the parameters' id."""
         named = self.named or {}
         return {id(p): named.get(id(p), f"parameter {index}") for index, p in enumerate(parameters)}
 
@@ -711,8 +710,9 @@ class GradientReplica(eager.GradientReplica):
                 stacklevel=users_line(),
             )
         elif left and self.one_by_one and self.round_transform is None:
-            told = f"drain() applied {left} round(s) that synchronize() never showed: {INSTEAD}"
-            warnings.warn(told, stacklevel=users_line())
+            warnings.warn(
+                f"drain() applied {left} round(s) that synchronize() never showed: {INSTEAD}", stacklevel=users_line()
+            )
         passed = 0 if self.overlap is None else self.overlap.passed
         if flush and passed:
             warnings.warn(
@@ -721,7 +721,7 @@ class GradientReplica(eager.GradientReplica):
                 stacklevel=users_line(),
             )
         if self.overlap is not None and not passed:
-            self.overlap.disarm()  # the next backward pass may be anyone's, until zero_grad() is called again
+            self.overlap.disarm()  # (until zero_grad() the next backward pass may belong to another optimizer)
 
     def stop_hooks(self) -> None:
         if self.overlap is not None:

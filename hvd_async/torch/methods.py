@@ -21,14 +21,14 @@ from hvd_async.torch.weight_replica import WeightReplica
 
 
 def refuse_a_step_for_state() -> None:
-    """To be called in ``step()``: Horovod's own function may call it, where a script has it by name from before ours
-    took its place.
+    """Refuse a ``step()`` that Horovod's own ``broadcast_optimizer_state`` takes, which a script may have imported by
+    name before ours replaced it.
 
     Raises:
-        ReplicaStateError: it does.
+        ReplicaStateError: it is such a step.
     """
     frame = sys._getframe(2)
-    for _ in range(3):  # (a scheduler has put a function of its own between)
+    for _ in range(3):  # (a scheduler may have put a function of its own in between)
         if frame.f_code is horovods_broadcast.__code__:
             raise ReplicaStateError(
                 "horovod.torch's broadcast_optimizer_state makes an optimizer's state by a step, and a step of this "
@@ -143,13 +143,13 @@ class WeightMethods(OptimizerMethods):
     step.hooked = True  # type: ignore[attr-defined]  # step() runs torch's step hooks itself
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Accepted as in Horovod; gradients add up in ``p.grad`` until ``step()``, so there is nothing to do."""
+        """Do nothing, as gradients add up in ``p.grad`` until ``step()``; for scripts written for Horovod."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state, and under "hvd_async" what this rank needs to go on.
+        """Return the wrapped optimizer's state, and under "hvd_async" what this rank needs to resume.
 
-        After ``drain()`` rank 0's is complete and resumes at any number of ranks; after ``cut()`` each rank's is its
-        own share, for as many ranks, beside the model's weights on that rank.
+        After ``drain()`` the state of rank 0 is complete and resumes at any number of ranks; after ``cut()`` each
+        rank's state is its own share, for the same number of ranks, beside the model's weights on that rank.
 
         Raises:
             ReplicaStateError: a step was taken since the last drain or cut.
@@ -158,11 +158,11 @@ class WeightMethods(OptimizerMethods):
         return {**super().state_dict(), "hvd_async": replica.described(self._async.share())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back a state, also a plain optimizer's; on every rank, before the first step or after a ``drain()``.
+        """Load a state, also a plain optimizer's; on every rank, before the first step or after a ``drain()``.
 
         Raises:
             ValueError: the state is another rank's, of a job of another size, or of another memory format.
-            ReplicaStateError: messages of this run are on their way.
+            ReplicaStateError: messages of this run are in flight.
         """
         state_dict = dict(state_dict)
         share = state_dict.pop("hvd_async", None)

@@ -29,13 +29,13 @@ class AttachedMonitor(Monitor):
         self._handle = optimizer.register_step_post_hook(lambda *_: self.step())
 
     def close(self) -> None:
-        """Take a last sample, close the files, and let go of the optimizer."""
+        """Take a last sample, close the files, and stop watching the optimizer."""
         self._handle.remove()
         super().close()
 
 
 def attach_monitor(optimizer: Any, **options: Any) -> AttachedMonitor:
-    """Watch a wrapped torch optimizer from now on, without a call in the loop; returns the monitor, to close it.
+    """Watch a wrapped torch optimizer from now on, without a call in the loop; return the monitor, to close it.
 
     Args:
         optimizer: of ``EagerOptimizer``, ``GossipOptimizer`` or ``LeaderOptimizer``. It keeps the monitor alive.

@@ -23,7 +23,7 @@ from hvd_async.runtime.worker import Worker
 Pairs: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 """Names and buffers, from ``model.named_buffers()`` for example."""
 STATISTICS = ("running_mean", "running_var")
-"""Names that torch's batch norm, and what is modelled on it, gives its running statistics."""
+"""Names of the running statistics in torch's batch norm and its imitations."""
 
 
 class NamedBuffers:
@@ -31,11 +31,11 @@ class NamedBuffers:
 
     Args:
         given: ``named_buffers`` as the user gave it: pairs (name, tensor), or a function that returns them, which is
-            called each time. The modules that hold the tensors of pairs are found now, so that these are looked up
-            too; a tensor that no module holds stays what it is.
+            called each time. The modules that hold the tensors of pairs are found at construction, so that their
+            buffers are looked up too; a tensor that no module holds is used as it is.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: ``given`` is something else.
     """
 
     def __init__(self, given: Pairs | Callable[[], Pairs] | None) -> None:
@@ -81,7 +81,7 @@ class NamedBuffers:
         return _now([place for _, place in self._found])
 
     def buffers(self) -> Buffers | None:
-        """Return all, for ``unify_buffers``; None if none were given."""
+        """Return all buffers, for ``unify_buffers``; None if none were given."""
         if not self:
             return None
         named = self.now()
@@ -89,7 +89,7 @@ class NamedBuffers:
         return Buffers([TorchBuffer(key, *pair) for key, pair in zip(keys, named, strict=True)], torch.from_numpy)
 
     def keep(self) -> Callable[[], None]:
-        """Return a function that puts the values of now back, into the tensors that modules hold by then."""
+        """Return a function that restores the present values, in the tensors that modules hold by then."""
         named = self.now()
         keys = unique_keys(name for name, _ in named)
         kept = {key: tensor.detach().clone() for key, (_, tensor) in zip(keys, named, strict=True)}
@@ -149,7 +149,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def from_bytes(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a new tensor with the shape and dtype of another from what ``bytes_of`` has returned."""
+    """Return the tensor whose ``bytes_of`` is ``data``, with the shape and dtype of ``like``."""
     return data.clone().view(like.dtype).view(like.shape)
 
 
@@ -191,7 +191,7 @@ def _now(places: Sequence[_Place]) -> list[torch.Tensor | None]:
 def _owners(pairs: Sequence[tuple[str, torch.Tensor]]) -> dict[int, _Place]:
     """Return, by the ids of tensors, the places where modules hold them.
 
-    (Pairs do not say whose they are. Of several modules that hold one tensor one that has its name is taken.)
+    (Pairs do not name their modules. If several modules hold a tensor, one that has it by this name is taken.)
     """
     last_parts = {id(tensor): name.rpartition(".")[2] for name, tensor in pairs}
     found: dict[int, _Place] = {}
@@ -220,19 +220,19 @@ def _dicts_of_buffers(tensors: Sequence[torch.Tensor]) -> list[dict[str, torch.T
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """CRC-32 of the tensor's bytes."""
+    """Return the CRC-32 of a tensor's bytes."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
 
 
 def signature(name: str, tensor: torch.Tensor) -> str:
-    """Name, shape and dtype in one string, for comparison over ranks."""
+    """Return name, shape and dtype in one string, for comparison over ranks."""
     return f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 @torch.no_grad()
 def take_over(worker: Worker, tensors: Sequence[torch.Tensor], rank: int) -> None:
-    """Give every rank the bits of ``rank``'s tensors. A collective."""
+    """Overwrite tensors with those of ``rank``, bit by bit. A collective."""
     for kind, group in _by_kind([tensor for tensor in tensors if tensor.numel()]):
         flat = torch.cat([t.reshape(-1) for t in group])
         brought = torch.as_tensor(worker.broadcast(flat.view(torch.uint8), rank, f"the mending of replicas ({kind})"))

@@ -158,8 +158,8 @@ class Extrapolation:
 
     @property
     def leads(self) -> dict[torch.Tensor, torch.Tensor]:
-        """By how much parameters are ahead of their updates. They are state of the optimizer, but not in its ``state``:
-        wrapped optimizers, and tools that walk it, expect their own entries there."""
+        """By how much each parameter is ahead of its updates. Leads are state of the optimizer, but not in its
+        ``state``, where wrapped optimizers and tools expect only their own entries."""
         pairs = (pair for alike in self._alike for pair in zip(alike.parameters, alike.leads, strict=True))
         return {**self._resting, **{p: lead for p, lead in pairs if lead is not None}}
 
@@ -168,7 +168,7 @@ class Extrapolation:
         self._resting, self._alike, self._moved = dict(leads), [], []
 
     def saved(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return what ``load`` takes, for ``state_dict()``: copies of the leads, nothing if there are none."""
+        """Return the entry of ``state_dict()`` that ``load`` takes: copies of the leads; empty if there are none."""
         leads = self.leads
         if not leads:
             return {}
@@ -176,7 +176,7 @@ class Extrapolation:
         return {LEADS: [None if lead is None else lead.clone() for lead in found]}
 
     def load(self, optimizer: torch.optim.Optimizer, saved: Sequence[torch.Tensor | None] | None) -> None:
-        """Take back the leads that ``saved`` returned; None: a state without any."""
+        """Restore the leads that ``saved`` returned; None: a state without leads."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         pairs = zip(parameters, saved or [None] * len(parameters), strict=True)
         self.leads = {p: lead.to(p, copy=True) for p, lead in pairs if lead is not None}

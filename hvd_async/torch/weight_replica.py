@@ -38,7 +38,7 @@ from hvd_async.torch.tensors import NamedBuffers, checksum, flat_double, signatu
 
 
 FREE_BLOCKS = 2
-"""Free blocks that are kept for the next step, beside the one that was lent last: enough for each algorithm's steps."""
+"""Free blocks that are kept for the next step, besides the one that was lent last: enough for every algorithm."""
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 """Returns how many tensors share a storage; torch before 2.5 has it in builds for GPUs only."""
 
@@ -181,11 +181,11 @@ HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def quantize(vector: torch.Tensor, data: torch.Tensor) -> None:
-    """Encode 8 bits an element, with a float32 scale for each chunk: max |v| / 127. As bytes, scales first.
+    """Encode a vector in 8 bits per element, with a float32 scale per chunk, max |v| / 127. Scales come first.
 
     Args:
         vector: shape (n,).
-        data: filled with them, uint8, 4 and ``CHUNK`` bytes a chunk.
+        data: memory for the result, uint8, 4 and ``CHUNK`` bytes per chunk.
     """
     padded = torch.nn.functional.pad(vector.float(), (0, -vector.numel() % CHUNK)).view(-1, CHUNK)
     count = padded.shape[0]
@@ -196,7 +196,7 @@ def quantize(vector: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def dequantize(data: torch.Tensor, elements: int) -> torch.Tensor:
-    """Return as float32 what ``quantize`` has made of so many elements."""
+    """Return the vector of ``elements`` elements that ``quantize`` has encoded, as float32."""
     count = -(-elements // CHUNK)
     scales = data[: 4 * count].view(torch.float32).view(count, 1)
     return (data[4 * count :].view(torch.int8).view(count, CHUNK) * scales).view(-1)[:elements]
@@ -225,7 +225,7 @@ class Codec:
         data = self._memory.empty(row_bytes(self.nbytes), self._device)[: self.nbytes]
         if self._compression == "int8":
             quantize(vector, data)
-        else:  # (what is too large to be sent stays with the sender, as all that rounding leaves)
+        else:  # (the sender keeps what is clipped, like all rounding errors)
             half = HALVES[self._compression]
             largest = torch.finfo(half).max
             data.view(half).copy_(vector).clamp_(-largest, largest)
@@ -244,15 +244,15 @@ class Codec:
 
 
 class RowFormat:
-    """Rows of an exchange: of each an encoded vector, and a header at its end; methods as in ``MessageFormat``.
+    """Rows of an exchange: an encoded vector, and a header at the row's end; methods as in ``MessageFormat``.
 
     Args:
         nbytes: of an encoded vector.
-        rows: of an exchange.
-        received: the most rows that an exchange brings; 0 where nobody knows.
-        alone: whether the memory behind an encoded vector is its own, if there is one row.
+        rows: per exchange.
+        received: rows that an exchange brings, at most; 0 if unknown.
+        alone: whether an encoded vector owns the memory behind it, if there is one row.
         device: of vectors.
-        memory: of what is received.
+        memory: for received rows.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class RowFormat:
         return self._memory.empty(self._received * self._stride, self._device).view(self._received, self._stride)
 
     def _has_room(self, data: torch.Tensor) -> bool:
-        """Return whether a row begins with these bytes, and its header's are nobody else's."""
+        """Return whether ``data`` is the start of a row of its own, with room for the header."""
         return self._alone and data.storage_offset() == 0 and data.untyped_storage().nbytes() == self._stride
 
 
@@ -306,13 +306,13 @@ def make_message_format(
     Args:
         like: a vector of weights, shape (n,), float32 or float64.
         compression: "none", "fp16", "bf16" or "int8".
-        messages: the most in one exchange.
+        messages: messages per exchange, at most.
         rank_group: the ranks that gossip.
-        parts: a message holds one of so many parts of a vector.
+        parts: number of parts of a vector; a message holds one.
         memory: for messages.
-        received: the most rows that an exchange brings; 0 where nobody knows.
-        plain: messages that may go as they are in one exchange.
-        empty: returns an empty vector of weights, with room for a header behind it; None: there is no such room.
+        received: rows that an exchange brings, at most; 0 if unknown.
+        plain: messages of one exchange that may be sent uncompressed.
+        empty: returns an uninitialized vector of weights with room for a header behind it; None: there is no room.
     """
     elements, kind, device = like.numel(), like.dtype, like.device
     part = -(-elements // parts)
@@ -375,8 +375,8 @@ class WeightReplica(replica.WeightReplica):
 
     Args:
         named: parameters' names by id; None if none were given.
-        named_buffers: buffers that are to agree after a drain.
-        averages_statistics: whether pulls average them.
+        named_buffers: buffers that agree after a drain.
+        averages_statistics: whether pulls average batch-norm statistics.
 
     Attributes:
         counters: names of entries of parameter groups that the wrapped optimizer's ``step()`` itself changes.
@@ -388,8 +388,8 @@ class WeightReplica(replica.WeightReplica):
         self.named, self.named_buffers = named, named_buffers
         self._averages_statistics = averages_statistics
         self._averaged: dict[str, int] = {}
-        """Elements of the statistics that pulls average, by key: known when a worker is made, the same until the next
-        is, since all ranks' vectors must have one length."""
+        """Number of elements of the statistics that pulls average, by key; fixed while a worker lives, since all ranks'
+        vectors must have one length."""
         self._read_statistics: Callable[[], list[torch.Tensor | None]] = list
         self._statistic_kinds: list[Kind] = []
         """Shapes, dtypes and devices of the statistics that pulls average, if all have one dtype and device."""
@@ -427,7 +427,7 @@ class WeightReplica(replica.WeightReplica):
         ]
 
     def bind(self, engine: Engine) -> None:
-        """Both threads change what the ranks exchange, so both use this one's stream."""
+        """Let the engine use this thread's stream: both threads change what the ranks exchange."""
         mixed = (p for group in self.optimizer.param_groups for p in group["params"] if p.dtype in MIXED)
         streams.bind_training_stream(engine, itertools.islice(mixed, 1))  # (all are on one device)
 
@@ -453,10 +453,10 @@ class WeightReplica(replica.WeightReplica):
         self._elements = [sum(p.numel() for p in group["params"] if id(p) in mixed) for group in groups]
 
     def check(self) -> None:
-        """Refuse parameters whose mixing would lose what they learn: one may have been unfrozen.
+        """Check the dtypes of the parameters again: one may have been unfrozen.
 
         Raises:
-            ValueError: mixing would lose what they learn, or their dtypes have changed since the ranks met.
+            ValueError: mixing would lose what a parameter learns, or dtypes have changed since the ranks met.
         """
         if [p.dtype for p in self.parameters] == self._vectors.dtypes:
             return
@@ -468,7 +468,7 @@ class WeightReplica(replica.WeightReplica):
             )
 
     def _dtype(self) -> torch.dtype:
-        """Return that of the vector of weights.
+        """Return the dtype of the vector of weights.
 
         Raises:
             ValueError: mixing would lose what a parameter learns.
@@ -578,7 +578,7 @@ class WeightReplica(replica.WeightReplica):
             )
 
     def _momenta(self) -> list[torch.Tensor | None]:
-        """Return each parameter's momentum; None where there was no gradient yet."""
+        """Return each parameter's momentum; None if it had no gradient yet."""
         return [self.optimizer.state.get(p, {}).get("momentum_buffer") for p in self.parameters]
 
     @torch.no_grad()
@@ -595,8 +595,8 @@ class WeightReplica(replica.WeightReplica):
 
     @torch.no_grad()
     def add_to_momentum(self, correction: torch.Tensor) -> None:
-        """Add a vector to the momentum of parameters that had a gradient in this step. (The momentum of others does not
-        decay: what is added step by step would pile up.)"""
+        """Add a vector to the momentum of parameters that had a gradient in this step. (The momentum of the others does
+        not decay, so corrections would accumulate.)"""
         pairs = [(own, part) for p, own, part in self._with_parts(correction) if own is not None and p.grad is not None]
         if pairs:
             torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
@@ -630,7 +630,7 @@ class WeightReplica(replica.WeightReplica):
 
     @torch.no_grad()
     def write_statistics(self, averaged: torch.Tensor) -> None:
-        """Write the batch-norm statistics that a pull has brought; those that it has not stay what they are.
+        """Write the batch-norm statistics that a pull has brought; keep the others.
 
         Args:
             averaged: as of ``statistics``, shape (2 m,).
@@ -656,7 +656,8 @@ class WeightReplica(replica.WeightReplica):
 
     @contextlib.contextmanager
     def learning_rates_times(self, factor: float) -> Iterator[None]:
-        """In it the optimizer has this rank's learning rates; schedulers see those that all ranks have."""
+        """Return a context in which the optimizer has this rank's learning rates, ``factor`` times those of all
+        ranks, which schedulers see."""
         groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates, strict=True):
@@ -674,7 +675,7 @@ def _kinds(tensors: Sequence[torch.Tensor]) -> list[Kind]:
 
 @torch.no_grad()
 def _with_flags(values: torch.Tensor, sizes: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return batch-norm statistics as of ``WeightReplica.statistics``; ``sizes`` of their buffers."""
+    """Return batch-norm statistics as ``WeightReplica.statistics`` does, given the sizes of their buffers."""
     own, counts = values.to(device, torch.float64), torch.tensor(sizes, device=device)
     place = torch.repeat_interleave(torch.arange(len(counts), device=device), counts, output_size=len(own))
     spoilt = own.new_zeros(len(counts)).index_add_(0, place, (~torch.isfinite(own)).double())

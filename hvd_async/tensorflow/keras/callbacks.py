@@ -24,7 +24,7 @@ from horovod.tensorflow.keras.callbacks import *  # noqa: F403  elastic's
 
 from hvd_async.optimizers.public_names import public_names
 from hvd_async.tensorflow.eager_methods import EagerMethods
-from hvd_async.tensorflow.functions import broadcast_variables, told_if_long
+from hvd_async.tensorflow.functions import broadcast_variables, notice_if_long
 from hvd_async.tensorflow.keras.fit import Draining, our_optimizer, our_optimizers
 from hvd_async.tensorflow.methods import WeightMethods
 from hvd_async.tensorflow.variables import raw
@@ -52,12 +52,12 @@ class GossipEpochCallback(Draining):
 
 
 class BroadcastGlobalVariablesCallback(Draining):
-    """Give every rank the weights and optimizer state of ``root_rank`` when ``fit()`` begins.
+    """Send the weights and optimizer state of ``root_rank`` to every rank when ``fit()`` begins.
 
     Random seeds of layers (``keras.random.SeedGenerator``) stay each rank's own.
 
     Args:
-        root_rank: whose to send.
+        root_rank: the rank whose weights and state are sent.
         device: as in Horovod; where to place the operation.
         local_variables: variables that stay each rank's own.
     """
@@ -85,7 +85,7 @@ class BroadcastGlobalVariablesCallback(Draining):
             broadcast_variables([v for key, v in unique.items() if key not in self._local], root_rank=self.root_rank)
 
     def _optimizers(self) -> list[Any]:
-        """Those whose state is sent: the model's own, built; of a model with several, ours."""
+        """Return the optimizers whose state is sent: the model's own, built; of a model with several, ours."""
         own, ours = getattr(self.model, "optimizer", None), our_optimizers(self.model)
         if ours and our_optimizer(self.model) is None:
             return ours
@@ -155,7 +155,7 @@ class MetricAverageCallback(Draining):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
         own = tf.nest.map_structure(_number, dict(logs or {}))
-        with told_if_long("MetricAverageCallback"):
+        with notice_if_long("MetricAverageCallback"):
             everyone = allgather_object(own, name="hvd_async.metric_average")
         if logs is not None:
             logs.update(_averaged(dict(logs), everyone))
@@ -198,7 +198,7 @@ def _averaged(own: Any, everyones: Sequence[Any]) -> Any:
 
 
 class StopAtRounds(Draining):
-    """End ``fit()`` when the weights have seen so many rounds: how a job with ``pace="rounds"`` comes to its end.
+    """End ``fit()`` when the weights have seen ``rounds`` rounds: the end of a job with ``pace="rounds"``.
 
     Ranks then take different numbers of steps, so there is no epoch that all of them end: give ``fit()`` one epoch of a
     data set that repeats, and no callbacks that meet at epochs (metric average).
@@ -219,10 +219,10 @@ class StopAtRounds(Draining):
             self.model.stop_training = True
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Nothing: other ranks may not come here."""
+        """Do nothing: other ranks may not reach this point."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Nothing: other ranks may not come here."""
+        """Do nothing: other ranks may not reach this point."""
 
 
 class LearningRateScheduleCallback(Draining):
@@ -231,12 +231,12 @@ class LearningRateScheduleCallback(Draining):
     Args:
         initial_lr: at the start of training.
         multiplier: a constant (decay per epoch: ``multiplier ** (epoch - start_epoch)``) or ``epoch -> factor``.
-        start_epoch: the first epoch in which it holds.
-        end_epoch: the one after the last; None: it holds to the end.
+        start_epoch: the first epoch in which it is in force.
+        end_epoch: the epoch after the last; None: it is in force until the end.
         staircase: adjust once an epoch (True) or with every batch, the epoch being a fraction (False).
         momentum_correction: scale SGD's velocity by new over old rate when it changes; with ``EagerOptimizer`` when
             the round that carries the new rate is applied, so the replicas stay equal.
-        steps_per_epoch: for ``staircase=False``; found out from ``fit()`` if None.
+        steps_per_epoch: for ``staircase=False``; that of ``fit()`` if None.
     """
 
     def __init__(
@@ -306,10 +306,10 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     Args:
         initial_lr: the rate after warm-up.
-        warmup_epochs: how long.
+        warmup_epochs: length of the warm-up.
         momentum_correction: as in ``LearningRateScheduleCallback``.
         steps_per_epoch: likewise.
-        verbose: 1 to say on rank 0 when warm-up is over.
+        verbose: 1 to print on rank 0 when the warm-up is over.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from horovod.tensorflow import size
 from horovod.tensorflow.functions import allgather_object
 
 from hvd_async.monitor import Monitor
-from hvd_async.tensorflow.functions import told_if_long
+from hvd_async.tensorflow.functions import notice_if_long
 from hvd_async.tensorflow.keras.fit import Draining, our_optimizer, our_optimizers
 from hvd_async.traces.recorded import check_all_ranks, waited_s
 from hvd_async.traces.recorder import Recorder
@@ -45,8 +45,8 @@ class MonitorCallback(Draining):
 
     Args:
         every: batches from one sample to the next.
-        compare: whether all ranks tell each other at the end of each epoch how long they have waited, which a warning
-            under gossip needs. A collective: then use the callback on every rank, and not with ``pace="rounds"``.
+        compare: whether all ranks exchange at the end of each epoch how long they have waited, which a warning under
+            gossip needs. A collective: then use the callback on every rank, and not with ``pace="rounds"``.
         options: of ``hvd_async.monitor.Monitor``.
 
     Attributes:
@@ -111,7 +111,7 @@ class MonitorCallback(Draining):
             return
         own = [one.report() for one in self.monitors]  # (before ranks wait for each other at the epoch's end)
         super().on_epoch_end(epoch, logs)
-        with told_if_long("MonitorCallback"):
+        with notice_if_long("MonitorCallback"):
             everyone = allgather_object(own, name="hvd_async.monitor")
         for place, one in enumerate(self.monitors):
             one.compare([reports[place] for reports in everyone if place < len(reports)])
@@ -140,9 +140,9 @@ def _close(monitors: list[Monitor]) -> None:
 class RecordCallback(keras.callbacks.Callback):
     """Record when this rank computes and when it waits in ``fit()``, into a trace that ``hvd_async advise`` reads.
 
-    How long a step has waited is what the optimizer says; where in the step is not known, and taken to be its end. What
-    lies between the end of an epoch and the next one, and evaluation, is in no step. The file is whole when ``fit()``
-    returns; after one that raised, when another one has, or the process ends, or the callback is gone.
+    The time that a step has waited comes from the optimizer; the wait is assumed to be at the end of the step. Time
+    between epochs, and evaluation, belongs to no step. The file is complete when ``fit()`` returns; after a ``fit()``
+    that raised, when another one returns, the process ends, or the callback is deleted.
 
     Args:
         folder: of the trace, the same for all ranks; on several hosts a shared one, or collect the files afterwards.
@@ -183,7 +183,7 @@ class RecordCallback(keras.callbacks.Callback):
                     int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in self.model.trainable_variables
                 ),
             )
-            weakref.finalize(self, self._recorder.close)  # Keras tells callbacks of no fit() that raises
+            weakref.finalize(self, self._recorder.close)  # (Keras does not call callbacks when fit() raises)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._begin()
@@ -202,7 +202,7 @@ class RecordCallback(keras.callbacks.Callback):
             self._recorder.flush()
 
     def _begin(self) -> None:
-        """Leave out what was since the last step."""
+        """Leave out the time since the last step."""
         self._waited = self._wait_s()
         if self._recorder is not None:
             self._recorder.skip()

@@ -106,7 +106,7 @@ _process_sets = process_sets
 
 
 def shutdown() -> None:
-    """End what ``init`` has begun; all ranks call it."""
+    """Undo ``init``; all ranks call it."""
     if is_initialized():
         requests.close_all()
         _process_sets.forget()

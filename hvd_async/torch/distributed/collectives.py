@@ -280,13 +280,13 @@ def sparse_allreduce_async(
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, shape (rows, bytes of a row)."""
+    """Return the bytes of a tensor, shape (rows, bytes per row)."""
     row = tensor[:1].numel() * tensor.element_size() if tensor.shape[0] else 0
     return tensor.contiguous().reshape(-1).view(torch.uint8).reshape(tensor.shape[0], row)
 
 
 def _gathered(queue: Queue, tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """All ranks' tensors, one after the other; ``rows`` of each rank. They travel padded to the longest."""
+    """Return all ranks' tensors, concatenated; ``rows`` of each rank. They are sent padded to the longest."""
     shape, most = tuple(tensor.shape[1:]), max(rows)
     padded = tensor.new_zeros((most, *shape))
     padded[: tensor.shape[0]] = tensor

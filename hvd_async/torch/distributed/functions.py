@@ -44,11 +44,11 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Give every rank the tensors of ``root_rank``, in place.
+    """Send the tensors of ``root_rank`` to every rank, in place.
 
     Args:
         params: a dictionary of tensors, or a list of tensors or of pairs (name, tensor); the same names on all ranks.
-        root_rank: whose tensors to send.
+        root_rank: the rank whose tensors are sent.
     """
     if not isinstance(params, Mapping | list):
         raise ValueError(f"params must be a dict or a list, got {type(params).__name__}. Pass model.state_dict().")
@@ -59,11 +59,11 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
-    """Give every rank the state and the options of ``root_rank``'s optimizer.
+    """Send the state and the options of ``root_rank``'s optimizer to every rank.
 
     Args:
         optimizer: any torch optimizer; it need not have taken a step.
-        root_rank: whose state to send.
+        root_rank: the rank whose state is sent.
         model: not needed.
     """
     on_root = world.current().rank == root_rank

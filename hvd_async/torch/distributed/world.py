@@ -55,8 +55,8 @@ class World:
         rank, size: this rank, and the number of ranks.
         place: this rank's place on its host.
         store: shared keys and values of the ranks.
-        calls: how many collectives by way of the store this rank has taken part in, by name; making a process group is
-            one.
+        calls: number of collectives by way of the store that this rank has taken part in, by name; making a process
+            group is one.
 
     Raises:
         ValueError: as ``launch.read``.
