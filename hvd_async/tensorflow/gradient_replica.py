@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from hvd_async.algorithms.eager.config import EagerConfig
 from hvd_async.algorithms.eager.gradient_format import GradientFormat, ReducedRound
 from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.errors import ReplicaStateError
@@ -289,16 +288,10 @@ class GradientReplica(eager.GradientReplica):
         config = optimizer._async.config_for(self.layout.nbytes)
         self.extrapolation = Extrapolation(optimizer, config.weight_prediction, self.extrapolation)
 
-    def new_worker(
-        self,
-        engine: Any,
-        config: Callable[[Sequence[int]], EagerConfig],
-        finish: Callable[[bool], None],
-        apply: Callable[[ReducedRound], None],
-    ) -> EagerWorker:
+    def gradient_format(self) -> GradientFormat:
         layout, codec, rank_group = self.prepare(), self.codec, self._rank_group
         assert codec is not None
-        wire = GradientFormat(
+        return GradientFormat(
             zeros=layout.zeros,
             nbytes=layout.nbytes,
             tail=codec.tail,
@@ -315,7 +308,6 @@ class GradientReplica(eager.GradientReplica):
             members=rank_group.members,
             process_set_id=rank_group.id,
         )
-        return EagerWorker(engine, config(layout.nbytes), wire, finish, apply)
 
     def fingerprint(self) -> tuple[list[str], list[int]]:
         optimizer, layout, codec = self.optimizer, self.layout, self.codec

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hvd_async.algorithms.eager.config import EagerConfig
-from hvd_async.algorithms.eager.gradient_format import ReducedRound, Tail
+from hvd_async.algorithms.eager.gradient_format import GradientFormat, ReducedRound, Tail
 from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import eager
@@ -503,19 +502,14 @@ class GradientReplica(eager.GradientReplica):
         self.overlap = Overlap(self.layout, self.passes, early, self._bucket_ready)
         self.watch = Watch(self.layout)
         self.checks = Checks(len(self.layout))
+        self.emptied = self.checks.emptied
 
-    def new_worker(
-        self,
-        engine: Any,
-        config: Callable[[Sequence[int]], EagerConfig],
-        finish: Callable[[bool], None],
-        apply: Callable[[ReducedRound], None],
-    ) -> EagerWorker:
-        self.lay_out()  # groups may have been added since the wrapper was made
-        wire = make_wire(self.layout, self._compression, self.tail, self._rank_group)
-        made = config(self.layout.nbytes)
-        self.extrapolation.rounds = made.weight_prediction
-        return EagerWorker(engine, made, wire, finish, apply, self.checks.emptied)
+    def gradient_format(self) -> GradientFormat:
+        self.lay_out()  # (groups may have been added since the optimizer was wrapped)
+        return make_wire(self.layout, self._compression, self.tail, self._rank_group)
+
+    def extrapolate(self, rounds: float) -> None:
+        self.extrapolation.rounds = rounds
 
     # -- gradients out ----------------------------------------------------------------------------------------
 
