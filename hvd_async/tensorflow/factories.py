@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
-import keras
 import tensorflow as tf
 
 from hvd_async.algorithms.eager.config import EagerOptions
@@ -26,7 +25,6 @@ from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.tensorflow.apply_round import RoundTransform
 from hvd_async.tensorflow.eager_methods import EagerMethods
-from hvd_async.tensorflow.functions import check_not_horovods
 from hvd_async.tensorflow.gradient_format import Codec
 from hvd_async.tensorflow.gradient_replica import GradientReplica
 from hvd_async.tensorflow.methods import GossipMethods, LeaderMethods
@@ -36,6 +34,7 @@ from hvd_async.tensorflow.wrapping import (
     GossipScaleMethods,
     LeaderScaleMethods,
     check_backend,
+    check_optimizer,
     weight_replica,
     wrap,
 )
@@ -126,7 +125,12 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         options: EagerOptions, rank_group: RankGroup, factors: tuple[float, float], groups: Any
     ) -> GradientReplica:
         Codec(compression, [tf.float32], rank_group.size, max_staleness)  # raises if it cannot count as far
-        _check_optimizer(optimizer)
+        inner = getattr(optimizer, "inner_optimizer", None)
+        if isinstance(inner, OptimizerMethods) and not isinstance(optimizer, OptimizerMethods):
+            raise ValueError(
+                "the loss scaling must be inside: write EagerOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
+            )
+        check_optimizer(optimizer)
         return GradientReplica(
             rank_group,
             max_staleness,
@@ -145,23 +149,6 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
 
     driver = made_by(lambda: eager_driver(BINDING, given, replica, EagerDriver))
     return wrap(optimizer, driver, EagerMethods, EagerScaleMethods, name)
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    """Refuse what cannot be wrapped.
-
-    Raises:
-        ValueError: with a hint.
-    """
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise ValueError(f"{type(optimizer).__name__} is no Keras 3 optimizer: pass one of keras.optimizers")
-    check_not_horovods(optimizer)
-    if isinstance(optimizer, OptimizerMethods):
-        raise ValueError("this optimizer averages over ranks already: wrap the plain one")
-    if isinstance(getattr(optimizer, "inner_optimizer", None), OptimizerMethods):
-        raise ValueError(
-            "the loss scaling must be inside: write EagerOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
-        )
 
 
 def _groups(groups: Any) -> Any:

@@ -230,16 +230,3 @@ def install() -> None:
             broken.set_model = _refuse
     hvd.broadcast_variables, hvd.join = _broadcast_variables, join
     hvd.shutdown = hvd_keras.shutdown = shutdown
-
-
-def check_not_horovods(optimizer: Any) -> None:
-    """Refuse Horovod's ``DistributedOptimizer``.
-
-    Raises:
-        ValueError: the optimizer is one.
-    """
-    if type(optimizer).__module__ == "horovod._keras":
-        raise ValueError(
-            "this is Horovod's own DistributedOptimizer, which does not average on Keras 3: wrap the plain Keras "
-            "optimizer in its place"
-        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,8 +14,9 @@ from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import eager
 from hvd_async.optimizers.agreement import Buffers
+from hvd_async.optimizers.replica import warn_of_open_passes
 from hvd_async.runtime.compatibility import STATE
-from hvd_async.runtime.log import users_line, warn
+from hvd_async.runtime.log import warn
 from hvd_async.runtime.messages import Hyper
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.tensorflow.apply_round import Extrapolation, RoundTransform, Update, settings
@@ -359,13 +359,8 @@ class GradientReplica(eager.GradientReplica):
                 put_back()
 
     def finish(self, worker: EagerWorker, flush: bool) -> None:
-        with tf.init_scope():
-            if flush and self.feed is not None and self.feed.done:
-                warnings.warn(
-                    f"drain(): {self.feed.done} backward pass(es) short of a step of {self.passes} "
-                    f"(backward_passes_per_step) stay on this rank and go on with its next ones",
-                    stacklevel=users_line(),
-                )
+        if flush and self.feed is not None:
+            warn_of_open_passes(self.feed.done, self.passes)
 
     def record_samples(self, samples: int) -> None:
         self.recorded = samples

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from hvd_async.algorithms.gossip.message_format import MessageFormat, make_messa
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import replica
 from hvd_async.optimizers.agreement import Buffers
-from hvd_async.runtime.log import users_line
 from hvd_async.runtime.memory import ReusedBlocks
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.tensorflow.variables import (
@@ -336,10 +334,5 @@ class WeightReplica(replica.WeightReplica):
             flat.write(averages)
 
     def warn_before_drain(self) -> None:
-        done = 0 if self.done is None else int(self.done.numpy())
-        if done:
-            warnings.warn(
-                f"drain(): {done} backward pass(es) short of a step of {self.passes} (backward_passes_per_step) stay "
-                f"on this rank and go on with its next ones",
-                stacklevel=users_line(),
-            )
+        if self.done is not None:
+            replica.warn_of_open_passes(int(self.done.numpy()), self.passes)

@@ -20,7 +20,6 @@ from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.eager_methods import take_step
-from hvd_async.tensorflow.functions import check_not_horovods
 from hvd_async.tensorflow.gradient_format import Compression
 from hvd_async.tensorflow.variables import own_name, raw
 from hvd_async.tensorflow.weight_replica import WeightReplica
@@ -56,7 +55,11 @@ def check_optimizer(optimizer: Any) -> None:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise ValueError(f"{type(optimizer).__name__} is no Keras 3 optimizer: pass one of keras.optimizers")
-    check_not_horovods(inner)
+    if type(inner).__module__ == "horovod._keras":
+        raise ValueError(
+            "this is Horovod's own DistributedOptimizer, which does not average on Keras 3: wrap the plain Keras "
+            "optimizer in its place"
+        )
     if isinstance(optimizer, OptimizerMethods) or isinstance(inner, OptimizerMethods):
         raise ValueError("this optimizer averages over ranks already: wrap the plain one")
 

@@ -24,6 +24,7 @@ from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import eager
 from hvd_async.optimizers.agreement import Buffers
+from hvd_async.optimizers.replica import warn_of_open_passes
 from hvd_async.runtime.compatibility import STATE
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.log import users_line
@@ -708,12 +709,9 @@ class GradientReplica(eager.GradientReplica):
                 f"drain() applied {left} round(s) that synchronize() never showed: {INSTEAD}", stacklevel=users_line()
             )
         passed = 0 if self.overlap is None else self.overlap.passed
-        if flush and passed:
-            warnings.warn(
-                f"drain(): {passed} backward pass(es) short of a step of {self.passes} (backward_passes_per_step) "
-                f"stay in p.grad: they go with the next step, unless zero_grad() comes first",
-                stacklevel=users_line(),
-            )
+        if flush:
+            outcome = "stay in p.grad: they go with the next step, unless zero_grad() comes first"
+            warn_of_open_passes(passed, self.passes, outcome)
         if self.overlap is not None and not passed:
             self.overlap.disarm()  # (until zero_grad() the next backward pass may belong to another optimizer)
 
