@@ -21,7 +21,7 @@ from hvd_async.tensorflow.gradient_format import Layout, has_gradients
 from hvd_async.tensorflow.variables import constant, own_name, raw
 
 # -- clipping ----------------------------------------------------------------------------------------------------------
-# Gradient clipping whose result is the same, bit for bit, on ranks with different numbers of threads.
+# The result is the same, bit for bit, on ranks with different numbers of threads.
 
 
 BLOCK = 4096

@@ -131,14 +131,15 @@ class EagerMethods(methods.EagerMethods):
 
 
 # -- a step, in a graph and eagerly ------------------------------------------------------------------------------------
-# In a graph, ``apply`` is: for each bucket but the last a py_function that hands it over and returns; a py_function
-# that hands over the last, waits for the step's round and returns it; then a loop that applies a round and, in a
+# In a graph, ``apply`` is: a py_function for each bucket but the last that hands it over and returns; a py_function
+# that hands over the last bucket, waits for the step's round and returns it; then a loop that applies a round and, in a
 # py_function, ends it and fetches the next. So a step of b buckets and one round calls Python b + 1 times. TensorFlow
-# runs a function's stateful ops in the order they were made, so no hand-over is behind the op that waits. The same code
-# runs eagerly.
+# runs the stateful ops of a function in the order of their creation, so no hand-over comes after the op that waits. The
+# same code runs eagerly.
 #
-# A call of a py_function costs 30 us, and 50 us more if it returns NumPy's numbers: ours return tensors, or nothing.
-# None takes or returns an int32, which would keep it off a GPU: TensorFlow's kernel for accelerators does neither.
+# A call of a py_function takes 30 us, and 50 us more if it returns NumPy numbers, so ours return tensors or nothing.
+# None has an int32 argument or result, which would exclude it from GPUs: TensorFlow's kernel for accelerators supports
+# neither.
 
 
 def take_step(optimizer: Any, grads: list[Any], trainable_variables: Any, scale: Any) -> Any:

@@ -193,11 +193,10 @@ def shutdown() -> None:
 
 
 # -- Horovod's own modules ---------------------------------------------------------------------------------------------
-# Horovod's own names in a script where only the optimizer's wrapper was swapped, or that is half migrated.
-#
-# On Keras 3 its callbacks end in errors about Keras' inside, and its ``broadcast_variables`` does not know Keras'
-# variables; its ``join`` would silence this rank's engine, and its ``shutdown`` ends Horovod under it. Here the
-# callbacks say which import to change, and the others work, as long as they are called by module (``hvd.join()``).
+# A script may have replaced only the optimizer's wrapper, and use Horovod's names otherwise. On Keras 3 Horovod's
+# callbacks end in errors about Keras' internals, and its ``broadcast_variables`` does not know Keras' variables; its
+# ``join`` would silence this rank's engine, and its ``shutdown`` would end Horovod before the engine. After ``install``
+# the callbacks name the import to change, and the others work, as long as they are called by module (``hvd.join()``).
 
 
 BROKEN = (

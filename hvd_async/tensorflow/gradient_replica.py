@@ -33,8 +33,9 @@ from hvd_async.tensorflow.variables import (
 )
 
 # -- gradients on their way from the training graph to the worker ------------------------------------------------------
-# A ``give`` never blocks, so a graph may have one for each bucket, as soon as backward has filled it, while its last op
-# alone waits in ``take``. (An op that waits holds one of TensorFlow's inter-op threads, of which there may be one.)
+# A step is several calls of ``give``, then one of ``take``. A ``give`` never blocks, so a graph may have one for each
+# bucket, as soon as backward has filled it; only its last op waits, in ``take``. (An op that waits holds one of
+# TensorFlow's inter-op threads, of which there may be only one.)
 
 
 class _Sum(NamedTuple):

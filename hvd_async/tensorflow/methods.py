@@ -157,10 +157,10 @@ class LeaderMethods(WeightMethods, methods.LeaderMethods):
 
 # -- a step, in a graph and eagerly ------------------------------------------------------------------------------------
 # In a graph it is: a py_function that begins the step, meets the other ranks and returns the push-sum weight; the
-# wrapped optimizer's own ``apply``, on weights times that; one py_function that gives the weights as a vector to the
-# driver, which waits for messages and mixes them in, applies Keras' constraints, once a step, to the mixed weights, and
-# returns these. Weights are copied once into the vector; the variables then share the mixed one's memory. TensorFlow
-# runs the ops that read and write a variable in the order in which they were made.
+# wrapped optimizer's own ``apply``, on weights times that; one py_function that passes the weights as a vector to the
+# driver, which waits for messages and mixes them in, applies Keras' constraints to the mixed weights, and returns
+# these. Weights are copied once into the vector; the variables then share the memory of the mixed vector. TensorFlow
+# runs the ops that read and write a variable in the order of their creation.
 
 
 def take_step(optimizer: Any, grads: Sequence[Any], variables: list[Any]) -> None:

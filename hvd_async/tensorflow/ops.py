@@ -51,10 +51,8 @@ def call_or_op(
 
 
 # -- tracebacks --------------------------------------------------------------------------------------------------------
-# Errors that end a process from inside a training step, in a few lines.
-#
 # An error of ours that is raised while a graph runs comes out of TensorFlow with a hundred lines around it: where each
-# op was made, and Python's way to it. Where nobody catches it, the user's own lines and the error itself are shown
+# op was made, and how Python got there. If it ends the process, the user's own lines and the error itself are shown
 # instead.
 
 

@@ -110,9 +110,9 @@ def wrap(optimizer: Any, driver: Driver, methods: type, scale_methods: type, nam
 
 
 # -- loss scaling ------------------------------------------------------------------------------------------------------
-# Keras leaves a step out when a gradient overflows. Under partial allreduce the other ranks would wait for it; there
-# the scale is this rank's own: gradients are unscaled before anybody else sees them, and an overflowing step is handed
-# over empty. A rank with weights of its own takes as many steps as it likes, so Keras' own ``apply`` is right.
+# Keras skips a step when a gradient overflows. Under partial allreduce the other ranks would wait for it; so there each
+# rank has its own scale: gradients are unscaled before other ranks see them, and a step that overflows is handed over
+# empty. A rank with weights of its own may take any number of steps, so Keras' own ``apply`` is right.
 
 
 class ScaleMethods(methods.OptimizerMethods):

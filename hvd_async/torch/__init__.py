@@ -1,7 +1,7 @@
 """``import hvd_async.torch as hvd``: all of ``horovod.torch``, plus our optimizers.
 
-On Horovod, ``horovod.torch`` itself goes with them too from here on, see ``functions``. Without Horovod the same
-names are ours, on torch.distributed, see ``horovod_api``.
+On Horovod, names of ``horovod.torch`` itself work beside them from here on, see ``functions``. Without Horovod the same
+names are our own, on torch.distributed, see ``horovod_api``.
 """
 
 from importlib import import_module as _import_module

@@ -22,9 +22,9 @@ else:
 __all__ = ["LIFECYCLE", "EnteredOutside", "PlaneCollectives", "outside_inference_mode"]
 
 # -- calls from inside inference mode ----------------------------------------------------------------------------------
-# A tensor that is made in inference mode can never be changed in place outside of it. What a call makes here, such as
-# vectors of weights and optimizer state, is changed later, by training or by the engine's thread: so calls leave the
-# mode, and return to it.
+# A tensor that is made in inference mode can never be changed in place outside of it. Tensors that a call makes here,
+# such as vectors of weights and optimizer state, are changed later, by training or by the engine's thread. So calls
+# leave the mode, and return to it.
 
 
 P = ParamSpec("P")

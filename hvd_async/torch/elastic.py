@@ -157,8 +157,8 @@ class _Exchange(elastic.Exchange):
 
 
 # -- collectives of objects and single tensors -------------------------------------------------------------------------
-# They sleep while they wait. Horovod's own ask without end whether they are done: where ranks share cores this keeps
-# the threads that they wait for from running, for many seconds at times.
+# They sleep while they wait. Horovod's own poll without a pause: where ranks share cores, this keeps the threads that
+# they wait for from running, sometimes for many seconds.
 
 
 def gather_objects(value: Any, name: str) -> list[Any]:

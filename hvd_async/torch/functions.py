@@ -172,12 +172,11 @@ def shutdown() -> None:
 
 # -- Horovod's own modules ---------------------------------------------------------------------------------------------
 # Scripts may use horovod.torch's own names beside one of our optimizers. Horovod numbers collectives without a name by
-# all that the process has submitted, the engine's included, of which ranks have different numbers at a time: they would
-# wait for each other for ever. Its ``join`` would silence the engine, its ``shutdown`` leave rounds behind. All calls
-# of these, by whatever name a script has imported them, pass through one reference to Horovod's library, which
-# ``_Library`` replaces. ``broadcast_optimizer_state``, which steps an optimizer to make its state, and
-# ``broadcast_parameters``, which knows few dtypes, are Python only: ours take their places in Horovod's modules.
-# ``TorchState`` drains first.
+# the number that the process has submitted, including the engine's, which differs between ranks: the ranks would wait
+# for each other forever. Its ``join`` would silence the engine, its ``shutdown`` would lose rounds. All of these calls,
+# by whatever name a script has imported them, use one reference to Horovod's library, which ``_Library`` replaces.
+# ``broadcast_optimizer_state``, which steps an optimizer to create its state, and ``broadcast_parameters``, which
+# supports few dtypes, are Python only: ours replace them in Horovod's modules. ``TorchState`` drains first.
 
 
 JOINED = -1

@@ -37,9 +37,9 @@ from hvd_async.torch.tensors import NamedBuffers, checksum, flat_double, signatu
 from hvd_async.torch.update import Extrapolation, StepHooks
 
 # -- hooks that hand buckets over during the backward pass -------------------------------------------------------------
-# It does so only from ``zero_grad()`` to ``step()`` of the optimizer whose parameters they are, and not after a drain,
-# a cut or ``discard()``: in a GAN the generator's backward also leaves gradients in the discriminator, which are not
-# the discriminator's next step; a second optimizer may train the same model, and an evaluation may compute gradients.
+# They do so only from ``zero_grad()`` to ``step()`` of the optimizer that has these parameters, and not after a drain,
+# a cut or ``discard()``. In a GAN the generator's backward pass also leaves gradients in the discriminator, which are
+# not those of its next step; a second optimizer may train the same model, and an evaluation may compute gradients.
 
 
 class Overlap:
@@ -260,10 +260,10 @@ class Checks:
 
 
 # -- gradients that were changed after they had been handed over -------------------------------------------------------
-# An in-place operation moves a tensor's version counter, unless it goes by ``.data``; and clipping that only logs a
-# norm moves it and changes nothing. So what counts is the bits. A fingerprint is taken of every bucket that leaves
-# early, in one pass; it is compared where a version has moved, in the first steps, and of one bucket in turn in later
-# ones.
+# An in-place operation increments a tensor's version counter, unless it uses ``.data``; and clipping that only logs a
+# norm increments it without a change. So the bits are compared. Every bucket that is handed over early gets a
+# fingerprint, in one pass; it is compared if a version has changed, always in the first steps, and of one bucket in
+# turn in later ones.
 
 
 FIRST_STEPS = 10

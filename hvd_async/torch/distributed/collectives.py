@@ -57,7 +57,6 @@ class Compression:
 
 
 # -- handles -----------------------------------------------------------------------------------------------------------
-# Tensors on a GPU travel by way of the CPU.
 
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
