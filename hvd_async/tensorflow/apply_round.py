@@ -70,7 +70,7 @@ class Extrapolation:
     Args:
         optimizer: ours, built.
         rounds: rounds to look ahead; 0: updates stay as they are.
-        before: the extrapolation of the same optimizer among other ranks, whose leads go on; None at first.
+        before: the extrapolation before a membership change, whose leads are kept; None at first.
 
     Attributes:
         leads: of each trainable variable, by how much it is ahead of its updates; empty where nothing is extrapolated.
@@ -164,9 +164,9 @@ def owners(optimizer: Any, variables: Sequence[Any]) -> dict[int, list[Any]]:
 class Update:
     """Applies rounds, in a training graph or outside; made anew when the optimizer's settings change.
 
-    TensorFlow rewrites a graph as a whole, so the same update rounds differently in different surroundings, and
-    replicas would drift apart by bits. As a function of its own that is not inlined, called from a function in either
-    case, it is rewritten by itself and gives the same bits. (Whole-graph rewriting was seen to differ by 1e-7 for
+    TensorFlow rewrites entire graphs, so the same update rounds differently in different graphs, and replicas would
+    diverge by bits. As a function of its own that is not inlined, called from a function in either case, the update is
+    rewritten separately and gives the same bits. (Whole-graph rewriting was seen to differ by 1e-7 for
     RMSprop, Lamb, Adagrad, SGD with weight decay; this way by nothing.)
 
     Args:

@@ -123,7 +123,7 @@ class _Graph:
                     self._calls[key] = self._callable([fed], [build(fed)])
             call = self._calls[key]
         (result,) = call(np.asarray(vector))  # (not copied: it does not change)
-        return result if isinstance(vector, np.ndarray) else given_to_tensor(result)  # (nobody else has it)
+        return result if isinstance(vector, np.ndarray) else given_to_tensor(result)  # (a new array)
 
     def alltoall(self, name: str, ranks: Any, rows: Any, splits: list[int]) -> Any:
         """Run an alltoall of NumPy rows; return the received rows."""
@@ -219,7 +219,7 @@ class HorovodCollectives:
         def build(fed: tf.Tensor) -> tf.Tensor:
             if fed.dtype == tf.bfloat16:
                 return _sum_of_halves(fed, name, ranks, scale)
-            # Horovod's own output is copied on its way to Python, being Horovod's still; this product is not.
+            # (Horovod owns its output, so Python would get a copy; the product is not copied)
             return hvd.allreduce(fed, op=hvd.Sum, name=name, process_set=ranks) * tf.constant(scale, fed.dtype)
 
         return self._run(("sum", name, scale), build, vector)

@@ -29,15 +29,15 @@ __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 
 
 class TensorFlowKerasState(elastic.WithoutRollBack, ObjectState):
-    """A Keras model, its optimizer and other attributes that ranks go on with when others are lost or join.
+    """A Keras model, its optimizer and other attributes with which ranks continue when others are lost or join.
 
-    Nothing is rolled back. Survivors keep their weights, or take those of the one that has seen most rounds; gradients
-    that no round has carried stay pending; new ranks get weights, optimizer state and statistics of a survivor, but
-    keep their own random seeds. All ranks take the other attributes from the rank that has ended most steps, and with
-    them the learning rate: so change them right after a step, as the callbacks of ``hvd.elastic`` do. A new rank gets
-    the settings in force: those of ``switch()`` and ``set_epoch()``.
+    Nothing is rolled back. Survivors keep their weights, or take those of the survivor that has seen the most rounds;
+    gradients that no round has carried stay pending; new ranks get weights, optimizer state and statistics of a
+    survivor, but keep their own random seeds. All ranks take the other attributes, and with them the learning rate,
+    from the rank that has ended the most steps: so change them right after a step, as the callbacks of ``hvd.elastic``
+    do. A new rank gets the settings in force: those of ``switch()`` and ``set_epoch()``.
 
-    Functions that were traced for other ranks are of no use: ``fit()`` traces its step again by itself; make a
+    Functions that were traced for other ranks cannot be used: ``fit()`` traces its step again automatically; make a
     ``tf.function`` of your own in the function that ``run`` decorates.
 
     Args:
@@ -62,10 +62,10 @@ class TensorFlowKerasState(elastic.WithoutRollBack, ObjectState):
         super().__init__(bcast_object=broadcast_object, get_rank=hvd.rank, **kwargs)
 
     def sync(self) -> None:
-        """Agree with the ranks that there are now on what to go on from. A collective.
+        """Agree with the present ranks on the state to continue from. A collective.
 
         Raises:
-            ReplicaStateError: the ranks' states are not alike, or no rank has weights that can be gone on from.
+            ReplicaStateError: the ranks' states do not match, or no rank has weights to continue from.
         """
         exchange, ours = _Exchange(), self._ours()
         trained = {id(variable) for optimizer in ours for variable in exchange.weights(optimizer)}

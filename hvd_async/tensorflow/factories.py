@@ -77,7 +77,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     """Wrap a Keras 3 optimizer so that its gradients are averaged by partial allreduce (eager-SGD, PPoPP 2020).
 
     Round t: every rank contributes what it has pending, ``r = (1/P) sum_i pending_i``, and applies ``x <- U(x, r)``;
-    a rank that is late contributes nothing now and its gradient goes with the next round. Constructing it does not
+    a rank that is late contributes nothing now, and its gradient is in the next round. Constructing it does not
     communicate. Compile the model with ``jit_compile=False`` (XLA cannot wait for other ranks).
 
     In a graph a bucket leaves while backward still computes those of earlier layers (but for loss scaling and
@@ -87,24 +87,24 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     Args:
         optimizer: any Keras optimizer on the TensorFlow backend. What is returned shares its variables and takes its
             place; do not use both. A ``LossScaleOptimizer`` becomes one whose overflows count as empty steps; pass it
-            for ``mixed_float16``. With Keras' own ``gradient_accumulation_steps`` every micro-batch is a round, of
-            which so many make an update; ``backward_passes_per_step`` does the same with less communication.
+            for ``mixed_float16``. With Keras' own ``gradient_accumulation_steps`` every micro-batch is a round, and an
+            update takes that number of rounds; ``backward_passes_per_step`` does the same with less communication.
         name: of the optimizer, as in Horovod.
-        device_dense: where vectors are put together.
-        device_sparse: where sparse gradients are made dense.
+        device_dense: device on which vectors are concatenated.
+        device_sparse: device on which sparse gradients are made dense.
         compression: ``hvd.Compression.none``, ``.fp16``, ``.bf16``, or a class with ``compress`` and ``decompress``.
-        sparse_as_dense: nothing to do: sparse gradients (of embeddings) always travel as dense ones, so that late ones
-            can be added up. Their average is that of Horovod, whose ranks send each other rows.
+        sparse_as_dense: no effect: sparse gradients (of embeddings) always travel as dense ones, so that late ones can
+            be added up. Their average equals that of Horovod, whose ranks send rows to each other.
         gradient_predivide_factor: f divides gradients by f before the sum over the ranks and by P / f after it.
         op: ``hvd.Average`` or ``hvd.Sum`` (then a round is the sum of the gradients it carries).
-        backward_passes_per_step: so many ``apply()`` calls are added up on this rank before they are handed over as
-            one step; the others return at once. ``iterations`` counts rounds.
+        backward_passes_per_step: number of ``apply()`` calls whose gradients are added up on this rank and handed over
+            as one step; all but the last return at once. ``iterations`` counts rounds.
         average_aggregated_gradients: divide their sum by their number.
         num_groups: older name of ``groups`` as a number.
-        groups: lists of variables that travel together, or into how many groups to part all; variables in no list are
-            parted by ``bucket_cap_mb``.
+        groups: lists of variables that travel together, or the number of groups of all variables; variables in no list
+            are split by ``bucket_cap_mb``.
         process_set: the ranks to average over. Every rank of the job wraps the optimizer with it: those outside step
-            by themselves.
+            alone.
         scale_local_gradients: as in Horovod it concerns variables of ``register_local_var()``, which is refused here.
         Own options: see ``EagerOptions``.
         round_transform: called with the list of a round's average gradients, returns what to apply; for gradient
@@ -115,7 +115,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         An instance of the wrapped optimizer's class with the methods of ``EagerMethods``.
 
     Raises:
-        ValueError: an argument that cannot be, or Keras on another backend than TensorFlow; the message says what can.
+        ValueError: an argument is invalid, or Keras runs on another backend than TensorFlow; with a hint.
         NotInitializedError: ``hvd.init()`` was not called.
     """
     given = dict(locals())  # before any other name: all arguments, and nothing else
@@ -152,10 +152,10 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
 
 
 def _groups(groups: Any) -> Any:
-    """Return groups as ``partition`` takes them.
+    """Return groups as an argument of ``partition``.
 
     Raises:
-        ValueError: neither a positive number nor lists.
+        ValueError: they are neither a positive number nor lists.
     """
     if groups is None or (isinstance(groups, int) and not isinstance(groups, bool) and groups > 0):
         return groups
@@ -165,7 +165,7 @@ def _groups(groups: Any) -> Any:
 
 
 def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802  Horovod's name
-    """``EagerOptimizer(quorum="all")``: synchronous SGD that is right on Keras 3, where Horovod's does not average."""
+    """Return ``EagerOptimizer(quorum="all")``: synchronous SGD that averages on Keras 3, where Horovod's does not."""
     warnings.warn(
         'on Keras 3 DistributedOptimizer is EagerOptimizer(quorum="all"): Horovod\'s own silently does not average',
         stacklevel=2,
@@ -210,7 +210,7 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     model: Any = None,
     buffers: str = "average",
 ) -> Any:
-    """Wrap a Keras 3 optimizer so that each rank steps by itself and mixes its weights with its neighbours'.
+    """Wrap a Keras 3 optimizer so that each rank steps alone and mixes its weights with its neighbours'.
 
     Gradients and the optimizer's state stay on their rank; after each local step weights travel, to a few ranks and not
     to all. So learning rates, schedules, clipping, weight decay and moving averages are each rank's own (``drain()``
@@ -224,21 +224,21 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
             a step that overflows is none. With Keras' own ``gradient_accumulation_steps`` the weights are mixed when
             they have moved.
         name: of the optimizer, as in Horovod.
-        device_dense: nothing to do: the vector of all weights is put together in the CPU's memory.
-        device_sparse: where sparse gradients are made dense if ``backward_passes_per_step`` adds them up.
+        device_dense: no effect: the vector of all weights is in the CPU's memory.
+        device_sparse: device on which sparse gradients are made dense if ``backward_passes_per_step`` adds them up.
         compression: how messages travel: ``hvd.Compression.none``, ``fp16``, ``bf16``, or ``int8``: 8-bit differences
-            to what the neighbour knows already (CHOCO-SGD, Koloskova et al., 2019), of local, slowmo and diloco to the
-            anchor. What compression leaves out stays with the sender, and goes with a later message.
-        sparse_as_dense: nothing to do: gradients do not travel.
+            to the neighbour's estimate (CHOCO-SGD, Koloskova et al., 2019), of local, slowmo and diloco to the anchor.
+            The sender keeps the compression error and adds it to a later message.
+        sparse_as_dense: no effect: gradients do not travel.
         gradient_predivide_factor: of gradients that travel; refused here.
         num_groups: likewise.
         groups: likewise.
         op: ``hvd.Average``.
-        backward_passes_per_step: so many ``apply()`` calls are added up on this rank and make one step, whose weights
-            are mixed; the others return at once. ``iterations`` counts steps.
+        backward_passes_per_step: number of ``apply()`` calls whose gradients are added up on this rank and make one
+            step, whose weights are mixed; all but the last return at once. ``iterations`` counts steps.
         average_aggregated_gradients: divide their sum by their number.
-        process_set: the ranks that gossip. Every rank of the job wraps the optimizer with it: those outside step by
-            themselves.
+        process_set: the ranks that gossip. Every rank of the job wraps the optimizer with it: those outside step
+            alone.
         scale_local_gradients: divide gradients of variables of ``register_local_var()``, which are not mixed, by the
             number of ranks, as Horovod does.
         Own options: see ``GossipOptions``.
@@ -248,7 +248,7 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         An instance of the wrapped optimizer's class with the methods of ``GossipMethods``.
 
     Raises:
-        ValueError: an argument that cannot be, or Keras on another backend than TensorFlow; the message says what can.
+        ValueError: an argument is invalid, or Keras runs on another backend than TensorFlow; with a hint.
         NotInitializedError: ``hvd.init()`` was not called.
     """
     given = dict(locals())  # before any other name: all arguments, and nothing else
@@ -292,26 +292,27 @@ def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     model: Any = None,
     buffers: str = "average",
 ) -> Any:
-    """Wrap a Keras 3 optimizer so that each rank trains by itself and is pulled towards a leader, or a centre.
+    """Wrap a Keras 3 optimizer so that each rank trains alone and is pulled towards a leader, or a center.
 
     Gradients and the optimizer's state stay on their rank. Constructing it does not communicate. Training losses reach
-    it by themselves in Keras' ``fit()``, by ``record_loss()`` elsewhere. Compile the model with ``jit_compile=False``
+    it automatically in Keras' ``fit()``, by ``record_loss()`` elsewhere. Compile the model with ``jit_compile=False``
     (XLA cannot call the engine).
 
     Args:
         optimizer: any Keras optimizer on the TensorFlow backend. What is returned shares its variables and takes its
             place; do not use both. With ``mixed_float16`` pass a ``LossScaleOptimizer``; a step that overflows is none.
         name: of the optimizer, as in Horovod.
-        device_dense: nothing to do: the vector of all weights is put together in the CPU's memory.
-        device_sparse: where sparse gradients are made dense if ``backward_passes_per_step`` adds them up.
+        device_dense: no effect: the vector of all weights is in the CPU's memory.
+        device_sparse: device on which sparse gradients are made dense if ``backward_passes_per_step`` adds them up.
         compression: of gradients that travel; refused here, as are ``gradient_predivide_factor``, ``num_groups`` and
             ``groups``.
-        sparse_as_dense: nothing to do: gradients do not travel.
+        sparse_as_dense: no effect: gradients do not travel.
         op: ``hvd.Average``.
-        backward_passes_per_step: so many ``apply()`` calls are added up on this rank and make one step.
+        backward_passes_per_step: number of ``apply()`` calls whose gradients are added up on this rank and make one
+            step.
         average_aggregated_gradients: divide their sum by their number.
-        process_set: the ranks that share it. Every rank of the job wraps the optimizer with it: those outside step by
-            themselves.
+        process_set: the ranks that share it. Every rank of the job wraps the optimizer with it: those outside step
+            alone.
         scale_local_gradients: divide gradients of variables of ``register_local_var()``, which are not pulled, by the
             number of ranks, as Horovod does.
         Own options: see ``LeaderOptions``.
@@ -321,7 +322,7 @@ def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         An instance of the wrapped optimizer's class with the methods of ``LeaderMethods``.
 
     Raises:
-        ValueError: an argument that cannot be, or Keras on another backend than TensorFlow; the message says what can.
+        ValueError: an argument is invalid, or Keras runs on another backend than TensorFlow; with a hint.
         NotInitializedError: ``hvd.init()`` was not called.
     """
     given = dict(locals())  # before any other name: all arguments, and nothing else

@@ -43,7 +43,7 @@ class WeightMethods(methods.OptimizerMethods):
             ValueError: no variable has a gradient.
             ReplicaMismatchError: at the first step, if the ranks' weights or settings differ. (Errors raised while a
                 ``tf.function`` or ``fit()`` runs arrive inside a ``tf.errors`` exception, with their text.)
-            ReplicaStateError: an earlier step was broken off here.
+            ReplicaStateError: an earlier step was interrupted on this rank.
             FloatingPointError: the step has made a weight NaN or infinite; it was not sent.
         """
         grads = list(grads)

@@ -40,8 +40,8 @@ def constant(value: bool | float | tuple[float, ...], dtype: tf.DType) -> tf.Ten
 def is_finite(vector: tf.Tensor) -> bool:
     """Return whether a vector holds neither NaN nor an infinity."""
     array = np.asarray(vector)  # (no copy on the CPU)
-    # NaN and infinities persist in a scalar product, which takes half as long as a look at each element. It may also
-    # overflow by itself.
+    # NaN and infinities persist in a scalar product, which takes half as long as a look at each element. But it may
+    # overflow for finite vectors too.
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isfinite(np.dot(array, array)) or np.isfinite(array).all())
 
@@ -82,8 +82,8 @@ def is_seed(variable: Any) -> bool:
 
     Ranks draw different random numbers because it differs between them: it is never sent, averaged, or compared.
     """
-    whole = raw(variable)
-    return _last_part(variable) == SEED and whole.dtype.is_integer and tuple(whole.shape) == (2,)
+    state = raw(variable)
+    return _last_part(variable) == SEED and state.dtype.is_integer and tuple(state.shape) == (2,)
 
 
 def is_statistic(variable: Any) -> bool:

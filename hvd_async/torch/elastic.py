@@ -38,19 +38,20 @@ EXTRA_STATE = "_extra_state"
 
 
 class TorchState(elastic.WithoutRollBack, ObjectState):
-    """Models, optimizers, samplers and other attributes that ranks go on with when others are lost or join.
+    """Models, optimizers, samplers and other attributes with which ranks continue when others are lost or join.
 
-    Nothing is rolled back. Survivors keep their weights, or take those of the one that has seen most rounds; gradients
-    that no round has carried stay pending; new ranks get weights, optimizer state and buffers of a survivor. All ranks
-    take the other attributes, the samplers' and the schedules' positions too, from the rank that has ended most steps,
-    and with them the hyperparameters (learning rates, momentum): so change them right after ``optimizer.step()``. A new
-    rank gets the settings in force: those of ``switch()``, ``set_epoch()`` and ``set_backward_passes_per_step()``.
+    Nothing is rolled back. Survivors keep their weights, or take those of the survivor that has seen the most rounds;
+    gradients that no round has carried stay pending; new ranks get weights, optimizer state and buffers of a survivor.
+    All ranks take the other attributes, such as the positions of samplers and schedules, and with them the
+    hyperparameters (learning rates, momentum), from the rank that has ended the most steps: so change them right after
+    ``optimizer.step()``. A new rank gets the settings in force: those of ``switch()``, ``set_epoch()`` and
+    ``set_backward_passes_per_step()``.
 
     Args:
         model: a module.
         optimizer: wrapped by one of ours.
         kwargs: more of these, samplers (``ElasticSampler``), and what has ``state_dict()`` and ``load_state_dict()``,
-            such as learning rate schedules; anything else must be fit to be pickled. All become attributes.
+            such as learning rate schedules; anything else must be picklable. All become attributes.
     """
 
     _interrupt = HostsUpdatedInterrupt
@@ -76,10 +77,10 @@ class TorchState(elastic.WithoutRollBack, ObjectState):
         super().__init__(bcast_object=_of_rank_0, get_rank=hvd.rank, **plain)
 
     def sync(self) -> None:
-        """Agree with the ranks that there are now on what to go on from. A collective.
+        """Agree with the present ranks on the state to continue from. A collective.
 
         Raises:
-            ReplicaStateError: the ranks' states are not alike, or no rank has weights that can be gone on from.
+            ReplicaStateError: the ranks' states do not match, or no rank has weights to continue from.
         """
         exchange = _Exchange()
         ours = {id(p) for optimizer in self._optimizers for p in exchange.weights(optimizer)}

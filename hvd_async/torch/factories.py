@@ -158,25 +158,25 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     """Wrap a torch optimizer so that its gradients are averaged by partial allreduce (eager-SGD, PPoPP 2020).
 
     Round t: every rank contributes what it has pending, ``r = (1/P) sum_i pending_i``, and applies ``x <- U(x, r)``;
-    a rank that is late contributes nothing now and its gradient goes with the next round. Constructing it does not
+    a rank that is late contributes nothing now, and its gradient is in the next round. Constructing it does not
     communicate.
 
     Args:
-        optimizer: any torch optimizer whose step needs one gradient (not LBFGS). It is not changed; what is returned
-            shares its parameter groups and state and takes its place.
+        optimizer: any torch optimizer whose step needs one gradient (not LBFGS). It is not changed; the result shares
+            its parameter groups and state and replaces it.
         named_parameters: ``model.named_parameters()``; names appear in error messages.
         compression: how gradients travel: ``hvd.Compression.none``, ``fp16``, ``bf16`` (of ours, summed in float32), or
             a class with ``compress(tensor)`` and ``decompress(tensor, ctx)``, ``ctx`` depending on the dtype alone.
-            What is pending stays float32.
-        backward_passes_per_step: how many times backward() is called before step(); gradients add up, as in Horovod.
+            Pending gradients stay float32.
+        backward_passes_per_step: number of backward() calls before step(); gradients add up, as in Horovod.
         op: ``hvd.Average`` or ``hvd.Sum``, over the ranks.
         gradient_predivide_factor: divide by it before the sum and multiply by it afterwards (with Average).
-        groups: lists of parameters that travel together, or into how many groups to part all; ``num_groups`` is
-            Horovod's older name for the latter. Parameters in no list are parted by ``bucket_cap_mb``.
-        sparse_as_dense: nothing to do: sparse gradients always travel as dense tensors; SparseAdam gets them back
-            sparse, without the rows that are zero.
+        groups: lists of parameters that travel together, or the number of groups of all parameters; ``num_groups`` is
+            Horovod's older name for the latter. Parameters in no list are split by ``bucket_cap_mb``.
+        sparse_as_dense: no effect: sparse gradients always travel as dense tensors; SparseAdam gets them back sparse,
+            without the rows that are zero.
         process_set: the ranks to average over. Every rank of the job wraps the optimizer with it: those outside step
-            by themselves.
+            alone.
         Own options: see ``EagerOptions``.
         scaler: the ``torch.amp.GradScaler`` that scales the loss; then ``scaler.step(optimizer)`` steps, gradients are
             unscaled before others see them, and an overflow counts as a step without gradient.
@@ -190,7 +190,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         ``EagerMethods``.
 
     Raises:
-        ValueError: an argument that cannot be; the message says what can.
+        ValueError: an argument is invalid; the message gives the valid ones.
         NotInitializedError: ``hvd.init()`` was not called.
     """
     given = listed(locals())  # before any other name: all arguments, and nothing else
@@ -240,26 +240,26 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     named_buffers: Pairs | Callable[[], Pairs] | None = None,
     buffers: str = "average",
 ) -> Any:
-    """Wrap a torch optimizer so that each rank steps by itself and mixes its weights with its neighbours'.
+    """Wrap a torch optimizer so that each rank steps alone and mixes its weights with its neighbours'.
 
     Gradients and the optimizer's state stay on their rank; after each local step weights travel, to a few ranks and not
     to all. Constructing it does not communicate.
 
     Args:
-        optimizer: any torch optimizer (not LBFGS). It is not changed; what is returned shares its parameter groups and
-            state and takes its place.
+        optimizer: any torch optimizer (not LBFGS). It is not changed; the result shares its parameter groups and state
+            and replaces it.
         named_parameters: ``model.named_parameters()``; names appear in error messages.
         compression: how messages travel: ``hvd.Compression.none``, ``fp16``, ``bf16``, or ``int8``: 8-bit differences
-            to what the neighbour knows already (CHOCO-SGD, Koloskova et al., 2019), of local, slowmo and diloco to the
-            anchor. What compression leaves out stays with the sender, and goes with a later message.
-        backward_passes_per_step: how many times backward() is called before step(); gradients add up.
+            to the neighbour's estimate (CHOCO-SGD, Koloskova et al., 2019), of local, slowmo and diloco to the anchor.
+            The sender keeps the compression error and adds it to a later message.
+        backward_passes_per_step: number of backward() calls before step(); gradients add up.
         op: ``hvd.Average``.
         gradient_predivide_factor: of gradients that travel; refused here.
         num_groups: likewise.
         groups: likewise.
-        sparse_as_dense: nothing to do: gradients do not travel.
-        process_set: the ranks that gossip. Every rank of the job wraps the optimizer with it: those outside step by
-            themselves.
+        sparse_as_dense: no effect: gradients do not travel.
+        process_set: the ranks that gossip. Every rank of the job wraps the optimizer with it: those outside step
+            alone.
         Own options: see ``GossipOptions``.
         named_buffers: ``model.named_buffers()``, so that ``drain()`` and ``consensus()`` make batch-norm statistics
             and other buffers agree; or the function ``model.named_buffers``, for a model that adds buffers later.
@@ -269,7 +269,7 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         ``GossipMethods``.
 
     Raises:
-        ValueError: an argument that cannot be; the message says what can.
+        ValueError: an argument is invalid; the message gives the valid ones.
         NotInitializedError: ``hvd.init()`` was not called.
     """
     given = listed(locals())  # before any other name: all arguments, and nothing else
@@ -308,21 +308,21 @@ def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     named_buffers: Pairs | Callable[[], Pairs] | None = None,
     buffers: str = "average",
 ) -> Any:
-    """Wrap a torch optimizer so that each rank trains by itself and is pulled towards a leader, or a centre.
+    """Wrap a torch optimizer so that each rank trains alone and is pulled towards a leader, or a center.
 
     Gradients and the optimizer's state stay on their rank. Constructing it does not communicate.
 
     Args:
-        optimizer: any torch optimizer (not LBFGS). It is not changed; what is returned shares its parameter groups and
-            state and takes its place.
+        optimizer: any torch optimizer (not LBFGS). It is not changed; the result shares its parameter groups and state
+            and replaces it.
         named_parameters: ``model.named_parameters()``; names appear in error messages.
         compression: of gradients that travel; refused here, as are ``gradient_predivide_factor``, ``num_groups`` and
             ``groups``.
-        backward_passes_per_step: how many times backward() is called before step(); gradients add up.
+        backward_passes_per_step: number of backward() calls before step(); gradients add up.
         op: ``hvd.Average``.
-        sparse_as_dense: nothing to do: gradients do not travel.
-        process_set: the ranks that share it. Every rank of the job wraps the optimizer with it: those outside step by
-            themselves.
+        sparse_as_dense: no effect: gradients do not travel.
+        process_set: the ranks that share it. Every rank of the job wraps the optimizer with it: those outside step
+            alone.
         Own options: see ``LeaderOptions``.
         named_buffers: ``model.named_buffers()``, so that batch-norm statistics and other buffers agree; or the function
             ``model.named_buffers``, for a model that adds buffers later.
@@ -331,7 +331,7 @@ def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         An instance of the wrapped optimizer's class with the methods of ``LeaderMethods``.
 
     Raises:
-        ValueError: an argument that cannot be; the message says what can.
+        ValueError: an argument is invalid; the message gives the valid ones.
         NotInitializedError: ``hvd.init()`` was not called.
     """
     given = listed(locals())  # before any other name: all arguments, and nothing else

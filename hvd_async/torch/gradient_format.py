@@ -1,4 +1,4 @@
-"""The format of torch's gradients: where each lies in the flat buckets, and how these are compressed on their way."""
+"""The format of torch's gradients: where each lies in the flat buckets, and how these are compressed."""
 
 from __future__ import annotations
 

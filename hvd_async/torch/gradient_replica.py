@@ -219,7 +219,7 @@ class Checks:
         self._queued: dict[Any, tuple[torch.Tensor, list[int]]] = {}
         """By stream: a flag per bucket, shape (buckets,), 1.0 where its vector was not finite; the buckets checked."""
         self._sent: list[tuple[streams.Later, list[int]]] = []
-        """Flags on their way to the host."""
+        """Flags that are being copied to the host."""
         self._ones: dict[torch.device, torch.Tensor] = {}
 
     @torch.no_grad()
@@ -369,16 +369,16 @@ def fingerprint(vector: torch.Tensor, thorough: bool) -> torch.Tensor:
     else:
         half = 0 if wide else vector.numel() % 2
         words = vector[: vector.numel() - half].view(torch.int64)
-        whole = words.numel() // ROW * ROW
+        in_rows = words.numel() // ROW * ROW
         odd = vector[vector.numel() - half :].view(torch.int32)
-        total = _weighted(torch.cat([words[:whole].view(-1, ROW).sum(1), words[whole:], odd]))
+        total = _weighted(torch.cat([words[:in_rows].view(-1, ROW).sum(1), words[in_rows:], odd]))
     return total + 3 * _weighted(words >> 32) if wide or (thorough and vector.numel() > SMALL) else total
 
 
 def _weighted(numbers: torch.Tensor) -> torch.Tensor:
     """Return the sum of integers, each times the odd number of its place in ``LANES``."""
-    if (whole := numbers.numel() // LANES * LANES) > LANES:
-        numbers = torch.cat([numbers[:whole].view(-1, LANES).sum(0), numbers[whole:]])
+    if (in_lanes := numbers.numel() // LANES * LANES) > LANES:
+        numbers = torch.cat([numbers[:in_lanes].view(-1, LANES).sum(0), numbers[in_lanes:]])
     return (numbers * _weights(numbers.device)[: numbers.numel()]).sum()
 
 
@@ -594,7 +594,7 @@ class GradientReplica(eager.GradientReplica):
             self.checks.empty_unless_finite(index, vector)
             return record_ready(vector)
         # (with another quorum a rank arrives when its gradients are computed, not when their kernels are queued)
-        # One pass; the sum of very large finite numbers may be infinite too, so then each element is looked at.
+        # One pass; the sum of very large finite numbers may be infinite too, so then each element is checked.
         if math.isfinite(vector.sum()) or torch.isfinite(vector).all():
             return record_ready(vector)
         if self._nonfinite == "raise":

@@ -91,10 +91,10 @@ class WeightMethods(OptimizerMethods):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step with this rank's gradients, and let other ranks' weights move this one's.
 
-        Gossip sends the weights to neighbours and mixes in theirs: sgp and dpsgd wait for the neighbours' messages of
-        this step; osgp for those that are ``max_staleness`` steps old; adpsgd for nobody, but after ``max_local_steps``
-        without an averaging; local, slowmo and diloco for an average that is more than ``max_staleness`` steps late.
-        Ranks that follow a leader wait for nobody.
+        Gossip sends the weights to neighbours and mixes in theirs. sgp and dpsgd wait for the neighbours' messages of
+        this step; osgp for those that are ``max_staleness`` steps old; adpsgd only after ``max_local_steps`` without an
+        averaging; local, slowmo and diloco for an average that is more than ``max_staleness`` steps late. Ranks that
+        follow a leader do not wait.
 
         ``register_step_pre_hook`` hooks run first and see this rank's weights. ``register_step_post_hook`` hooks run
         last, once a step: they see, and may change, the weights that the step leaves, with other ranks' mixed in.
@@ -107,7 +107,7 @@ class WeightMethods(OptimizerMethods):
 
         Raises:
             ReplicaMismatchError: at the first step, if the ranks' weights or settings differ.
-            ReplicaStateError: an earlier step was broken off here, or a drain, which is to be called again.
+            ReplicaStateError: an earlier step was interrupted on this rank, or a drain, which must be called again.
             FloatingPointError: the step has made a weight NaN or infinite; it was not sent.
             HorovodInternalError: Horovod failed, or a rank is lost (the message names it).
         """

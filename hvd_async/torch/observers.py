@@ -1,4 +1,4 @@
-"""Observers of a torch optimizer: a monitor that it steps by itself, and the recorder of a trace."""
+"""Observers of a torch optimizer: a monitor that its steps call, and the recorder of a trace."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ def record(optimizer: Any, folder: str | os.PathLike[str], synchronize: bool = F
     """Record when this rank computes and when it waits, into a file of a trace that ``hvd_async advise`` reads.
 
     Call it once on every rank, after the optimizer is wrapped, by Horovod or by this library; training is not changed.
-    What DDP waits for in the backward pass cannot be told from computation.
+    DDP's waits in the backward pass cannot be distinguished from computation.
 
     Args:
         optimizer: the one that the training loop steps.
         folder: of the trace, the same for all ranks; on several hosts a shared one, or collect the files afterwards.
-        synchronize: wait for the GPU before each mark. Without it times on CUDA are those at which kernels were
-            submitted, which say little; with it the host and the GPU overlap less, which may cost speed.
+        synchronize: whether to wait for the GPU before each mark. Without it times on CUDA are those at which kernels
+            were submitted, which say little; with it the host and the GPU overlap less, which may be slower.
 
     Returns:
-        The recorder: ``skip()`` leaves out what belongs to no step, such as an evaluation; ``close()`` ends it. The
-        process's end does so too.
+        The recorder: ``skip()`` leaves out time that belongs to no step, such as an evaluation; ``close()`` ends it, as
+        does the end of the process.
 
     Raises:
         ValueError: the optimizer is recorded already, or only some ranks share it (a process set).

@@ -105,7 +105,7 @@ class NamedBuffers:
 
 
 def is_statistic(name: str, tensor: torch.Tensor) -> bool:
-    """Tell whether a buffer is a running mean or variance of batch norm."""
+    """Return whether a buffer is a running mean or variance of batch norm."""
     return name.rpartition(".")[2] in STATISTICS and tensor.is_floating_point() and is_plain(tensor)
 
 
@@ -138,7 +138,7 @@ class TorchBuffer(agreement.Buffer):
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor's elements are its bytes: it is neither sparse nor quantized, and has a memory."""
+    """Return whether a tensor's elements are its bytes: it is neither sparse nor quantized, and has a memory."""
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
 
 
@@ -207,7 +207,7 @@ def _dicts_of_buffers(tensors: Sequence[torch.Tensor]) -> list[dict[str, torch.T
     """Return ``_buffers`` of all modules that hold any of these tensors.
 
     (Not by ``gc.get_objects``, whose list holds all objects: filling a new tuple fails with a SystemError in another
-    thread while somebody else holds a reference to it.)
+    thread while a reference to it is held elsewhere.)
     """
     dicts = [one for one in gc.get_referrers(*tensors) if isinstance(one, dict)] if tensors else []
     owners = gc.get_referrers(*dicts) if dicts else []
@@ -235,8 +235,8 @@ def take_over(worker: Worker, tensors: Sequence[torch.Tensor], rank: int) -> Non
     """Overwrite tensors with those of ``rank``, bit by bit. A collective."""
     for kind, group in _by_kind([tensor for tensor in tensors if tensor.numel()]):
         flat = torch.cat([t.reshape(-1) for t in group])
-        brought = torch.as_tensor(worker.broadcast(flat.view(torch.uint8), rank, f"the mending of replicas ({kind})"))
-        _scatter(brought.view(flat.dtype), group)
+        received = torch.as_tensor(worker.broadcast(flat.view(torch.uint8), rank, f"the repair of replicas ({kind})"))
+        _scatter(received.view(flat.dtype), group)
 
 
 def _by_kind(tensors: list[torch.Tensor]) -> Iterator[tuple[str, list[torch.Tensor]]]:

@@ -120,7 +120,7 @@ class _Waiter:
 
 
 class _Sends:
-    """Rows on their way between pairs of ranks, with those methods of torch.distributed's ``Work`` that are used here.
+    """Rows in flight between pairs of ranks, with the methods of torch.distributed's ``Work`` that are used here.
 
     Gloo's own alltoall sends before it receives. Then one direction of a link waits for the other: 8 MB each way took
     1.5 times as long.

@@ -22,7 +22,7 @@ _HOOK_RUNNER = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 
 
 class StepHooks:
-    """The hooks of one ``step()``, run in torch's order but around the whole step, the mixing included.
+    """The hooks of one ``step()``, run in torch's order but around the entire step, the mixing included.
 
     Args:
         optimizer: the wrapped optimizer.

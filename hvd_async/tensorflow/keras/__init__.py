@@ -29,7 +29,7 @@ def load_model(
 ) -> Any:
     """Load a Keras model and wrap its optimizer, with the state that was saved.
 
-    Rounds of an ``EagerOptimizer`` go on from ``iterations``; exchanges and pulls are counted anew.
+    Rounds of an ``EagerOptimizer`` continue from ``iterations``; exchanges and pulls are counted anew.
 
     Args:
         filepath: a ``.keras`` file.

@@ -1,11 +1,10 @@
-"""Horovod's Keras callbacks, made to work on Keras 3 and with our optimizers.
+"""Horovod's Keras callbacks for Keras 3 and our optimizers.
 
-All have the ranks meet before they communicate, before evaluation inside ``fit()``, at the end of each epoch and of
-``fit()``, so that ranks with different numbers of batches do: they drain the optimizer, or all of a model with several
-(a GAN in ``train_step()``). Of a ``GossipOptimizer``, evaluation inside
-``fit()`` sees the average of all ranks, of a ``LeaderOptimizer`` the leader or the centre, and each rank goes on with
-its own weights, until ``fit()`` ends with a drain.
-Use the same callbacks, in the same order, on every rank.
+All make the ranks meet before they communicate, before evaluation inside ``fit()``, at the end of each epoch and of
+``fit()``, so that ranks may have different numbers of batches: they drain the optimizer, or all of a model with several
+(a GAN in ``train_step()``). With a ``GossipOptimizer``, evaluation inside ``fit()`` sees the average of all ranks, with
+a ``LeaderOptimizer`` the leader or the center, and each rank continues with its own weights, until ``fit()`` ends with
+a drain. Use the same callbacks, in the same order, on every rank.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from hvd_async.tensorflow.variables import raw
 
 
 class GossipEpochCallback(Draining):
-    """Have a ``GossipOptimizer`` follow the epochs: its ``peers`` and ``schedule`` by epoch, ends of different lengths;
-    or a ``LeaderOptimizer``.
+    """Make a ``GossipOptimizer`` follow the epochs, with ``peers`` and ``schedule`` by epoch and epochs of different
+    lengths; or a ``LeaderOptimizer``.
 
     (The other callbacks here do so too; one of them is enough.)
 
     Args:
-        drain: average all ranks (have them take the leader's weights, or the centre) at the end of each epoch, so that
-            what is saved there (``ModelCheckpoint``) is that, and training goes on from it. Without it a rank saves its
-            own weights there, and the average when ``fit()`` has ended.
+        drain: whether all ranks take the average (the leader's weights, or the center) at the end of each epoch, so
+            that ``ModelCheckpoint`` saves it there, and training continues from it. Otherwise a rank saves its own
+            weights there, and the average when ``fit()`` has ended.
     """
 
     def __init__(self, drain: bool = False) -> None:

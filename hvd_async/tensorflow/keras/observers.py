@@ -40,17 +40,17 @@ class MonitorCallback(Draining):
     Several optimizers (a GAN's) have the numbers from 0 as their names, and write to ``NAME.0.prom``, ``NAME.1.prom``
     and so on; their ports follow each other, those of all ranks of one optimizer first.
 
-    Keras does not tell callbacks when ``fit()`` raises. What was open then is closed by ``close()``, by the next
-    ``fit()`` of this thread with such a callback, or by the process's end.
+    Keras does not notify callbacks when ``fit()`` raises. Files and ports that are open then are closed by ``close()``,
+    by the next ``fit()`` of this thread with such a callback, or at the end of the process.
 
     Args:
-        every: batches from one sample to the next.
+        every: batches per sample.
         compare: whether all ranks exchange at the end of each epoch how long they have waited, which a warning under
             gossip needs. A collective: then use the callback on every rank, and not with ``pace="rounds"``.
         options: of ``hvd_async.monitor.Monitor``.
 
     Attributes:
-        monitors: of each optimizer; made with the first batch.
+        monitors: one per optimizer, from the first batch on.
     """
 
     def __init__(self, every: int = 50, compare: bool = False, **options: Any) -> None:
@@ -59,8 +59,8 @@ class MonitorCallback(Draining):
         self.monitors: list[Monitor] = []
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        for left in _OPEN.lists:  # by a fit() that raised: it must keep no port
-            _close(left)  # (one that goes on around this fit() opens them anew, with its next batch)
+        for left in _OPEN.lists:  # (by a fit() that raised: it must not keep a port)
+            _close(left)  # (a fit() around this one opens them again, with its next batch)
         _OPEN.lists.clear()
         if self.compare:
             super().on_train_begin(logs)

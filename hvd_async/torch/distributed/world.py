@@ -101,7 +101,7 @@ class World:
             timeout: of making the connections, and of collectives that do not set their own.
         """
         group = dist.ProcessGroupGloo(self.store_of(name, ranks), ranks.index(self.rank), len(ranks), timeout)
-        # Its destructor waits for collectives under way, so two failed ranks would wait for each other for ever.
+        # (its destructor waits for collectives in flight, so two failed ranks would wait for each other forever)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         self._groups.append(group)
         return group
