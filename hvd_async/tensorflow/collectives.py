@@ -1,12 +1,12 @@
 """Horovod's collectives for TensorFlow tensors, and this process's TensorFlow engine.
 
 A Horovod op blocks its caller, without spinning, until every rank has submitted it. So each runs in a helper thread of
-its own, kept for the next one; the engine stays free, and ranks may submit in different orders.
+its own, which later ops reuse; the engine stays free, and ranks may submit in different orders.
 
-Ops run in a graph, by a session of their own. Run eagerly, TensorFlow gives every op of a kind one and the same name,
-"HorovodAllreduce", whatever ``name=`` says, so that two could not be under way at once. As a ``tf.function`` they would
-need a thread of the pool whose threads the training step's py_function may hold: with one inter-op thread, a hang, also
-with the executor that is called SINGLE_THREADED_EXECUTOR.
+Ops run in a graph, by a session of their own. Run eagerly, TensorFlow gives every op of a kind the same name,
+"HorovodAllreduce", whatever ``name=`` is, so that two could not be in flight at once. As a ``tf.function`` they would
+need a thread of the pool whose threads the training step's py_function may hold: with one inter-op thread a hang, even
+with SINGLE_THREADED_EXECUTOR.
 """
 
 from __future__ import annotations

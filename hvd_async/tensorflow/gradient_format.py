@@ -143,7 +143,7 @@ class Layout:
         return tuple(n * dtype.size for n, dtype in zip(self.elements, self.dtypes, strict=True))
 
     def specs(self) -> list[tf.TensorSpec]:
-        """Shape and dtype of each bucket's vector."""
+        """Return shape and dtype of each bucket's vector."""
         return [tf.TensorSpec([n], dtype) for n, dtype in zip(self.elements, self.dtypes, strict=True)]
 
     def zeros(self, bucket: int) -> tf.Tensor:

@@ -384,7 +384,7 @@ def _weighted(numbers: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """Shape (2 ``LANES``,), the same in every process."""
+    """Return odd numbers, shape (2 ``LANES``,), the same in every process."""
     drawn = torch.randint(-(2**62), 2**62, (2 * LANES,), generator=torch.Generator().manual_seed(1), dtype=torch.int64)
     return (drawn | 1).to(device)
 

@@ -1,12 +1,12 @@
 """Horovod's collectives for torch tensors.
 
-``hvd.synchronize`` spins and starves the training thread, so handles are polled: not before a collective can be done
-(going by how long the quickest of the last of its kind took), and finely around the time it should be. Each look costs
-a wake-up of the engine, whose Python code takes the interpreter lock.
+``hvd.synchronize`` spins and starves the training thread, so handles are polled: not before a collective can be done,
+judged by the shortest of the last durations of its kind, and often around the time at which it should be done. Each
+poll wakes the engine, whose Python code takes the interpreter lock.
 
-Tensors on a GPU go to NCCL where Horovod was built with it. Elsewhere, or where ranks share a GPU, which NCCL refuses
-(HVD_ASYNC_STAGE=1), they are staged here, through pinned memory, and not by Horovod, whose thread would copy each back
-in the order of all that the device has to do.
+Tensors on a GPU go to NCCL if Horovod was built with it. Otherwise, or if ranks share a GPU, which NCCL refuses
+(HVD_ASYNC_STAGE=1), they are staged here, through pinned memory, and not by Horovod, whose thread would queue each copy
+back behind all other work of the device.
 """
 
 from __future__ import annotations
@@ -155,10 +155,10 @@ class HorovodCollectives(TensorCollectives):
         self._nccl = streams.gpu.has_nccl and not staged
 
     def start(self, wake: Callable[[], None]) -> None:
-        """Nothing to do: handles are polled."""
+        """Do nothing: handles are polled."""
 
     def stop(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def _start(self, tensor: torch.Tensor, name: str, start: Callable[[torch.Tensor], int]) -> Handle:
         """Start a collective of a tensor: where it is, or by way of the CPU."""

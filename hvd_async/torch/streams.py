@@ -1,10 +1,10 @@
-"""CUDA streams: how the engine works beside the training thread without either waiting for the device.
+"""CUDA streams, by which engine and training thread work beside each other without waiting for the device.
 
-The engine's kernels go to the training thread's stream (``bind_training_stream``), so whatever both touch is in order.
-But a collective must not wait for all that the training thread has queued since its vector was computed. So it is
-submitted from a stream of the engine's own, that waits for the vector's event alone (``record_ready``,
-``on_engine_stream_after``); and what a collective has brought is read from there too (``copy_to_host``). On a CPU all
-of this does nothing.
+The engine's kernels go to the training thread's stream (``bind_training_stream``), so work on shared tensors is in
+order. But a collective must not wait for work that the training thread has queued since its vector was computed. So it
+is submitted from the engine's own stream, which waits only for the vector's event (``record_ready``,
+``on_engine_stream_after``); results of collectives are read there too (``copy_to_host``). On a CPU all of this does
+nothing.
 
 All calls of a step to ``torch.cuda`` go through ``gpu``, which tests replace.
 """

@@ -51,7 +51,7 @@ class NamedBuffers:
             self._found = [(name, owners.get(id(tensor)) or _Place({name: tensor}, name)) for name, tensor in pairs]
 
     def __bool__(self) -> bool:
-        """Whether there may be any."""
+        """Return whether there may be any."""
         return self._list is not None or bool(self._found)
 
     def now(self) -> list[tuple[str, torch.Tensor]]:

@@ -96,7 +96,7 @@ class Handle:
             self._done.set()
 
     def fail(self, error: Exception) -> None:
-        """Have ``wait`` raise an error."""
+        """Make ``wait`` raise an error."""
         self._error = error
         self._done.set()
 
