@@ -155,9 +155,7 @@ def take_step(optimizer: Any, grads: list[Any], trainable_variables: Any, scale:
     update = replica.update
     assert update is not None
     buckets, scaled = list(vectors), scale is not None
-    waits = (
-        0 if scaled or replica.nonfinite == "raise" else len(buckets) - 1
-    )  # (all are checked before any leaves)
+    waits = 0 if scaled or replica.nonfinite == "raise" else len(buckets) - 1  # (all are checked before any leaves)
     give = functools.partial(replica.give, scaled)
     step = functools.partial(replica.step, scaled, frozen, update, buckets[waits:])
     last = [*(vectors[bucket] for bucket in buckets[waits:]), *([] if update.scheduled else [replica.own_rate()])]
