@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from hvd_async.algorithms.eager.config import EagerConfig
-from hvd_async.algorithms.eager.gradient_format import SAMPLE_DIGITS, PendingGradient, ReducedRound
+from hvd_async.algorithms.eager.gradient_format import SAMPLE_DIGITS, GradientFormat, PendingGradient, ReducedRound
 from hvd_async.algorithms.eager.rank import EagerWorker, Remains
 from hvd_async.errors import RankLostError, ReplicaStateError
 from hvd_async.optimizers.agreement import consensus_distance, unify_buffers
@@ -26,23 +26,20 @@ from hvd_async.stats import Stats
 
 
 class GradientReplica(Replica):
-    """The replica of a rank whose gradients travel: all ranks' weights are the same after the same rounds."""
+    """The replica of a rank whose gradients travel: all ranks' weights are the same after the same rounds.
+
+    Attributes:
+        emptied: as of ``EagerWorker``. (It holds no parameters, since the worker may outlive the model.)
+    """
+
+    emptied: Callable[[], Sequence[int]] = tuple
 
     @abc.abstractmethod
-    def new_worker(
-        self,
-        engine: Any,
-        config: Callable[[Sequence[int]], EagerConfig],
-        finish: Callable[[bool], None],
-        apply: Callable[[ReducedRound], None],
-    ) -> EagerWorker:
-        """Return a worker for the parameters as they are.
+    def gradient_format(self) -> GradientFormat:
+        """Return the format of the gradients of the present parameters, before a worker is made."""
 
-        Args:
-            engine: this rank's.
-            config: gives the configuration by each bucket's bytes.
-            finish, apply: of the worker.
-        """
+    def extrapolate(self, rounds: float) -> None:
+        """Extrapolate updates by a number of rounds, from now on."""
 
     @abc.abstractmethod
     def fingerprint(self) -> tuple[list[str], list[int]]:
@@ -222,7 +219,10 @@ class EagerDriver(Driver):
             if optimizer is not None:  # else nobody holds its weights any more, but the other ranks still wait
                 optimizer._async.replica.apply(round_)
 
-        return self.replica.new_worker(engine, self.config_for, finish, apply)
+        wire = self.replica.gradient_format()
+        config = self.config_for(wire.nbytes)
+        self.replica.extrapolate(config.weight_prediction)
+        return EagerWorker(engine, config, wire, finish, apply, self.replica.emptied)
 
     def register_worker(self, worker: EagerWorker, number: int | None) -> None:
         """Tell the others of this optimizer, by a new worker."""

@@ -6,6 +6,7 @@ It reads, writes and describes; it decides nothing, waits for nobody by itself a
 from __future__ import annotations
 
 import abc
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,12 +16,30 @@ from hvd_async.algorithms.leader.rank import Statistics
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.interfaces import RankRuntime, Vector
+from hvd_async.runtime.log import users_line
 from hvd_async.runtime.process_sets import RankGroup
 
 STALE = (
     "this step was traced, as a tf.function, before ranks were lost or joined, and is of no use among those of now: "
     "make the tf.function in the function that hvd.elastic.run decorates"
 )
+
+
+def warn_of_open_passes(
+    done: int, passes: int, outcome: str = "stay on this rank and go on with its next ones"
+) -> None:
+    """Warn that a drain leaves backward passes of a step that has not ended, if there are any.
+
+    Args:
+        done: number of these passes.
+        passes: backward passes per step.
+        outcome: what becomes of their gradients.
+    """
+    if done:
+        warnings.warn(
+            f"drain(): {done} backward pass(es) short of a step of {passes} (backward_passes_per_step) {outcome}",
+            stacklevel=users_line(),
+        )
 
 
 class Replica(abc.ABC):

@@ -12,15 +12,13 @@ except ImportError as _error:
 
 from hvd_async.monitor import Monitor
 from hvd_async.optimizers.public_names import public_names as _public_names
-from hvd_async.tensorflow.clipping import clip_by_global_norm
-from hvd_async.tensorflow.compression import Compression
-from hvd_async.tensorflow.eager import DistributedOptimizer, EagerOptimizer
+from hvd_async.tensorflow.apply_round import clip_by_global_norm
+from hvd_async.tensorflow.factories import DistributedOptimizer, EagerOptimizer, GossipOptimizer, LeaderOptimizer
 from hvd_async.tensorflow.functions import DistributedGradientTape, broadcast_variables, init, join, shutdown
-from hvd_async.tensorflow.gossip import GossipOptimizer
-from hvd_async.tensorflow.horovod_names import mend as _mend
-from hvd_async.tensorflow.leader import LeaderOptimizer
+from hvd_async.tensorflow.functions import install as _install
+from hvd_async.tensorflow.gradient_format import Compression
 
-_mend()
+_install()
 # (an import statement could find Horovod's, here by the star)
 elastic = _import_module("hvd_async.tensorflow.elastic")
 elastic.install()

@@ -1,4 +1,7 @@
-"""A round applied by a Keras optimizer: its average gradient, its hyperparameters, the same bits on every rank."""
+"""A round applied by a Keras optimizer: its average gradient, its hyperparameters, the same bits on every rank.
+
+``Update`` applies it, ``Extrapolation`` extends the update, ``clip_by_global_norm`` is for use in ``round_transform=``.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,111 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvd_async.algorithms.eager.extrapolation import factor, momentum_of
 from hvd_async.algorithms.eager.gradient_format import ReducedRound
 from hvd_async.errors import ReplicaMismatchError
-from hvd_async.tensorflow.bucket_layout import Layout, has_gradients
-from hvd_async.tensorflow.extrapolation import Extrapolation
-from hvd_async.tensorflow.memory import constant
-from hvd_async.tensorflow.variables import own_name, raw
+from hvd_async.tensorflow.gradient_format import Layout, has_gradients
+from hvd_async.tensorflow.variables import constant, own_name, raw
+
+# -- clipping ----------------------------------------------------------------------------------------------------------
+# The result is the same, bit for bit, on ranks with different numbers of threads.
+
+
+BLOCK = 4096
+"""Number of elements that one thread adds up."""
+
+
+def clip_by_global_norm(gradients: Sequence[tf.Tensor], clip_norm: float) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Scale gradients down to a global norm, as ``tf.clip_by_global_norm`` does, for use in ``round_transform=``.
+
+    TensorFlow's own splits a large sum among its threads, so ranks with different numbers of threads may get norms that
+    differ in the last bit, and replicas diverge. Here sums are computed in blocks of one size, in one order.
+
+    Args:
+        gradients: dense tensors of floating-point numbers, of any shapes.
+        clip_norm: the largest global norm, above 0.
+
+    Returns:
+        The gradients times ``clip_norm / max(norm, clip_norm)``, and their global norm before, a float32 scalar. Where
+        that is not finite, the gradients are NaN.
+    """
+    norm = tf.sqrt(_sum(tf.stack([_sum(tf.square(tf.cast(one, tf.float32))) for one in gradients])))
+    scale = clip_norm / tf.maximum(norm, clip_norm)
+    scale = tf.where(tf.math.is_finite(norm), scale, float("nan"))
+    return [one * tf.cast(scale, one.dtype) for one in gradients], norm
+
+
+def _sum(values: tf.Tensor) -> tf.Tensor:
+    """Return the sum of a tensor of known shape, computed block by block."""
+    flat = tf.reshape(values, [-1])
+    while flat.shape[0] > BLOCK:
+        rows = tf.reshape(tf.pad(flat, [[0, -flat.shape[0] % BLOCK]]), [-1, BLOCK])
+        flat = tf.reduce_sum(rows, axis=1)
+    return tf.reduce_sum(flat)
+
+
+# -- extrapolation -----------------------------------------------------------------------------------------------------
+
+
+SCHEDULE_FREE = getattr(keras.optimizers, "ScheduleFreeAdamW", ())
+"""Optimizers whose ``beta_1`` is no momentum: they derive averages from the weights (Keras 3.13 and later)."""
+
+
+class Extrapolation:
+    """The extrapolated updates of one optimizer, over its trainable variables.
+
+    Args:
+        optimizer: ours, built.
+        rounds: rounds to look ahead; 0: updates stay as they are.
+        before: the extrapolation before a membership change, whose leads are kept; None at first.
+
+    Attributes:
+        leads: of each trainable variable, by how much it is ahead of its updates; empty where nothing is extrapolated.
+    """
+
+    def __init__(self, optimizer: Any, rounds: float, before: Extrapolation | None = None) -> None:
+        self._optimizer, self._rounds = optimizer, rounds
+        self.leads: list[tf.Variable] = before.leads if before is not None and rounds else []
+        if self.wants_leads():
+            self.make_leads()
+
+    def wants_leads(self) -> bool:
+        """Return whether updates are extrapolated, given the optimizer's present momentum."""
+        return self._factor() != 0
+
+    def make_leads(self) -> None:
+        """Create leads of 0 if there are none. Not in a graph."""
+        if not self.leads:
+            self.leads = [tf.Variable(tf.zeros_like(raw(v)), trainable=False) for v in self._variables()]
+
+    def forget_leads(self) -> None:
+        """Reset the leads: the weights were replaced."""
+        for lead in self.leads:
+            lead.assign(tf.zeros_like(lead))
+
+    def _variables(self) -> list[Any]:
+        return list(self._optimizer._trainable_variables)
+
+    def _factor(self) -> float:
+        if isinstance(self._optimizer, SCHEDULE_FREE):
+            return 0.0
+        return factor(momentum_of(vars(self._optimizer)), self._rounds)
+
+    @contextlib.contextmanager
+    def around_update(self, moved: Sequence[Any]) -> Iterator[None]:
+        """Extend the update of variables whose ops are made inside the context; before constraints and averages."""
+        lead_of = {id(raw(v)): lead for v, lead in zip(self._variables(), self.leads, strict=bool(self.leads))}
+        pairs = [(raw(v), lead_of[id(raw(v))]) for v in moved] if self.leads else []
+        before = [tf.identity(variable) for variable, _ in pairs]
+        yield
+        for (variable, lead), start in zip(pairs, before, strict=True):
+            new = tf.cast(self._factor(), variable.dtype) * (variable - start)
+            variable.assign_add(new - lead)
+            lead.assign(new)
+
+
+# -- rounds ------------------------------------------------------------------------------------------------------------
+
 
 RoundTransform = Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]
 NOT_SETTINGS = {"name", "built", "loss_scale_factor"}
@@ -24,12 +126,12 @@ NOT_SETTINGS = {"name", "built", "loss_scale_factor"}
 
 
 def scheduled(optimizer: Any) -> bool:
-    """Whether its learning rate follows from ``iterations``."""
+    """Return whether an optimizer's learning rate follows from ``iterations``."""
     return isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
 
 
 def settings(optimizer: Any) -> list[str]:
-    """The optimizer's settings that Keras builds into graphs, momentum and the like, as text."""
+    """Return the settings of an optimizer that Keras builds into graphs, such as its momentum, as text."""
     plain = {
         key: value
         for key, value in vars(optimizer).items()
@@ -42,19 +144,19 @@ def settings(optimizer: Any) -> list[str]:
 
 
 def digest(optimizer: Any) -> int:
-    """CRC-32 of the settings."""
+    """Return the CRC-32 of the settings."""
     return zlib.crc32("\n".join(settings(optimizer)).encode())
 
 
 def owners(optimizer: Any, variables: Sequence[Any]) -> dict[int, list[Any]]:
-    """The optimizer's variables (velocities ...) by the index of the variable they belong to, told by their names."""
+    """Return the optimizer's variables (such as velocities) by the index of the variable in whose name they begin."""
     prefixes = {str(getattr(v, "path", v.name)).replace("/", "_").replace(":", "_") + "_": i
                 for i, v in enumerate(variables)}  # fmt: skip
     averages = {id(v) for v in getattr(optimizer, "_model_variables_moving_average", None) or [] if v is not None}
     found: dict[int, list[Any]] = {}
     for variable in optimizer.variables:
         fitting = [prefix for prefix in prefixes if own_name(variable).startswith(prefix)]
-        if fitting and id(variable) not in averages:  # moving averages go on for frozen weights too
+        if fitting and id(variable) not in averages:  # (moving averages of frozen weights are updated too)
             found.setdefault(prefixes[max(fitting, key=len)], []).append(raw(variable))
     return found
 
@@ -62,9 +164,9 @@ def owners(optimizer: Any, variables: Sequence[Any]) -> dict[int, list[Any]]:
 class Update:
     """Applies rounds, in a training graph or outside; made anew when the optimizer's settings change.
 
-    TensorFlow rewrites a graph as a whole, so the same update rounds differently in different surroundings, and
-    replicas would drift apart by bits. As a function of its own that is not inlined, called from a function in either
-    case, it is rewritten by itself and gives the same bits. (Whole-graph rewriting was seen to differ by 1e-7 for
+    TensorFlow rewrites entire graphs, so the same update rounds differently in different graphs, and replicas would
+    diverge by bits. As a function of its own that is not inlined, called from a function in either case, the update is
+    rewritten separately and gives the same bits. (Whole-graph rewriting was seen to differ by 1e-7 for
     RMSprop, Lamb, Adagrad, SGD with weight decay; this way by nothing.)
 
     Args:
@@ -108,13 +210,13 @@ class Update:
         self._alone = tf.function(lambda *parts: self._inner(*parts), input_signature=arguments, autograph=False)
 
     def stale(self) -> bool:
-        """Whether the optimizer's settings are others now."""
+        """Return whether the optimizer's settings have changed."""
         now = (scheduled(self._optimizer), digest(self._optimizer), self._correct())
         return now != (self.scheduled, self.digest, self._corrects)
 
     def parts(self, round_: ReducedRound) -> list[Any]:
-        """A round as ``__call__`` takes it, of dtypes ``types``. Buckets that carried no gradient, or none of a sample,
-        are frozen for it: momentum and decay must not move what nobody had anything for.
+        """Return a round as the arguments of ``__call__``, of dtypes ``types``. Buckets that carried no gradient, or no
+        samples, are frozen for it: momentum and decay must not move variables for which no rank had a gradient.
 
         Raises:
             ReplicaMismatchError: the rank that led it has an optimizer with other settings.
@@ -133,16 +235,16 @@ class Update:
         return [*rate, *weights, *self._layout.without(self._unmoved(round_), round_.sums)]
 
     def _unmoved(self, round_: ReducedRound) -> list[int]:
-        """The variables that a round must not move: those its leader has frozen, and those of empty buckets."""
+        """Return the variables that a round must not move: frozen on the rank that led it, or in empty buckets."""
         (group,) = round_.hyper
         buckets = enumerate(self._layout.buckets)
         empty = {index for number, bucket in buckets if not round_.weight(number) for index in bucket.indices}
         return sorted(empty.union(group["frozen"]))
 
     def keep(self, round_: ReducedRound) -> Callable[[], None]:
-        """Return a function that puts back the variables, and the optimizer's share of them, that a round must not
-        move. (Keras moves all that it is given, by decay and momentum also without a gradient. In the graph of the
-        update this would be half of it, and take as long to trace.)"""
+        """Return a function that restores the variables, and the optimizer's variables for them, that a round must not
+        move. (Keras moves all variables that it is given, by decay and momentum also without a gradient. In the graph
+        of the update this would double its size, and the time to trace it.)"""
         unmoved = set(self._unmoved(round_))
         held = self._held() if unmoved else []
         kept = [(variable, tf.identity(variable)) for index, variable in held if index in unmoved]
@@ -154,7 +256,7 @@ class Update:
         return put_back
 
     def __call__(self, *parts: Any) -> tf.Tensor:
-        """Apply a round; returns something to wait for."""
+        """Apply a round; return a tensor to wait for."""
         parts = tuple(tf.ensure_shape(part, shape) for part, shape in zip(parts, self._shapes, strict=True))
         return (self._alone if tf.executing_eagerly() else self._inner)(*parts)
 
@@ -173,14 +275,14 @@ class Update:
         return tf.identity(raw(optimizer._iterations))
 
     def _held(self) -> list[tuple[int, Any]]:
-        """Every variable that a round may move, with the index of the trainable one it belongs to."""
+        """Return each variable that a round may move, with the index of the trainable variable it belongs to."""
         held = [(index, raw(v)) for index, v in enumerate(self._variables)]
         held += [(index, v) for index, v in enumerate(self._extrapolation.leads)]
         return held + [(i, v) for i, found in owners(self._optimizer, self._variables).items() for v in found]
 
     @contextlib.contextmanager
     def _with(self, rate: tf.Tensor | None) -> Iterator[None]:
-        """While Keras' update is traced: the round's rate in place of this rank's, and gradients count as unscaled."""
+        """Return a context for Keras' update: it has the round's learning rate, and takes gradients as unscaled."""
         own = vars(self._optimizer)
         before = {key: own[key] for key in ("_learning_rate", "loss_scale_factor")}
         own["loss_scale_factor"] = None

@@ -1,4 +1,4 @@
-"""A rank's pending state as NumPy arrays by name, so that it fits into any checkpoint beside the variables."""
+"""A rank's pending state as NumPy arrays by name, for any kind of checkpoint, beside the variables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 def is_share(name: str) -> bool:
-    """Whether an array's name says that it is one of ours."""
+    """Return whether the name of an array is one of ours."""
     return name.startswith(PREFIX)
 
 
@@ -46,7 +46,7 @@ def pack(share: Mapping[str, Any]) -> Arrays:
 
 
 def unpack(state: Mapping[str, Any], dtypes: Sequence[tf.DType]) -> dict[str, Any] | None:
-    """Return what ``pack`` made, as ``EagerDriver.take_share`` takes it; None if there is none in ``state``.
+    """Return the share in ``state`` that ``pack`` has packed, for ``EagerDriver.take_share``; None if there is none.
 
     Args:
         state: arrays by name, others among them.
@@ -84,10 +84,10 @@ def pack_local(share: Mapping[str, Any]) -> Arrays:
 
 
 def unpack_local(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what ``pack_local`` made, as ``LocalDriver.take_share`` takes it; None if there is none in ``state``.
+    """Return the share in ``state`` that ``pack_local`` has packed, for ``LocalDriver.take_share``; None if none.
 
     Args:
-        state: arrays by name, others among them; or what ``pack`` made.
+        state: arrays by name, others among them; or the result of ``pack``.
     """
     if f"{PREFIX}size" not in state:
         return None

@@ -1,12 +1,12 @@
 """Horovod's collectives for TensorFlow tensors, and this process's TensorFlow engine.
 
 A Horovod op blocks its caller, without spinning, until every rank has submitted it. So each runs in a helper thread of
-its own, kept for the next one; the engine stays free, and ranks may submit in different orders.
+its own, which later ops reuse; the engine stays free, and ranks may submit in different orders.
 
-Ops run in a graph, by a session of their own. Run eagerly, TensorFlow gives every op of a kind one and the same name,
-"HorovodAllreduce", whatever ``name=`` says, so that two could not be under way at once. As a ``tf.function`` they would
-need a thread of the pool whose threads the training step's py_function may hold: with one inter-op thread, a hang, also
-with the executor that is called SINGLE_THREADED_EXECUTOR.
+Ops run in a graph, by a session of their own. Run eagerly, TensorFlow gives every op of a kind the same name,
+"HorovodAllreduce", whatever ``name=`` is, so that two could not be in flight at once. As a ``tf.function`` they would
+need a thread of the pool whose threads the training step's py_function may hold: with one inter-op thread a hang, even
+with SINGLE_THREADED_EXECUTOR.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from hvd_async.errors import NotInitializedError
 from hvd_async.runtime.interfaces import CompletedHandle, Handle, pack, unpack
 from hvd_async.runtime.lifecycle import Lifecycle
 from hvd_async.runtime.process_sets import SingleRank, process_set_among
-from hvd_async.tensorflow.memory import given_to_tensor
+from hvd_async.tensorflow.variables import given_to_tensor
 
 Call = Callable[[], tf.Tensor]
 INLINE = -1
-"""A session's number of threads that stands for none. Ops run in the thread that calls it, and what follows a
-collective in that which ends the collective. (Threads of a pool spin before they sleep: 2 ms of CPU a collective.)"""
+"""Number of threads of a session without a pool: ops run in the thread that calls it, and those after a collective in
+the thread that completes the collective. (Threads of a pool spin before they sleep: 2 ms of CPU per collective.)"""
 
 
 class _Handle:
@@ -58,8 +58,8 @@ class _Handle:
 
 
 class _Threads:
-    """Daemon threads that run blocking calls; as many as were ever busy at once. (An executor's would refuse work
-    while the process exits, which is when the last drain happens.)"""
+    """Daemon threads that run blocking calls; as many as were ever busy at once. (An executor refuses work while the
+    process exits, which is when the last drain happens.)"""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Call, Future[tf.Tensor]] | None] = queue.SimpleQueue()
@@ -86,7 +86,7 @@ class _Threads:
             call, future = item
             try:
                 future.set_result(call())
-            except Exception as error:  # noqa: BLE001  handed to whoever asks for the result
+            except Exception as error:  # noqa: BLE001  raised by ``result()``
                 future.set_exception(horovod_error(error))
             with self._lock:
                 self._busy -= 1
@@ -104,10 +104,15 @@ class _Graph:
         self._session = tf.compat.v1.Session(graph=self._graph, config=config)
 
     def run(self, key: tuple[Any, ...], build: Callable[[tf.Tensor], tf.Tensor], vector: Any) -> Any:
-        """``build``'s op on a vector; ``key`` names the op, and may come back with a vector of another length.
+        """Run an op on a vector.
+
+        Args:
+            key: identifies the op; later vectors may have another length.
+            build: makes the op, the first time.
+            vector: NumPy's or TensorFlow's.
 
         Returns:
-            A tensor; for a NumPy vector one of NumPy, which is the caller's own.
+            A tensor; for a NumPy vector a new NumPy array.
         """
         dtype = tf.as_dtype(vector.dtype)
         key = (*key, dtype)
@@ -117,11 +122,11 @@ class _Graph:
                     fed = tf.compat.v1.placeholder(dtype, [None])
                     self._calls[key] = self._callable([fed], [build(fed)])
             call = self._calls[key]
-        (result,) = call(np.asarray(vector))  # (fed without a copy: it does not change)
-        return result if isinstance(vector, np.ndarray) else given_to_tensor(result)  # (nobody else has it)
+        (result,) = call(np.asarray(vector))  # (not copied: it does not change)
+        return result if isinstance(vector, np.ndarray) else given_to_tensor(result)  # (a new array)
 
     def alltoall(self, name: str, ranks: Any, rows: Any, splits: list[int]) -> Any:
-        """An alltoall of NumPy rows; what has come, as NumPy."""
+        """Run an alltoall of NumPy rows; return the received rows."""
         key = ("exchange", name)
         with self._lock:
             if key not in self._calls:
@@ -146,8 +151,8 @@ class _Graph:
 
 
 def _sum_of_halves(fed: tf.Tensor, name: str, ranks: Any, scale: float) -> tf.Tensor:
-    """A sum of bfloat16 vectors, which Horovod does not add, x ``scale``: every rank sums one part of all, in float32,
-    and all gather the parts. It moves as many bytes as an allreduce.
+    """Return the sum of bfloat16 vectors, which Horovod does not add, x ``scale``: every rank sums one part of all, in
+    float32, and all gather the parts. It moves as many bytes as an allreduce.
 
     Args:
         fed: shape (n,), bfloat16.
@@ -165,7 +170,7 @@ def _sum_of_halves(fed: tf.Tensor, name: str, ranks: Any, scale: float) -> tf.Te
 
 
 def horovod_error(error: Exception) -> Exception:
-    """TensorFlow wraps Horovod's failures in its own error types; elastic wants Horovod's."""
+    """Return Horovod's error for one of TensorFlow's, which wraps Horovod's failures; elastic expects Horovod's."""
     if isinstance(error, tf.errors.OpError):
         return HorovodInternalError(str(error))
     return error
@@ -208,13 +213,13 @@ class HorovodCollectives:
         # (a tensor, or a NumPy vector: the result is the same)
         if isinstance(process_set, SingleRank):
             return CompletedHandle(vector * np.asarray(scale, tf.as_dtype(vector.dtype).as_numpy_dtype))
-        # ``keep`` asks for nothing: what is fed to an op does not change.
+        # (``keep`` needs nothing: ops do not change their inputs)
         ranks = hvd.global_process_set if process_set is None else process_set
 
         def build(fed: tf.Tensor) -> tf.Tensor:
             if fed.dtype == tf.bfloat16:
                 return _sum_of_halves(fed, name, ranks, scale)
-            # Horovod's own output is copied on its way to Python, being Horovod's still; this product is not.
+            # (Horovod owns its output, so Python would get a copy; the product is not copied)
             return hvd.allreduce(fed, op=hvd.Sum, name=name, process_set=ranks) * tf.constant(scale, fed.dtype)
 
         return self._run(("sum", name, scale), build, vector)

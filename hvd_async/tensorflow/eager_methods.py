@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -10,7 +12,10 @@ import tensorflow as tf
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import methods
 from hvd_async.optimizers.eager import EagerDriver
-from hvd_async.tensorflow import checkpoint, gradient_step
+from hvd_async.tensorflow import checkpoint
+from hvd_async.tensorflow.gradient_format import accumulated
+from hvd_async.tensorflow.gradient_replica import GradientReplica
+from hvd_async.tensorflow.ops import as_op
 from hvd_async.tensorflow.variables import own_name, raw, signature
 
 
@@ -36,15 +41,15 @@ class EagerMethods(methods.EagerMethods):
             FloatingPointError: NaN or infinity in the gradients, with ``nonfinite="raise"``.
             ReplicaStateError: ``weighting="samples"``, and the gradients' samples were not recorded.
         """
-        gradient_step.take(self, list(grads), trainable_variables, None)
+        take_step(self, list(grads), trainable_variables, None)
 
     def record_samples(self, samples: Any) -> None:
-        """Say of how many samples the next gradients are the mean, with ``weighting="samples"``, on every rank, before
-        each ``apply()``; what was said last counts. Keras' ``fit()`` does it by itself, with a callback of
-        ``hvd.callbacks``: it counts the batch, whatever ``sample_weight`` says, as Keras' mean does.
+        """Record the number of samples of the next gradients, with ``weighting="samples"``, on every rank, before each
+        ``apply()``; the last call counts. In Keras' ``fit()`` a callback of ``hvd.callbacks`` does it: it counts the
+        batch, whatever ``sample_weight`` is, as Keras' mean does.
 
-        With ``backward_passes_per_step`` a step's gradient is what its passes have added up, as in Horovod, and its
-        samples are those of all passes; with ``average_aggregated_gradients`` it is their mean by samples.
+        With ``backward_passes_per_step`` a step's gradient is the sum of its passes, as in Horovod, and its samples are
+        those of all passes; with ``average_aggregated_gradients`` it is their mean by samples.
 
         Args:
             samples: a whole number, 0 or more, or a tensor of one, also while a ``tf.function`` is traced. 0: this rank
@@ -53,14 +58,14 @@ class EagerMethods(methods.EagerMethods):
         Raises:
             ValueError: no such number; or rounds are not weighted by samples.
         """
-        gradient_step.record_samples(self._async, samples)
+        note_samples(self._async, samples)
 
     def get_state(self: Any) -> dict[str, np.ndarray[Any, Any]]:
-        """The wrapped optimizer's variables (iterations, learning rate, velocities ...) by name, and this rank's share
-        of what the ranks have on their way: nothing after a ``drain()``, what is pending here after a ``cut()``.
+        """Return the wrapped optimizer's variables (iterations, learning rate, velocities ...) by name, and this rank's
+        pending gradients: none after a ``drain()``.
 
         Raises:
-            ReplicaStateError: gradients may be on their way, on some rank or other.
+            ReplicaStateError: gradients may be in flight, on this rank or another.
         """
         replica = self._async.replica
         share = checkpoint.pack(self._async.share(replica.prepare().nbytes))
@@ -68,7 +73,7 @@ class EagerMethods(methods.EagerMethods):
         return own | share | checkpoint.pack_leads(replica.leads)
 
     def set_state(self: Any, state: dict[str, np.ndarray[Any, Any]]) -> None:
-        """Take back what ``get_state`` gave, before the first step; the optimizer must be built.
+        """Restore what ``get_state`` returned, before the first step; the optimizer must be built.
 
         Raises:
             ValueError: the state is of another optimizer, or holds gradients of another rank.
@@ -90,14 +95,15 @@ class EagerMethods(methods.EagerMethods):
             self._wrapped_class._backend_update_step(self, grads, trainable_variables, learning_rate)
 
     def load_own_variables(self: Any, store: Any) -> None:
-        """Keras calls this in ``load_weights()`` and ``load_model()``: leads of other weights are of no use."""
+        """Load variables, for Keras' ``load_weights()`` and ``load_model()``, and reset the leads, which belong to the
+        weights before."""
         self._wrapped_class.load_own_variables(self, store)
         if self._async.replica.extrapolation is not None:
             self._async.replica.extrapolation.forget_leads()
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         if name == "loss_scale_factor" and value is None:
-            # LossScaleOptimizer's constructor takes it away: there is no other sign of being wrapped in one.
+            # LossScaleOptimizer's constructor removes it: there is no other sign of being wrapped in one.
             raise ReplicaStateError(
                 "a LossScaleOptimizer cannot be around an EagerOptimizer (compile() puts one there under "
                 "mixed_float16): it leaves steps out when a gradient overflows, and other ranks would wait for them. "
@@ -106,7 +112,7 @@ class EagerMethods(methods.EagerMethods):
         super().__setattr__(name, value)
 
     def register_local_var(self, variable: Any) -> None:
-        """Refused: a variable that each rank trains alone.
+        """Raise: a variable that each rank trains alone is not possible here.
 
         Raises:
             ReplicaStateError: always.
@@ -118,7 +124,103 @@ class EagerMethods(methods.EagerMethods):
         )
 
     def finalize_variable_values(self: Any, var_list: Any) -> None:
-        """Keras calls this at the end of ``fit()``: with ``use_ema`` it puts the averaged weights in place."""
+        """Set the averaged weights at the end of ``fit()``, with ``use_ema``, after a drain."""
         if self.use_ema and self._async.worker is not None:
-            self.drain()  # rounds that came later would be applied on top
+            self.drain()  # (later rounds would be applied on top)
         self._wrapped_class.finalize_variable_values(self, var_list)
+
+
+# -- a step, in a graph and eagerly ------------------------------------------------------------------------------------
+# In a graph, ``apply`` is: a py_function for each bucket but the last that hands it over and returns; a py_function
+# that hands over the last bucket, waits for the step's round and returns it; then a loop that applies a round and, in a
+# py_function, ends it and fetches the next. So a step of b buckets and one round calls Python b + 1 times. TensorFlow
+# runs the stateful ops of a function in the order of their creation, so no hand-over comes after the op that waits. The
+# same code runs eagerly.
+#
+# A call of a py_function takes 30 us, and 50 us more if it returns NumPy numbers, so ours return tensors or nothing.
+# None has an int32 argument or result, which would exclude it from GPUs: TensorFlow's kernel for accelerators supports
+# neither.
+
+
+def take_step(optimizer: Any, grads: list[Any], trainable_variables: Any, scale: Any) -> Any:
+    """Take a step with gradients of a loss that was multiplied by ``scale``; return whether all were finite (bool)."""
+    if not grads:
+        return tf.constant(True)
+    replica: GradientReplica = optimizer._async.replica
+    variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
+    layout = replica.set_up(variables)
+    gradients = _indexed(optimizer, grads, variables, scale)
+    frozen = [i for i, v in enumerate(optimizer._trainable_variables) if not v.trainable and not _among(v, variables)]
+    vectors = {b: layout.flatten(b, gradients) for b in range(len(layout)) if layout.has_any(b, gradients)}
+    update = replica.update
+    assert update is not None
+    buckets, scaled = list(vectors), scale is not None
+    waits = 0 if scaled or replica.nonfinite == "raise" else len(buckets) - 1  # (all are checked before any leaves)
+    give = functools.partial(replica.give, scaled)
+    step = functools.partial(replica.step, scaled, frozen, update, buckets[waits:])
+    last = [*(vectors[bucket] for bucket in buckets[waits:]), *([] if update.scheduled else [replica.own_rate()])]
+    end = functools.partial(replica.end_round, update)
+    if tf.executing_eagerly():
+        for bucket in buckets[:waits]:
+            give(bucket, vectors[bucket])
+        finite, more, *parts = step(*last)
+        while more:
+            more, *parts = end(update(*parts))
+        return finite
+    given = [as_op(functools.partial(give, bucket), [vectors[bucket]], []) for bucket in buckets[:waits]]
+    with tf.control_dependencies(given):
+        finite, more, *parts = as_op(step, last, [tf.bool, tf.bool, *update.types])
+
+    def one_round(_: tf.Tensor, *parts: tf.Tensor) -> list[tf.Tensor]:
+        more, *parts = as_op(end, [update(*parts)], [tf.bool, *update.types])
+        return [tf.ensure_shape(more, []), *parts]
+
+    tf.while_loop(lambda more, *_: more, one_round, [tf.ensure_shape(more, []), *parts], parallel_iterations=1)
+    return tf.ensure_shape(finite, [])
+
+
+def note_samples(driver: EagerDriver, samples: Any) -> None:
+    """Record the number of samples of the next gradient; while a ``tf.function`` is traced, in each run of it.
+
+    Raises:
+        ValueError: it is not a whole number, or rounds are not weighted by samples.
+    """
+    if tf.executing_eagerly():
+        driver.record_samples(samples)
+        return
+    driver.check_weighting()
+    if not tf.is_tensor(samples):  # (a batch's static shape, say)
+        samples = tf.constant(driver.samples_of(samples), tf.int64)
+    if not samples.dtype.is_integer or samples.shape.num_elements() not in (1, None):
+        raise ValueError(
+            f"record_samples() takes one whole number, and this is a tensor of {samples.dtype.name} and shape "
+            f"{samples.shape}: give tf.shape(x)[0]"
+        )
+
+    # (stateful: it runs before the ops of a step that follows)
+    as_op(lambda count: driver.record_samples(count), [tf.cast(tf.reshape(samples, []), tf.int64)], [])
+
+
+def _indexed(optimizer: Any, gradients: list[Any], variables: list[Any], scale: Any) -> dict[int, tf.Tensor]:
+    """Return gradients by their variable's index, dense and unscaled."""
+    optimizer._check_variables_are_known(variables)
+    indexed = {}
+    static = None if optimizer.loss_scale_factor is None else 1.0 / optimizer.loss_scale_factor
+    for gradient, variable in zip(gradients, variables, strict=True):
+        if isinstance(gradient, tf.IndexedSlices):
+            with tf.device(optimizer._async.replica.devices[1] or None):
+                gradient = tf.convert_to_tensor(gradient)
+        if gradient is None:
+            continue
+        gradient = tf.convert_to_tensor(gradient)
+        for factor in (static, None if scale is None else 1.0 / scale):
+            if factor is not None:
+                gradient = tf.cast(gradient, accumulated(variable)) * tf.cast(factor, accumulated(variable))
+        indexed[optimizer._get_variable_index(variable)] = gradient
+    if not indexed:
+        raise ValueError("no variable has a gradient: does the loss depend on the model's weights?")
+    return indexed
+
+
+def _among(variable: Any, variables: Sequence[Any]) -> bool:
+    return any(variable is one for one in variables)

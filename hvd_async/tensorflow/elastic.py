@@ -1,7 +1,7 @@
-"""``hvd.elastic`` for TensorFlow: Horovod's idiom, and survivors that go on from where they are.
+"""``hvd.elastic`` for TensorFlow: Horovod's idiom, and survivors that continue from where they are.
 
-``run`` is Horovod's. ``TensorFlowKerasState`` takes the place of Horovod's, which does not work on Keras 3, and whose
-``restore()`` goes back to the last commit: ours goes back to nothing. ``TensorFlowState`` is Horovod's, with roll-back.
+``run`` is Horovod's. ``TensorFlowKerasState`` replaces Horovod's, which does not work on Keras 3, and whose
+``restore()`` goes back to the last commit: ours never goes back. ``TensorFlowState`` is Horovod's, with roll-back.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 
 
 class TensorFlowKerasState(elastic.WithoutRollBack, ObjectState):
-    """A Keras model, its optimizer and other attributes that ranks go on with when others are lost or join.
+    """A Keras model, its optimizer and other attributes with which ranks continue when others are lost or join.
 
-    Nothing is rolled back. Survivors keep their weights, or take those of the one that has seen most rounds; gradients
-    that no round has carried stay pending; new ranks get weights, optimizer state and statistics of a survivor, but
-    keep their own random seeds. All ranks take the other attributes from the rank that has ended most steps, and with
-    them the learning rate: so change them right after a step, as the callbacks of ``hvd.elastic`` do. A new rank gets
-    the settings in force: those of ``switch()`` and ``set_epoch()``.
+    Nothing is rolled back. Survivors keep their weights, or take those of the survivor that has seen the most rounds;
+    gradients that no round has carried stay pending; new ranks get weights, optimizer state and statistics of a
+    survivor, but keep their own random seeds. All ranks take the other attributes, and with them the learning rate,
+    from the rank that has ended the most steps: so change them right after a step, as the callbacks of ``hvd.elastic``
+    do. A new rank gets the settings in force: those of ``switch()`` and ``set_epoch()``.
 
-    Functions that were traced for other ranks are of no use: ``fit()`` traces its step again by itself; make a
+    Functions that were traced for other ranks cannot be used: ``fit()`` traces its step again automatically; make a
     ``tf.function`` of your own in the function that ``run`` decorates.
 
     Args:
@@ -62,10 +62,10 @@ class TensorFlowKerasState(elastic.WithoutRollBack, ObjectState):
         super().__init__(bcast_object=broadcast_object, get_rank=hvd.rank, **kwargs)
 
     def sync(self) -> None:
-        """Agree with the ranks that there are now on what to go on from. A collective.
+        """Agree with the present ranks on the state to continue from. A collective.
 
         Raises:
-            ReplicaStateError: the ranks' states are not alike, or no rank has weights that can be gone on from.
+            ReplicaStateError: the ranks' states do not match, or no rank has weights to continue from.
         """
         exchange, ours = _Exchange(), self._ours()
         trained = {id(variable) for optimizer in ours for variable in exchange.weights(optimizer)}
@@ -94,7 +94,7 @@ class TensorFlowKerasState(elastic.WithoutRollBack, ObjectState):
 
 
 class _Exchange(elastic.Exchange):
-    """Gives one rank's variables to others."""
+    """Collectives that send one rank's variables to others."""
 
     def __init__(self) -> None:
         self.rank, self.size = hvd.rank(), hvd.size()
@@ -148,11 +148,11 @@ class _Exchange(elastic.Exchange):
 
 
 def _reset() -> None:
-    """Do what ``hvd.elastic.run`` does when ranks were lost or gained, with our optimizers."""
+    """Restart Horovod with our optimizers, when ranks were lost or gained, for ``hvd.elastic.run``."""
     elastic.reset(LIFECYCLE, hvd.shutdown, hvd.init)
 
 
 def install() -> None:
-    """Have Horovod's ``run`` go on with our optimizers."""
+    """Make Horovod's ``run`` continue with our optimizers."""
     time_limits.limit_gloo()
     horovods._reset = _reset

@@ -2,27 +2,60 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NoReturn
 
 import horovod.tensorflow as hvd
+import horovod.tensorflow.keras as hvd_keras
+import keras
 import tensorflow as tf
 from horovod.tensorflow.functions import allgather_object
+from horovod.tensorflow.keras import callbacks
 
 from hvd_async.algorithms.eager import timeline
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
 from hvd_async.optimizers import elastic
+from hvd_async.runtime.log import warn
 from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.variables import is_seed, raw
-from hvd_async.tensorflow.wait_notices import told_if_long
+
+PATIENCE = 30.0
+"""Seconds before the notice."""
+
+
+@contextlib.contextmanager
+def notice_if_long(what: str) -> Iterator[None]:
+    """Return a context for a collective that prints one notice if the collective waits for long.
+
+    Args:
+        what: the call, for the notice.
+    """
+    rank = hvd.rank()
+
+    def notify() -> None:
+        warn(
+            f"rank {rank} has waited {PATIENCE:.0f} s in {what} for ranks that have not called it: every rank must, "
+            f"with the same callbacks in the same order. Waiting on."
+        )
+
+    timer = threading.Timer(PATIENCE, notify)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
 
 _horovods_init, _horovods_join, _horovods_shutdown = (
     hvd.init,
     hvd.join,
     hvd.shutdown,
-)  # (what ``swapped`` puts in their place calls them)
+)  # (``install`` replaces these names)
 timeline.watch_exit(_horovods_shutdown)
 
 HOROVODS = ("bool", "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16")
@@ -32,7 +65,7 @@ AS_BYTES = ("bfloat16", "complex64", "complex128", "uint32", "uint64")
 
 
 def is_sent(variable: Any) -> bool:
-    """Tell whether a variable is part of what ranks take from each other: random seeds are not, nor are strings."""
+    """Return whether a variable is sent to other ranks: random seeds and strings are not."""
     return raw(variable).dtype.name in HOROVODS + AS_BYTES and not is_seed(variable)
 
 
@@ -48,7 +81,7 @@ def broadcast_value(value: Any, root: int, name: str, process_set: Any = hvd.glo
 def broadcast_variables(
     variables: Iterable[Any], root_rank: int = 0, process_set: Any = hvd.global_process_set, inplace: bool = False
 ) -> None:
-    """Give every rank the variables of ``root_rank``; takes Keras variables too (Horovod's own fails on them).
+    """Send the variables of ``root_rank`` to every rank; takes Keras variables too (Horovod's own fails on them).
 
     The states of ``keras.random.SeedGenerator`` are not sent: with them all ranks would drop the same units and flip
     the same images. Variables are matched by position: names differ between ranks where one has made more layers or
@@ -56,7 +89,7 @@ def broadcast_variables(
 
     Args:
         variables: the same on all ranks, in one order. Strings are not sent.
-        root_rank: whose.
+        root_rank: the rank whose variables are sent.
         process_set: the ranks that take part.
         inplace: as in Horovod; it has no effect here.
 
@@ -65,7 +98,7 @@ def broadcast_variables(
     """
     plain = [raw(one) for one in variables if is_sent(one)]
     if tf.executing_eagerly():
-        with told_if_long("hvd.broadcast_variables()"):
+        with notice_if_long("hvd.broadcast_variables()"):
             _check_alike(plain, process_set)
             values = broadcast_tensors(plain, root_rank, "hvd_async.broadcast_variables", process_set)
     else:
@@ -119,7 +152,7 @@ def _check_alike(variables: Sequence[tf.Variable], process_set: Any) -> None:
 
 
 def DistributedGradientTape(*args: Any, **kwargs: Any) -> NoReturn:  # noqa: N802  Horovod's name
-    """Refused: with ``EagerOptimizer`` gradients would be averaged twice.
+    """Raise: with ``EagerOptimizer`` gradients would be averaged twice.
 
     Raises:
         ReplicaStateError: always.
@@ -131,7 +164,7 @@ def DistributedGradientTape(*args: Any, **kwargs: Any) -> NoReturn:  # noqa: N80
 
 
 def join() -> int:
-    """Say that this rank has no more batches: drains every one of our optimizers of this process.
+    """Announce that this rank has no more batches: drain every optimizer of ours in this process.
 
     Horovod's ``join`` would silence this rank's engine; it is called only in a job that has none of our optimizers.
 
@@ -143,7 +176,7 @@ def join() -> int:
 
 
 def init(*arguments: Any, **options: Any) -> None:
-    """Horovod's ``init``. In an elastic job it meets the others again where one of them dies meanwhile.
+    """Call Horovod's ``init``. In an elastic job, repeat it if a rank dies meanwhile.
 
     Raises:
         ValueError: as Horovod's.
@@ -157,3 +190,42 @@ def shutdown() -> None:
     LIFECYCLE.shutdown()
     _horovods_shutdown()
     timeline.merge()  # now, since hvd.init() would begin Horovod's timeline anew
+
+
+# -- Horovod's own modules ---------------------------------------------------------------------------------------------
+# A script may have replaced only the optimizer's wrapper, and use Horovod's names otherwise. On Keras 3 Horovod's
+# callbacks end in errors about Keras' internals, and its ``broadcast_variables`` does not know Keras' variables; its
+# ``join`` would silence this rank's engine, and its ``shutdown`` would end Horovod before the engine. After ``install``
+# the callbacks name the import to change, and the others work, as long as they are called by module (``hvd.join()``).
+
+
+BROKEN = (
+    callbacks.BroadcastGlobalVariablesCallback,
+    callbacks.MetricAverageCallback,
+    callbacks.LearningRateScheduleCallback,
+    callbacks.LearningRateWarmupCallback,
+)
+IMPORT = "'import hvd_async.tensorflow.keras as hvd' in place of 'import horovod.tensorflow.keras as hvd'"
+_horovods_broadcast = hvd.broadcast_variables
+
+
+def _refuse(self: Any, model: Any) -> NoReturn:
+    raise ReplicaStateError(
+        f"Horovod's own {type(self).__name__} does not work on Keras 3. Change the import: {IMPORT} has one that does"
+    )
+
+
+def _broadcast_variables(variables: Any, root_rank: int, **options: Any) -> Any:
+    """Call Horovod's function, or ours if there are Keras variables."""
+    listed = list(variables)
+    known = not any(isinstance(one, keras.Variable) for one in listed)
+    return (_horovods_broadcast if known else broadcast_variables)(listed, root_rank, **options)
+
+
+def install() -> None:
+    """Put these into Horovod's modules, in this process."""
+    for broken in BROKEN:
+        if issubclass(broken, keras.callbacks.Callback):  # (with Keras 2 in TensorFlow's place of Keras they work)
+            broken.set_model = _refuse
+    hvd.broadcast_variables, hvd.join = _broadcast_variables, join
+    hvd.shutdown = hvd_keras.shutdown = shutdown

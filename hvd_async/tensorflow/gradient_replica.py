@@ -2,31 +2,181 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from hvd_async.algorithms.eager.config import EagerConfig
 from hvd_async.algorithms.eager.gradient_format import GradientFormat, ReducedRound
 from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import eager
 from hvd_async.optimizers.agreement import Buffers
-from hvd_async.runtime.log import users_line
+from hvd_async.optimizers.replica import warn_of_open_passes
+from hvd_async.runtime.log import warn
 from hvd_async.runtime.machine import STATE
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.runtime.protocol import Hyper
-from hvd_async.tensorflow.apply_round import RoundTransform, Update, settings
-from hvd_async.tensorflow.bucket_layout import Layout, Terms, accumulated, partition
-from hvd_async.tensorflow.compression import Codec
-from hvd_async.tensorflow.extrapolation import Extrapolation
-from hvd_async.tensorflow.gradient_feed import Feed
-from hvd_async.tensorflow.memory import constant
-from hvd_async.tensorflow.variables import buffers_of, checksum, flat_double, own_name, raw, signature
+from hvd_async.tensorflow.apply_round import Extrapolation, RoundTransform, Update, settings
+from hvd_async.tensorflow.gradient_format import Codec, Layout, Terms, accumulated, partition
+from hvd_async.tensorflow.variables import (
+    buffers_of,
+    checksum,
+    constant,
+    flat_double,
+    is_finite,
+    own_name,
+    raw,
+    signature,
+)
+
+# -- gradients on their way from the training graph to the worker ------------------------------------------------------
+# A step is several calls of ``give``, then one of ``take``. A ``give`` never blocks, so a graph may have one for each
+# bucket, as soon as backward has filled it; only its last op waits, in ``take``. (An op that waits holds one of
+# TensorFlow's inter-op threads, of which there may be only one.)
+
+
+class _Sum(NamedTuple):
+    """Sum of the gradients of several passes, and the number of their samples."""
+
+    vector: tf.Tensor | None
+    samples: int
+
+
+class Feed:
+    """Gradients of one rank on their way from the training graph to the worker.
+
+    Args:
+        layout: of the buckets.
+        passes: backward passes per step (Horovod's ``backward_passes_per_step``); those before the last are added up
+            here.
+        average: whether to divide their sum by ``passes``.
+        nonfinite: "skip" (a bucket with NaN or an infinity is handed over empty) or "raise".
+    """
+
+    def __init__(self, layout: Layout, passes: int, average: bool, nonfinite: str) -> None:
+        self._layout, self._passes, self._raises = layout, passes, nonfinite == "raise"
+        self._average = average
+        self._sums: dict[int, _Sum] = {}
+        """Gradients of the passes of this step so far."""
+        self._given: dict[int, tf.Tensor | None] = {}
+        """Gradients of this pass that have not been handed over."""
+        self._spoilt: list[int] = []
+        """Buckets of this pass that were not finite."""
+        self.done = 0
+        """Backward passes since the last step."""
+
+    def continue_from(self, before: Feed) -> None:
+        """Take over the passes of a step that has begun before a membership change."""
+        self.done = before.done
+        for bucket, (vector, samples) in before._sums.items():
+            own = None if vector is None else self._layout.relaid(bucket, vector, before._layout)
+            self._sums[bucket] = _Sum(own, samples)
+
+    def give(
+        self, bucket: int, vector: tf.Tensor, worker: EagerWorker | None, scaled: bool, samples: int | None = None
+    ) -> None:
+        """Hand a bucket over, or keep it for ``take`` if it cannot leave yet, or not before the others are checked.
+
+        Args:
+            bucket: its number.
+            vector: its gradients, counted as one.
+            worker: None before the ranks have met.
+            scaled: whether the loss was scaled: then all buckets are handed over or none.
+            samples: of the gradient; None if rounds are not weighted.
+        """
+        self.keep(bucket, vector, samples)
+        last = self.done + 1 == self._passes
+        if worker is not None and last and not scaled and not self._raises and bucket not in worker.gone:
+            worker.hand_over(bucket, self._whole(bucket, self._given.pop(bucket), samples))
+
+    def keep(self, bucket: int, vector: tf.Tensor, samples: int | None = None) -> None:
+        """Keep a bucket for ``take``; arguments as of ``give``."""
+        if samples == 0:
+            vector = self._layout.nothing(bucket)  # (the mean of nothing is NaN)
+        if not vector.device.endswith("CPU:0"):
+            with tf.device("CPU:0"):  # (once for all that read it: is_finite and the collectives)
+                vector = tf.identity(vector)
+        finite = is_finite(vector)
+        if not finite:
+            self._spoilt.append(bucket)
+        self._given[bucket] = vector if finite else None
+
+    def take(
+        self, meet: Callable[[], EagerWorker], hyper: Hyper, scaled: bool, samples: int | None = None
+    ) -> tuple[list[ReducedRound], bool]:
+        """Hand over the remaining buckets, and wait for the step's round.
+
+        Args:
+            meet: returns the worker; may wait for the other ranks.
+            hyper: as for ``EagerWorker.step``.
+            scaled, samples: as for ``give``.
+
+        Returns:
+            The rounds that wait to be applied (none unless this pass ends a step), each between the worker's ``begin``
+            and ``end``, and whether all gradients of this pass were finite.
+
+        Raises:
+            FloatingPointError: they were not, and ``nonfinite="raise"``; no gradient has been handed over.
+        """
+        given, self._given = self._given, {}
+        spoilt, self._spoilt = self._spoilt, []
+        if spoilt and self._raises and not scaled:
+            raise FloatingPointError(
+                f"NaN or infinity in this rank's gradients (bucket {spoilt[0]} of {len(self._layout)}); "
+                f'nonfinite="skip" would leave them out and go on'
+            )
+        if spoilt and scaled:
+            given = dict.fromkeys(range(len(self._layout)))
+        if self.done + 1 < self._passes:
+            self.done += 1
+            for bucket in range(len(self._layout)):
+                self._add(bucket, self._of(given, bucket), samples)
+            return [], not spoilt
+        worker = meet()
+        gone = worker.gone
+        if gone & given.keys():
+            warn(
+                f"a step was broken off when buckets {sorted(gone)} of its gradient had gone: this one brings the "
+                f"others, and its own of these are left out"
+            )
+        left = [bucket for bucket in range(len(self._layout)) if bucket not in gone]
+        vectors = {bucket: self._whole(bucket, self._of(given, bucket), samples) for bucket in left}
+        self.done = 0
+        return worker.finish_step(vectors, hyper), not spoilt
+
+    def _of(self, given: Mapping[int, tf.Tensor | None], bucket: int) -> tf.Tensor | None:
+        """Return the bucket's vector; a gradient that is zero if none was given."""
+        return given[bucket] if bucket in given else self._layout.nothing(bucket)
+
+    def _add(self, bucket: int, vector: tf.Tensor | None, samples: int | None) -> None:
+        """Add this pass's gradient to those before it; None adds nothing."""
+        if vector is None:
+            return
+        if samples is not None and self._average:  # by samples: sum_j n_j g_j
+            vector = vector * tf.constant(float(samples), vector.dtype)
+        before = self._sums.get(bucket, _Sum(None, 0))
+        total = vector if before.vector is None else before.vector + vector
+        self._sums[bucket] = _Sum(total, before.samples + (samples or 0))
+
+    def _whole(self, bucket: int, vector: tf.Tensor | None, samples: int | None) -> tf.Tensor | None:
+        """Return the step's gradient: this pass's and those before it, times the samples if rounds are weighted."""
+        if self._passes == 1 and samples is None:
+            return vector
+        self._add(bucket, vector, samples)
+        total = self._sums.pop(bucket, None)
+        if total is None:
+            return None
+        factor = 1.0 / self._passes if self._average else 1.0
+        if samples is not None:
+            factor = 1.0 if self._average else float(total.samples)
+        return self._layout.recounted(bucket, total.vector, factor, total.samples)
+
+
+# -- the replica -------------------------------------------------------------------------------------------------------
+
 
 Array = np.ndarray[Any, Any]
 
@@ -40,11 +190,11 @@ class GradientReplica(eager.GradientReplica):
         options: see the attributes.
 
     Attributes:
-        scales: by what a gradient is multiplied before it is handed over, and a round's sum when it is applied.
+        scales: factors of a gradient when it is handed over, and of a round's sum when it is applied.
         devices: for dense and for sparse gradients.
-        recorded: the samples of the gradient that comes next; None if nobody has said them.
-        waiting: rounds that this step's loop has not come to yet.
-        put_back: ends the application of the round that the loop has come to: see ``Update.keep``.
+        recorded: samples of the next gradient; None if they were not recorded.
+        waiting: rounds that this step's loop has not reached.
+        put_back: ends the application of the round that the loop has reached: see ``Update.keep``.
     """
 
     def __init__(self, rank_group: RankGroup, max_staleness: int, **options: Any) -> None:
@@ -67,7 +217,7 @@ class GradientReplica(eager.GradientReplica):
         self.layout: Layout | None = None
         self.feed: Feed | None = None
         self._feed_before: Feed | None = None
-        """The feed among other ranks, until there is a new one: it may hold passes of a step that has not ended."""
+        """The feed before a membership change, until there is a new one: it may hold passes of an open step."""
         self.update: Update | None = None
         self.waiting: deque[ReducedRound] = deque()
         self.put_back: Callable[[], None] = lambda: None
@@ -81,10 +231,10 @@ class GradientReplica(eager.GradientReplica):
     # -- buckets ----------------------------------------------------------------------------------------------
 
     def prepare(self) -> Layout:
-        """Make sure that the optimizer is built; returns the layout of its buckets.
+        """Build the optimizer if necessary; return the layout of its buckets.
 
         Raises:
-            ValueError: it is not, and there is no model to build it with.
+            ValueError: it is not built, and there is no model to build it with.
         """
         optimizer = self.optimizer
         if not optimizer.built and self.model is not None:
@@ -139,16 +289,10 @@ class GradientReplica(eager.GradientReplica):
         config = optimizer._async.config_for(self.layout.nbytes)
         self.extrapolation = Extrapolation(optimizer, config.weight_prediction, self.extrapolation)
 
-    def new_worker(
-        self,
-        engine: Any,
-        config: Callable[[Sequence[int]], EagerConfig],
-        finish: Callable[[bool], None],
-        apply: Callable[[ReducedRound], None],
-    ) -> EagerWorker:
+    def gradient_format(self) -> GradientFormat:
         layout, codec, rank_group = self.prepare(), self.codec, self._rank_group
         assert codec is not None
-        wire = GradientFormat(
+        return GradientFormat(
             zeros=layout.zeros,
             nbytes=layout.nbytes,
             tail=codec.tail,
@@ -165,7 +309,6 @@ class GradientReplica(eager.GradientReplica):
             members=rank_group.members,
             process_set_id=rank_group.id,
         )
-        return EagerWorker(engine, config(layout.nbytes), wire, finish, apply)
 
     def fingerprint(self) -> tuple[list[str], list[int]]:
         optimizer, layout, codec = self.optimizer, self.layout, self.codec
@@ -217,22 +360,17 @@ class GradientReplica(eager.GradientReplica):
                 put_back()
 
     def finish(self, worker: EagerWorker, flush: bool) -> None:
-        with tf.init_scope():
-            if flush and self.feed is not None and self.feed.done:
-                warnings.warn(
-                    f"drain(): {self.feed.done} backward pass(es) short of a step of {self.passes} "
-                    f"(backward_passes_per_step) stay on this rank and go on with its next ones",
-                    stacklevel=users_line(),
-                )
+        if flush and self.feed is not None:
+            warn_of_open_passes(self.feed.done, self.passes)
 
     def record_samples(self, samples: int) -> None:
         self.recorded = samples
 
     def _samples(self) -> int | None:
-        """Return the samples of the gradient that is given; None where they do not count.
+        """Return the samples of the present gradient; None if rounds are not weighted.
 
         Raises:
-            ReplicaStateError: nobody has said them.
+            ReplicaStateError: they were not recorded.
         """
         if not self.weighted:
             return None
@@ -255,13 +393,13 @@ class GradientReplica(eager.GradientReplica):
     def step(
         self, scaled: bool, frozen: list[int], update: Update, buckets: Sequence[int], *inputs: tf.Tensor
     ) -> list[tf.Tensor]:
-        """Hand over what is left of this step, wait for its round, and begin to apply it.
+        """Hand over the remaining gradients of this step, wait for its round, and begin to apply it.
 
         Args:
             scaled: whether the loss was scaled.
             frozen: indices of the variables that a round led by this rank must not move.
             update: applies rounds.
-            buckets: those that are left.
+            buckets: numbers of the remaining buckets.
             inputs: their vectors, then this rank's learning rate unless it follows a schedule.
 
         Returns:
@@ -294,7 +432,7 @@ class GradientReplica(eager.GradientReplica):
         return self._next(update)
 
     def _next(self, update: Update) -> list[tf.Tensor]:
-        while self.waiting and not self.waiting[0].gradients:  # (there is nothing in it)
+        while self.waiting and not self.waiting[0].gradients:  # (it is empty)
             with self.optimizer._async.worker.applying(self.waiting.popleft()):
                 pass
         if not self.waiting:

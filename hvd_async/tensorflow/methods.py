@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -9,9 +13,13 @@ import tensorflow as tf
 
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import methods
+from hvd_async.optimizers.leader import LeaderDriver
 from hvd_async.optimizers.local import LocalDriver
-from hvd_async.tensorflow import checkpoint, weight_step
-from hvd_async.tensorflow.variables import own_name, raw, signature
+from hvd_async.tensorflow import checkpoint
+from hvd_async.tensorflow.collectives import LIFECYCLE
+from hvd_async.tensorflow.ops import as_op, call_or_op
+from hvd_async.tensorflow.variables import Flat, constant, own_name, raw, signature, with_finite
+from hvd_async.tensorflow.weight_replica import WeightReplica
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -35,16 +43,16 @@ class WeightMethods(methods.OptimizerMethods):
             ValueError: no variable has a gradient.
             ReplicaMismatchError: at the first step, if the ranks' weights or settings differ. (Errors raised while a
                 ``tf.function`` or ``fit()`` runs arrive inside a ``tf.errors`` exception, with their text.)
-            ReplicaStateError: an earlier step was broken off here.
+            ReplicaStateError: an earlier step was interrupted on this rank.
             FloatingPointError: the step has made a weight NaN or infinite; it was not sent.
         """
         grads = list(grads)
         if grads:
             given = self._trainable_variables if trainable_variables is None else trainable_variables
-            weight_step.apply(self, grads, list(given))
+            take_step(self, grads, list(given))
 
     def register_local_var(self, variable: Any) -> None:
-        """Leave a variable out of the mixing: each rank trains its own. Call it before the first step, on all ranks.
+        """Exclude a variable from the mixing: each rank trains its own. Call it before the first step, on all ranks.
 
         Raises:
             ReplicaStateError: the ranks have met already.
@@ -57,8 +65,8 @@ class WeightMethods(methods.OptimizerMethods):
         self._async.replica.keep_local(variable)  # type: ignore[attr-defined]
 
     def get_state(self: Any) -> Arrays:
-        """The wrapped optimizer's variables (iterations, learning rate, velocities ...) by name, and this rank's share
-        of what goes on between the ranks: little more than a count after a ``drain()``, all that is this rank's own
+        """Return the wrapped optimizer's variables (iterations, learning rate, velocities ...) by name, and this rank's
+        share of the state between ranks: little more than a count after a ``drain()``, all of the rank's own state
         after a ``cut()``.
 
         Raises:
@@ -69,12 +77,12 @@ class WeightMethods(methods.OptimizerMethods):
         return own | checkpoint.pack_local(self._async.share())
 
     def set_state(self: Any, state: Arrays) -> None:
-        """Take back what ``get_state`` gave; the optimizer must be built. Load the model's weights too: before the next
-        step, in either order.
+        """Restore what ``get_state`` returned; the optimizer must be built. Load the model's weights too: before the
+        next step, in either order.
 
         Raises:
             ValueError: the state is of another optimizer, or of another rank after a cut.
-            ReplicaStateError: messages of this run are on their way.
+            ReplicaStateError: messages of this run are in flight.
         """
         self._async.replica.prepare()
         share = checkpoint.unpack_local(state)
@@ -87,13 +95,12 @@ class WeightMethods(methods.OptimizerMethods):
     # -- what Keras calls by name -------------------------------------------------------------------------------
 
     def build(self, variables: Any) -> None:
-        """Make the wrapped optimizer's variables, and what adds up several passes, before a step is traced."""
+        """Create the wrapped optimizer's variables, and the sums of several passes, before a step is traced."""
         self._wrapped_class.build(self, variables)
         self._async.replica.make_sums()  # type: ignore[attr-defined]
 
     def finalize_variable_values(self: Any, var_list: Any) -> None:
-        """Keras calls this at the end of ``fit()``: with ``use_ema`` it puts the averaged weights in place, the same on
-        all ranks."""
+        """Set the averaged weights at the end of ``fit()``, with ``use_ema``, the same on all ranks."""
         begun = self._async.worker is not None
         if self.use_ema and begun:
             self.drain()
@@ -125,8 +132,8 @@ class LeaderMethods(WeightMethods, methods.LeaderMethods):
     """Methods that ``LeaderOptimizer`` adds to the class of the Keras optimizer it wraps."""
 
     def record_loss(self: Any, loss: Any) -> None:
-        """Say what this step's training loss was, before ``apply()``: the lowest mean of the last ones leads. Keras'
-        ``fit()`` does it by itself.
+        """Record the training loss of this step, before ``apply()``: the rank with the lowest mean loss leads. Keras'
+        ``fit()`` does it automatically.
 
         Args:
             loss: a number, or a tensor of one; also while a ``tf.function`` is traced.
@@ -134,7 +141,7 @@ class LeaderMethods(WeightMethods, methods.LeaderMethods):
         Raises:
             ValueError: it is several numbers.
         """
-        weight_step.record_loss(self._async, loss)
+        note_loss(self._async, loss)
 
     def scale_loss(self: Any, loss: Any) -> Any:
         """Take the loss of each training step, which Keras gives it."""
@@ -142,6 +149,289 @@ class LeaderMethods(WeightMethods, methods.LeaderMethods):
         return self._wrapped_class.scale_loss(self, loss)
 
     def _get_current_learning_rate(self: Any) -> Any:
-        """Within an update this rank's; schedules, callbacks and checkpoints see, and set, what all ranks have."""
+        """Return this rank's learning rate within an update; schedules, callbacks and checkpoints see and set that of
+        all ranks."""
         rate, factor = self._wrapped_class._get_current_learning_rate(self), self._async.lr_factor
         return tf.convert_to_tensor(rate) * factor if self._async.replica.updates and factor != 1.0 else rate
+
+
+# -- a step, in a graph and eagerly ------------------------------------------------------------------------------------
+# In a graph it is: a py_function that begins the step, meets the other ranks and returns the push-sum weight; the
+# wrapped optimizer's own ``apply``, on weights times that; one py_function that passes the weights as a vector to the
+# driver, which waits for messages and mixes them in, applies Keras' constraints to the mixed weights, and returns
+# these. Weights are copied once into the vector; the variables then share the memory of the mixed vector. TensorFlow
+# runs the ops that read and write a variable in the order of their creation.
+
+
+def take_step(optimizer: Any, grads: Sequence[Any], variables: list[Any]) -> None:
+    """Take a step of a wrapped optimizer, or add its gradients up.
+
+    Args:
+        optimizer: ours.
+        grads: one a variable, at least one; None where there is none.
+        variables: the optimizer's own, or some of them.
+
+    Raises:
+        ValueError: no variable has a gradient.
+    """
+    replica: WeightReplica = optimizer._async.replica
+    replica.set_up(variables)
+    optimizer._check_variables_are_known(variables)
+    if all(gradient is None for gradient in grads):
+        raise ValueError("no variable has a gradient: does the loss depend on the model's weights?")
+    scaled = [_scaled(replica, g, v) for g, v in zip(grads, variables, strict=True)]
+    if replica.passes == 1:
+        _update(optimizer, scaled, variables)
+    else:
+        _add_up(optimizer, scaled, variables)
+
+
+def _scaled(replica: WeightReplica, gradient: Any, variable: Any) -> Any:
+    """Return a gradient, divided by the number of ranks for a local variable, as in Horovod."""
+    if gradient is None or not (replica.scale_local and replica.is_local(variable)):
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values / replica.size, gradient.indices, gradient.dense_shape)
+    return gradient / replica.size
+
+
+# -- several calls make a step ------------------------------------------------------------------------------------
+
+
+def _add_up(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
+    """Add gradients up on this rank; at each N-th call, take a step with their sum."""
+    replica: WeightReplica = optimizer._async.replica
+    dense = [_dense(replica, gradient) for gradient in grads]
+    sums = [_sum_of(optimizer, v, gradient) for gradient, v in zip(dense, variables, strict=True)]
+    factor = 1.0 / replica.passes if replica.average_passes else 1.0
+    passed = replica.done
+    assert passed is not None  # (several passes make a step)
+
+    def last() -> tf.Tensor:
+        totals: list[Any] = []
+        for gradient, total in zip(dense, sums, strict=True):
+            value = total if gradient is None or total is None else total + tf.cast(gradient, total.dtype)
+            totals.append(None if value is None else value * tf.constant(factor, total.dtype))
+        _update(optimizer, totals, variables)
+        for total in sums:
+            if total is not None:
+                total.assign(tf.zeros_like(total))
+        return _done(passed.assign(0))
+
+    def earlier() -> tf.Tensor:
+        for gradient, total in zip(dense, sums, strict=True):
+            if gradient is not None:
+                total.assign_add(tf.cast(gradient, total.dtype))
+        return _done(passed.assign_add(1))
+
+    tf.cond(passed + 1 >= replica.passes, last, earlier)
+
+
+def _dense(replica: WeightReplica, gradient: Any) -> Any:
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    with tf.device(replica.device_sparse or None):
+        return tf.convert_to_tensor(gradient)
+
+
+def _sum_of(optimizer: Any, variable: Any, gradient: Any) -> Any:
+    """Return the sum of a variable's gradients; None if it never had one."""
+    replica: WeightReplica = optimizer._async.replica
+    index = optimizer._get_variable_index(variable)
+    if gradient is not None:
+        replica.summed.add(index)
+    return replica.sums[index] if index in replica.summed else None
+
+
+# -- a step -------------------------------------------------------------------------------------------------------
+
+
+def _update(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
+    """Take a step; with Keras' gradient accumulation only the calls that move the weights are one."""
+    steps = optimizer.gradient_accumulation_steps
+    if not steps:
+        _step(optimizer, grads, variables)
+        return
+
+    def step() -> tf.Tensor:
+        _step(optimizer, grads, variables)
+        return _done()
+
+    tf.cond(
+        (raw(optimizer._iterations) + 1) % steps == 0,
+        step,
+        lambda: _done(optimizer._wrapped_class.apply(optimizer, grads, variables)),
+    )
+
+
+def _step(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
+    driver: LocalDriver = optimizer._async
+    replica: WeightReplica = optimizer._async.replica
+    flat = replica.mixed()
+    written = [flat] if replica.averaged is None else [flat, replica.averaged]
+    eager = tf.executing_eagerly()
+    # (no step begins before the one before it has been mixed, also in a graph of several)
+    ready = [flat.variables[0].read_value(), *(g for g in grads if g is not None), *_loss_recorded(replica)]
+    # (read here, as an op: the update increases the iterations, by which a schedule goes)
+    rate = tf.cast(raw(optimizer._get_current_learning_rate()), tf.float64)
+    with contextlib.nullcontext() if eager else tf.control_dependencies(ready):
+        (begun,) = call_or_op(lambda rate: [_begin(driver, rate)], [rate], [tf.float64], [3])
+    with driver.updating() if eager else contextlib.nullcontext():
+        weight, before = begun[0], tf.zeros([0], flat.dtype)
+        scaled = not isinstance(driver, LeaderDriver)  # (see LeaderWorker.weight and .wants_before)
+        if scaled:
+            before = tf.cond(begun[1] > 0, flat.joined, lambda: before)
+        with (
+            contextlib.nullcontext() if eager else tf.control_dependencies([begun]),
+            _multiplied(flat, weight) if scaled else contextlib.nullcontext(),
+            _updating(replica, None if not scaled or (eager and float(weight) == 1.0) else weight),
+        ):
+            if eager and begun[2] > 0:
+                optimizer._wrapped_class.apply(optimizer, grads, variables)
+            elif not eager:
+                _apply_unless_done(optimizer, grads, variables, begun[2])
+        corrected = [replica.velocities()] if driver.corrects_momentum else []
+        results = call_or_op(
+            functools.partial(_end, driver, written),
+            [before, *(value for one in written for value in one.values())],
+            [one.dtype for one in (*written, *corrected)],
+            [one.elements for one in (*written, *corrected)],
+        )
+        for one, vector in zip(written, results, strict=False):
+            one.write(vector)
+        if corrected:  # (not in Python: nothing would order it after the update, which has written them too)
+            replica.add_to_momentum(results[-1], _with_gradient(replica, grads, variables))
+
+
+def _with_gradient(replica: WeightReplica, grads: list[Any], variables: list[Any]) -> set[int]:
+    """Return the indices, among the variables that are mixed, of those with a gradient."""
+    given = {id(raw(v)) for gradient, v in zip(grads, variables, strict=True) if gradient is not None}
+    return {index for index, variable in enumerate(replica.mixed().variables) if id(variable) in given}
+
+
+def _apply_unless_done(optimizer: Any, grads: list[Any], variables: list[Any], due: tf.Tensor) -> None:
+    """Make the wrapped optimizer's update in a graph; in elastic jobs only if it is due."""
+
+    def update() -> tf.Tensor:
+        return _done(optimizer._wrapped_class.apply(optimizer, grads, variables))
+
+    if LIFECYCLE.elastic:
+        tf.cond(due > 0, update, _done)
+    else:
+        update()
+
+
+@contextlib.contextmanager
+def _multiplied(flat: Flat, weight: tf.Tensor) -> Iterator[None]:
+    """Multiply the variables by ``weight`` inside the context, and divide them by it at the end; eagerly also after an
+    error."""
+
+    def scale(factor: tf.Tensor) -> tf.Tensor:
+        flat.scale(factor)
+        return _done()
+
+    tf.cond(tf.not_equal(weight, 1.0), lambda: scale(weight), _done)
+    try:
+        yield
+    finally:
+        tf.cond(tf.not_equal(weight, 1.0), lambda: scale(1.0 / weight), _done)
+
+
+@contextlib.contextmanager
+def _updating(replica: WeightReplica, weight: tf.Tensor | None) -> Iterator[None]:
+    """Return a context for Keras' update: the variables hold the model's weights times ``weight``, but moving averages
+    are of the weights themselves, and constraints are applied to the mixed weights later."""
+    replica.weight, replica.updates = weight, True
+    try:
+        with replica.without_constraints():
+            yield
+    finally:
+        replica.weight, replica.updates = None, False
+
+
+# -- losses -------------------------------------------------------------------------------------------------------
+
+
+def note_loss(driver: LeaderDriver, loss: Any) -> None:
+    """Record a step's loss, a number or a tensor of one; also while a ``tf.function`` is traced.
+
+    Raises:
+        ValueError: it is several numbers.
+    """
+    if not tf.is_tensor(loss):
+        driver.record_loss(loss)
+        return
+    if loss.shape.num_elements() not in (1, None):
+        raise ValueError(f"record_loss() takes one number, and this is a tensor of shape {loss.shape}")
+
+    number = tf.stop_gradient(tf.reshape(loss, []))
+    replica: WeightReplica = driver.replica  # type: ignore[assignment]
+    if tf.executing_eagerly():
+        driver.record_loss(number)
+        replica.recorded = None
+    else:
+        # (not as an argument of the step's first op: a loss counts also where a step does not follow, after the last
+        # of several backward passes or an overflow)
+        replica.recorded = as_op(lambda value: driver.record_loss(value), [number], [])
+
+
+def _loss_recorded(replica: WeightReplica) -> list[tf.Operation]:
+    """Return what a step of a graph must wait for, so that its loss is recorded."""
+    op, replica.recorded = replica.recorded, None
+    return [op] if op is not None and op.graph in _around(tf.compat.v1.get_default_graph()) else []
+
+
+def _around(graph: Any) -> list[Any]:
+    """Return a graph and those in which it is being built."""
+    graphs = []
+    while graph is not None:
+        graphs.append(graph)
+        graph = getattr(graph, "outer_graph", None)
+    return graphs
+
+
+# -- the Python side of a step ------------------------------------------------------------------------------------
+
+
+def _begin(driver: LocalDriver, rate: tf.Tensor) -> tf.Tensor:
+    """Begin a step with this learning rate.
+
+    Returns:
+        float64, shape (3,): the push-sum weight, whether ``_end`` needs the weights before the update too, and whether
+        the update is due.
+    """
+    driver.replica.rate = float(rate)  # type: ignore[attr-defined]
+    start = driver.begin_step(changes_weights=driver.replica.has_constraints())  # type: ignore[attr-defined]
+    return constant((float(start.scale), float(start.needs_pre_update), float(start.updates)), tf.float64)
+
+
+def _end(driver: LocalDriver, flats: Sequence[Flat], before: tf.Tensor, *values: tf.Tensor) -> list[tf.Tensor]:
+    """End a step.
+
+    Args:
+        driver: of the optimizer.
+        flats: the weights, and the batch-norm statistics if they travel.
+        before: the weights before the update, shape (n,); empty if they are not needed.
+        values: of the variables of ``flats`` after it, one after the other.
+
+    Returns:
+        The new values of each of ``flats``; then the correction of the momentum, if steps have one.
+    """
+    rest = iter(values)
+    after, *own = (flat.vector(list(itertools.islice(rest, len(flat.variables)))) for flat in flats)
+    end = driver.end_step(before.numpy(), after, with_finite(own[0], flats[1].sizes) if own else None)
+    weights = driver.replica.constrained(end.weights)
+    driver.publish(weights)
+    settled: list[Any] = own
+    if end.statistics is not None:
+        averaged, known = np.asarray(end.statistics).reshape(2, -1)
+        settled = [np.where(known > 0, averaged, one) for one in own]
+    taken = [flat.taken(vector) for flat, vector in zip(flats, (weights, *settled), strict=True)]
+    if not driver.corrects_momentum:
+        return taken
+    return [*taken, np.zeros_like(end.weights) if end.correction is None else end.correction]
+
+
+def _done(_: Any = None) -> tf.Tensor:
+    """Return the result of a conditional branch that is run for its side effects."""
+    return tf.constant(0)

@@ -1,7 +1,8 @@
-"""Keras variables as one vector and back; their checksums and signatures."""
+"""Keras variables as one vector and back, without a copy on a CPU; their checksums; buffers of models."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -13,10 +14,41 @@ import tensorflow as tf
 from hvd_async.algorithms.gossip.message_format import vector_with_room
 from hvd_async.optimizers import agreement
 from hvd_async.optimizers.agreement import Buffers
-from hvd_async.runtime.memory import ReusedBlocks
-from hvd_async.tensorflow.memory import given_to_tensor
+from hvd_async.runtime.memory import ALIGNMENT, ReusedBlocks
 
 Array = np.ndarray[Any, Any]
+
+# -- NumPy's memory as TensorFlow's ------------------------------------------------------------------------------------
+
+
+def given_to_tensor(array: Array) -> tf.Tensor:
+    """Return an array as a tensor, in the same memory if TensorFlow's kernels can use it; variables that are assigned
+    the tensor, or a slice of it, share it too. So the array becomes read-only: the caller transfers it."""
+    if array.dtype.kind != "f" or array.ctypes.data % ALIGNMENT or not array.flags.writeable or not array.size:
+        return tf.convert_to_tensor(array)
+    tensor = tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+    array.flags.writeable = False
+    return tensor
+
+
+@functools.lru_cache
+def constant(value: bool | float | tuple[float, ...], dtype: tf.DType) -> tf.Tensor:
+    """Return an eager tensor of one or several numbers, from a cache of recent ones: a new one takes 10 to 50 us."""
+    return tf.constant(value, dtype)
+
+
+def is_finite(vector: tf.Tensor) -> bool:
+    """Return whether a vector holds neither NaN nor an infinity."""
+    array = np.asarray(vector)  # (no copy on the CPU)
+    # NaN and infinities persist in a scalar product, which takes half as long as a look at each element. But it may
+    # overflow for finite vectors too.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(np.dot(array, array)) or np.isfinite(array).all())
+
+
+# -- variables ---------------------------------------------------------------------------------------------------------
+
+
 STATISTICS = ("moving_mean", "moving_variance")
 """Names that Keras' batch norm gives its running statistics."""
 SEED = "seed_generator_state"
@@ -24,38 +56,38 @@ SEED = "seed_generator_state"
 
 
 def raw(variable: Any) -> Any:
-    """The ``tf.Variable`` behind a Keras variable (or the variable itself)."""
+    """Return the ``tf.Variable`` behind a Keras variable, or the variable itself."""
     value = getattr(variable, "value", None)
     return variable if value is None or callable(value) else value
 
 
 def checksum(variable: Any) -> int:
-    """CRC-32 of the variable's bytes."""
+    """Return the CRC-32 of a variable's bytes."""
     return zlib.crc32(raw(variable).numpy().tobytes())
 
 
 def signature(variable: Any) -> str:
-    """Name, shape and dtype in one string, for comparison over ranks."""
+    """Return name, shape and dtype in one string, for comparison over ranks."""
     name = getattr(variable, "path", None) or variable.name
     return f"{name} {tuple(variable.shape)} {raw(variable).dtype.name}"
 
 
 def own_name(variable: Any) -> str:
-    """A variable's name without its optimizer's, which Keras numbers anew for each optimizer of a process."""
+    """Return a variable's name without that of its optimizer, which Keras numbers anew in each process."""
     return str(variable.path).rpartition("/")[2]
 
 
 def is_seed(variable: Any) -> bool:
-    """Tell whether a variable is the state of a ``keras.random.SeedGenerator``, as dropout layers have one.
+    """Return whether a variable is the state of a ``keras.random.SeedGenerator``, such as that of a dropout layer.
 
     Ranks draw different random numbers because it differs between them: it is never sent, averaged, or compared.
     """
-    whole = raw(variable)
-    return _last_part(variable) == SEED and whole.dtype.is_integer and tuple(whole.shape) == (2,)
+    state = raw(variable)
+    return _last_part(variable) == SEED and state.dtype.is_integer and tuple(state.shape) == (2,)
 
 
 def is_statistic(variable: Any) -> bool:
-    """Tell whether a variable is a running mean or variance of batch norm."""
+    """Return whether a variable is a running mean or variance of batch norm."""
     return _last_part(variable) in STATISTICS and raw(variable).dtype.is_floating
 
 
@@ -79,17 +111,17 @@ def _beside_weights(model: Any) -> list[Any]:
 
 
 def buffers_of(model: Any) -> Buffers:
-    """Return what a model holds beside its weights, by its place.
+    """Return the variables of a model besides its weights, by position.
 
-    Without a model there is nothing, and the rank still takes part in the comparison: another may know its model, which
-    Keras' callbacks tell the optimizer while it trains.
+    Without a model there are none, and the rank still takes part in the comparison: another rank may know its model,
+    which Keras' callbacks set while it trains.
     """
     variables = [] if model is None else _beside_weights(model)
     return Buffers([_KerasBuffer(str(place), v) for place, v in enumerate(variables)], lambda array: array)
 
 
 def keep_buffers(model: Any) -> Callable[[], None]:
-    """Return a function that puts the values of now back into a model's variables beside the weights."""
+    """Return a function that restores the present values of a model's variables besides the weights."""
     kept = [(raw(v), raw(v).numpy()) for v in ([] if model is None else _beside_weights(model))]
 
     def put_back() -> None:
@@ -100,7 +132,7 @@ def keep_buffers(model: Any) -> Callable[[], None]:
 
 
 class _KerasBuffer(agreement.Buffer):
-    """A variable of a Keras model on one rank, found by its place: Keras numbers names anew in each process."""
+    """A variable of a Keras model on one rank, identified by position: Keras numbers names anew in each process."""
 
     def __init__(self, key: str, variable: Any) -> None:
         self.key, self._variable, self.is_statistic = key, raw(variable), is_statistic(variable)
@@ -171,7 +203,7 @@ class Flat:
                 )
         self.dtype = dtype or (tf.float64 if any(v.dtype == tf.float64 for v in self.variables) else tf.float32)
         self._shared: tf.Tensor | None = None
-        """Memory of this tensor is the variables', until they are updated."""
+        """The tensor whose memory the variables share until they are updated."""
         self.sizes = [int(v.shape.num_elements()) for v in self.variables]
 
     @property
@@ -199,13 +231,13 @@ class Flat:
         return self.vector(self.values())
 
     def taken(self, vector: Array) -> tf.Tensor:
-        """Return a vector, which is given away, as the tensor to ``write`` next."""
+        """Return a vector, which the caller transfers, as the tensor to ``write`` next."""
         # (kept, since TensorFlow updates the last variable in place that holds an array's memory)
         self._shared = given_to_tensor(vector)
         return self._shared
 
     def write(self, vector: Any) -> None:
-        """Assign a vector to the variables: an array, which is given away, or a tensor."""
+        """Assign a vector to the variables: an array, which the caller transfers, or a tensor."""
         tensor = self.taken(vector) if isinstance(vector, np.ndarray) else vector
         for variable, part in self._with_parts(tensor):
             variable.assign(part)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -16,15 +15,14 @@ from hvd_async.algorithms.gossip.message_format import MessageFormat, make_messa
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import replica
 from hvd_async.optimizers.agreement import Buffers
-from hvd_async.runtime.log import users_line
 from hvd_async.runtime.memory import ReusedBlocks
 from hvd_async.runtime.process_sets import RankGroup
-from hvd_async.tensorflow.gradient_feed import is_finite
 from hvd_async.tensorflow.variables import (
     Flat,
     buffers_of,
     checksum,
     flat_double,
+    is_finite,
     keep_buffers,
     raw,
     signature,
@@ -34,30 +32,30 @@ from hvd_async.tensorflow.variables import (
 
 Array = np.ndarray[Any, Any]
 VECTORS_KEPT = 3
-"""Vectors whose memory is kept for the next step: the weights read, a message on its way, the weights in use."""
+"""Vectors whose memory is kept for the next step: the weights read, a message in flight, the weights in use."""
 
 
 class WeightReplica(replica.WeightReplica):
     """Weights, batch-norm statistics and moving averages of a wrapped Keras optimizer; Keras does not track it.
 
     Args:
-        size: ranks that share the optimizer.
-        passes: backward passes that make a step.
+        size: number of ranks that share the optimizer.
+        passes: backward passes per step.
         average_passes: whether their sum is divided by their number.
         device_sparse: for sparse gradients that are added up.
         scale_local: whether gradients of local variables are divided by the number of ranks, as in Horovod.
-        model: whose batch-norm statistics agree; None if the user gave none.
-        buffers: how.
+        model: the model whose batch-norm statistics agree; None if the user gave none.
+        buffers: policy by which they agree.
         averages_statistics: whether pulls average them.
 
     Attributes:
         flat: the weights that are mixed; None until they are known.
-        averaged: what pulls average beside them.
+        averaged: the batch-norm statistics that pulls average.
         rate: the learning rate of the step that has begun.
         weight: the push-sum weight by which the variables are multiplied while the wrapped optimizer works on them.
-        updates: whether the wrapped optimizer's update is traced, or done.
+        updates: whether the wrapped optimizer's update is being traced, or made.
         sums: gradients of backward passes before the last, by the variable's index; none if a pass is a step.
-        summed: indices of the variables that have ever had any.
+        summed: indices of the variables that ever had a gradient.
         done: backward passes since the last step; None if a pass is a step.
         recorded: in a graph that is being built: the op that records a loss which belongs to the next step.
         leads: none; see ``GradientReplica.leads``.
@@ -105,8 +103,8 @@ class WeightReplica(replica.WeightReplica):
         self.sums, self.summed, self.done = before.sums, before.summed, before.done
 
     def make_sums(self) -> None:
-        """Make what adds up several passes, once the optimizer is built. (Made while a step is traced, these variables
-        would have TensorFlow trace it twice.)"""
+        """Create the variables that add up several passes, once the optimizer is built. (If they were created while a
+        step is traced, TensorFlow would trace it twice.)"""
         if self.passes == 1 or self.done is not None:
             return
         with tf.init_scope():
@@ -115,11 +113,11 @@ class WeightReplica(replica.WeightReplica):
                 self.sums[index] = tf.Variable(tf.zeros_like(raw(variable)), trainable=False)
 
     def is_local(self, variable: Any) -> bool:
-        """Tell whether this rank keeps a variable to itself."""
+        """Return whether a variable is not mixed."""
         return id(raw(variable)) in self._local
 
     def keep_local(self, variable: Any) -> None:
-        """Leave a variable out of the mixing."""
+        """Exclude a variable from the mixing."""
         self._local[id(raw(variable))] = raw(variable)
         self.flat = self._velocities = self._mixed = None
 
@@ -154,7 +152,7 @@ class WeightReplica(replica.WeightReplica):
             self.averaged = Flat(averaged, self._memory, tf.float64) if averaged else None
 
     def mixed(self) -> Flat:
-        """Return the weights that are mixed, which are known by now."""
+        """Return the weights that are mixed; the optimizer is built."""
         if self.flat is None:
             raise ReplicaStateError("the optimizer's weights were read before it was built: a bug in the binding")
         return self.flat
@@ -174,7 +172,7 @@ class WeightReplica(replica.WeightReplica):
         return self._mixed
 
     def has_constraints(self) -> bool:
-        """Tell whether a variable that is mixed has a constraint."""
+        """Return whether a variable that is mixed has a constraint."""
         return any(v.constraint is not None for v in self._trained())
 
     def constrained(self, weights: Array) -> Array:
@@ -191,7 +189,7 @@ class WeightReplica(replica.WeightReplica):
 
     @contextlib.contextmanager
     def without_constraints(self) -> Iterator[None]:
-        """Leave out the constraints of variables that are mixed: they are applied after the mixing."""
+        """Return a context without the constraints of variables that are mixed: they are applied after the mixing."""
         before = [(v, v.constraint) for v in self._trained() if v.constraint is not None]
         try:
             for variable, _ in before:
@@ -268,7 +266,7 @@ class WeightReplica(replica.WeightReplica):
             )
 
     def velocities(self) -> Flat:
-        """Return the momenta of the weights that are mixed, which are known by now."""
+        """Return the momenta of the weights that are mixed; the optimizer is built."""
         if self._velocities is None:
             optimizer = self.optimizer
             pairs = zip(optimizer._trainable_variables, optimizer.momentums, strict=True)
@@ -316,7 +314,7 @@ class WeightReplica(replica.WeightReplica):
         return float(loss)
 
     def _moving_averages(self) -> Flat | None:
-        """Keras' moving averages of the variables that are mixed."""
+        """Return Keras' moving averages of the variables that are mixed."""
         optimizer = self.optimizer
         if not optimizer.use_ema:
             return None
@@ -336,10 +334,5 @@ class WeightReplica(replica.WeightReplica):
             flat.write(averages)
 
     def warn_before_drain(self) -> None:
-        done = 0 if self.done is None else int(self.done.numpy())
-        if done:
-            warnings.warn(
-                f"drain(): {done} backward pass(es) short of a step of {self.passes} (backward_passes_per_step) stay "
-                f"on this rank and go on with its next ones",
-                stacklevel=users_line(),
-            )
+        if self.done is not None:
+            replica.warn_of_open_passes(int(self.done.numpy()), self.passes)

@@ -1,7 +1,7 @@
 """``import hvd_async.torch as hvd``: all of ``horovod.torch``, plus our optimizers.
 
-On Horovod, ``horovod.torch`` itself goes with them too from here on, see ``horovod_names``. Without Horovod the same
-names are ours, on torch.distributed, see ``horovod_api``.
+On Horovod, names of ``horovod.torch`` itself work beside them from here on, see ``functions``. Without Horovod the same
+names are our own, on torch.distributed, see ``horovod_api``.
 """
 
 from importlib import import_module as _import_module
@@ -18,17 +18,15 @@ else:
 
 from hvd_async.monitor import Monitor
 from hvd_async.optimizers.public_names import public_names as _public_names
-from hvd_async.torch.compression import Compression
-from hvd_async.torch.eager import EagerOptimizer
+from hvd_async.torch.factories import EagerOptimizer, GossipOptimizer, LeaderOptimizer
 from hvd_async.torch.functions import broadcast_optimizer_state, broadcast_parameters, init, join, shutdown
-from hvd_async.torch.gossip import GossipOptimizer
-from hvd_async.torch.leader import LeaderOptimizer
-from hvd_async.torch.monitor import attach_monitor
-from hvd_async.torch.recording import record
+from hvd_async.torch.functions import install as _install
+from hvd_async.torch.gradient_format import Compression
+from hvd_async.torch.observers import attach_monitor, record
 from hvd_async.torch.torchvision_operators import declare_torchvision_operators
 
 if _ON_HOROVOD:
-    _import_module("hvd_async.torch.horovod_names").install()
+    _install()
 # (an import statement could find Horovod's, here by the star)
 elastic = _import_module("hvd_async.torch.elastic" if _ON_HOROVOD else "hvd_async.torch.distributed.elastic")
 _ours = (

@@ -1,18 +1,75 @@
-"""This process's torch engine, on the data plane that was chosen for it."""
+"""This process's torch engine, on the data plane that was chosen for it; calls from ``torch.inference_mode()``."""
 
 from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+import torch
 
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.runtime.lifecycle import Lifecycle
 from hvd_async.torch.horovod_api import ON_HOROVOD, hvd
-from hvd_async.torch.inference import outside_inference_mode
 
 if ON_HOROVOD:
     from hvd_async.torch.horovod_collectives import HorovodCollectives as PlaneCollectives
 else:
     from hvd_async.torch.torch_collectives import TorchCollectives as PlaneCollectives  # type: ignore[assignment]
 
-__all__ = ["LIFECYCLE", "PlaneCollectives"]
+__all__ = ["LIFECYCLE", "EnteredOutside", "PlaneCollectives", "outside_inference_mode"]
+
+# -- calls from inside inference mode ----------------------------------------------------------------------------------
+# A tensor that is made in inference mode can never be changed in place outside of it. Tensors that a call makes here,
+# such as vectors of weights and optimizer state, are changed later, by training or by the engine's thread. So calls
+# leave the mode, and return to it.
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def _outside() -> Iterator[None]:
+    """Leave inference mode, if this thread is in it; gradients stay disabled then."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    else:
+        yield
+
+
+def outside_inference_mode(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function that leaves inference mode while it runs."""
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **options: P.kwargs) -> T:
+        with _outside():
+            return function(*arguments, **options)
+
+    return call
+
+
+class EnteredOutside(contextlib.AbstractContextManager[None]):
+    """A context manager that is entered and left outside of inference mode; its body has its own mode."""
+
+    def __init__(self, inner: contextlib.AbstractContextManager[None]) -> None:
+        self._inner = inner
+
+    def __enter__(self) -> None:
+        with _outside():
+            self._inner.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        with _outside():
+            return self._inner.__exit__(kind, error, traceback)
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------
 
 
 class _TorchLifecycle(Lifecycle):

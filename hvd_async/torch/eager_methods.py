@@ -12,13 +12,12 @@ from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import methods
 from hvd_async.optimizers.eager import EagerDriver
 from hvd_async.runtime.nested_calls import unfinished_until_it_returns
-from hvd_async.torch.base import refuse_a_step_for_state
-from hvd_async.torch.extrapolation import LEADS
 from hvd_async.torch.gradient_replica import GradientReplica
-from hvd_async.torch.methods import OptimizerMethods
+from hvd_async.torch.methods import OptimizerMethods, refuse_a_step_for_state
+from hvd_async.torch.update import LEADS
 
 SCALING = ("grad_scale", "found_inf")
-"""The attributes in which a GradScaler tells ``step()`` what it knows."""
+"""Attributes by which a GradScaler passes its scale and overflows to ``step()``."""
 
 
 class TorchEagerDriver(EagerDriver):
@@ -32,13 +31,13 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
 
     _async: TorchEagerDriver
     _step_supports_amp_scaling = True
-    """So that a GradScaler always calls ``step()``: an overflow is a step too, and says so in attributes."""
+    """Makes a GradScaler always call ``step()``, with overflows in attributes: an overflow is a step too."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set gradients to None or zero. From here to ``step()`` they are handed over while backward computes others.
+        """Set gradients to None or zero. Until ``step()`` they are handed over while backward computes the others.
 
         Raises:
-            ReplicaStateError: between backward() and step(), when gradients are on their way.
+            ReplicaStateError: between backward() and step(), when gradients are in flight.
         """
         replica = self._async.replica
         replica.recorded.clear()
@@ -94,11 +93,11 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
     def synchronize(self) -> None:
         """Hand over the gradients and put one round's average into every ``p.grad``, for user code to change.
 
-        Follow it by ``with optimizer.skip_synchronize(): optimizer.step()``. The rank then takes one round a step;
-        ``round_transform=`` does the same without holding it back.
+        Follow it by ``with optimizer.skip_synchronize(): optimizer.step()``. The rank then takes one round per step;
+        ``round_transform=`` does the same without this limit.
 
-        A round that is shown and not followed by a step is left out: do so on all ranks alike. A rank that drains
-        before others have shown all of their rounds takes over the weights of one that has.
+        A round that is shown and not followed by a step is dropped: do so on all ranks alike. A rank that drains before
+        others have shown all of their rounds copies the weights of one that has.
         """
         driver, replica = self._async, self._async.replica
         if replica.scaler is not None and replica.scaler.is_enabled():
@@ -119,7 +118,7 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Make ``step()`` apply what ``synchronize()`` has put into p.grad."""
+        """Return a context in which ``step()`` applies the round that ``synchronize()`` has put into p.grad."""
         replica = self._async.replica
         replica.skip = True
         try:
@@ -132,24 +131,24 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
         self._async.replica.set_passes(passes)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state, and under "hvd_async" what this rank has pending.
+        """Return the wrapped optimizer's state, and under "hvd_async" this rank's pending gradients.
 
-        After ``drain()`` rank 0's is complete and resumes at any number of ranks; after ``cut()`` each rank's is its
-        own share, for as many ranks.
+        After ``drain()`` the state of rank 0 is complete and resumes at any number of ranks; after ``cut()`` each
+        rank's state is its own share, for the same number of ranks.
 
         Raises:
-            ReplicaStateError: gradients are on their way.
+            ReplicaStateError: gradients are in flight.
         """
         replica = self._async.replica
         share = {**self._async.share(replica.layout.nbytes), "orders": replica.layout.orders}
         return {**super().state_dict(), "hvd_async": share, **replica.extra_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back a state, also a plain optimizer's; on every rank, before the first step or after a ``drain()``.
+        """Load a state, also a plain optimizer's; on every rank, before the first step or after a ``drain()``.
 
         Raises:
-            ValueError: the state has gradients pending that this rank cannot take back; the message says how many.
-            ReplicaStateError: gradients of this run are on their way.
+            ValueError: the state has pending gradients that this rank cannot load; the message gives their number.
+            ReplicaStateError: gradients of this run are in flight.
         """
         state_dict = dict(state_dict)
         share, leads = state_dict.pop("hvd_async", None), state_dict.pop(LEADS, None)
@@ -164,12 +163,13 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
 
 @contextlib.contextmanager
 def _scaling_hidden(optimizer: Any, scaler: Any) -> Iterator[tuple[torch.Tensor | None, bool]]:
-    """Yield what a GradScaler has put into attributes: (scale of the gradients or None, overflow?).
+    """Yield the scale of the gradients (None without a GradScaler) and whether they overflowed.
 
-    Meanwhile the wrapped optimizer must not see it: fused ones would unscale rounds, which are unscaled, and skip them.
+    Inside the context the wrapped optimizer does not see them: fused optimizers would unscale rounds a second time, or
+    skip them.
 
     Raises:
-        ReplicaStateError: the scaler and ``scaler=`` do not fit together.
+        ReplicaStateError: the scaler and ``scaler=`` do not match.
     """
     mine: dict[str, Any] = {name: vars(optimizer).pop(name) for name in SCALING if name in vars(optimizer)}
     try:

@@ -1,11 +1,13 @@
-"""``hvd.elastic`` for torch: Horovod's idiom, and survivors that go on from where they are.
+"""``hvd.elastic`` for torch: Horovod's idiom, and survivors that continue from where they are.
 
-``run`` and ``ElasticSampler`` are Horovod's. ``TorchState`` takes the place of Horovod's, whose ``restore()`` goes back
-to the last commit: ours goes back to nothing, since every survivor has weights that the others can go on from.
+``run`` and ``ElasticSampler`` are Horovod's. ``TorchState`` replaces Horovod's, whose ``restore()`` goes back to the
+last commit: ours never goes back, since every survivor has weights that the others can continue from.
 """
 
 from __future__ import annotations
 
+import pickle
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,12 +15,13 @@ import torch
 
 from hvd_async.optimizers import elastic
 from hvd_async.optimizers.methods import OptimizerMethods
+from hvd_async.runtime.interfaces import Handle
 from hvd_async.torch import hyperparameters
-from hvd_async.torch.buffers import is_plain, write
-from hvd_async.torch.collectives import LIFECYCLE
+from hvd_async.torch.collectives import LIFECYCLE, PlaneCollectives
 from hvd_async.torch.functions import receive_state
 from hvd_async.torch.horovod_api import ON_HOROVOD, PLANE, hvd
-from hvd_async.torch.objects import gather_objects, object_of, tensors_of
+from hvd_async.torch.tensor_collectives import FINEST_POLL
+from hvd_async.torch.tensors import bytes_of, from_bytes, is_plain, write
 
 if not ON_HOROVOD:
     from hvd_async.torch.distributed.elastic import NOT_HERE
@@ -35,19 +38,20 @@ EXTRA_STATE = "_extra_state"
 
 
 class TorchState(elastic.WithoutRollBack, ObjectState):
-    """Models, optimizers, samplers and other attributes that ranks go on with when others are lost or join.
+    """Models, optimizers, samplers and other attributes with which ranks continue when others are lost or join.
 
-    Nothing is rolled back. Survivors keep their weights, or take those of the one that has seen most rounds; gradients
-    that no round has carried stay pending; new ranks get weights, optimizer state and buffers of a survivor. All ranks
-    take the other attributes, the samplers' and the schedules' positions too, from the rank that has ended most steps,
-    and with them the hyperparameters (learning rates, momentum): so change them right after ``optimizer.step()``. A new
-    rank gets the settings in force: those of ``switch()``, ``set_epoch()`` and ``set_backward_passes_per_step()``.
+    Nothing is rolled back. Survivors keep their weights, or take those of the survivor that has seen the most rounds;
+    gradients that no round has carried stay pending; new ranks get weights, optimizer state and buffers of a survivor.
+    All ranks take the other attributes, such as the positions of samplers and schedules, and with them the
+    hyperparameters (learning rates, momentum), from the rank that has ended the most steps: so change them right after
+    ``optimizer.step()``. A new rank gets the settings in force: those of ``switch()``, ``set_epoch()`` and
+    ``set_backward_passes_per_step()``.
 
     Args:
         model: a module.
         optimizer: wrapped by one of ours.
         kwargs: more of these, samplers (``ElasticSampler``), and what has ``state_dict()`` and ``load_state_dict()``,
-            such as learning rate schedules; anything else must be fit to be pickled. All become attributes.
+            such as learning rate schedules; anything else must be picklable. All become attributes.
     """
 
     _interrupt = HostsUpdatedInterrupt
@@ -73,10 +77,10 @@ class TorchState(elastic.WithoutRollBack, ObjectState):
         super().__init__(bcast_object=_of_rank_0, get_rank=hvd.rank, **plain)
 
     def sync(self) -> None:
-        """Agree with the ranks that there are now on what to go on from. A collective.
+        """Agree with the present ranks on the state to continue from. A collective.
 
         Raises:
-            ReplicaStateError: the ranks' states are not alike, or no rank has weights that can be gone on from.
+            ReplicaStateError: the ranks' states do not match, or no rank has weights to continue from.
         """
         exchange = _Exchange()
         ours = {id(p) for optimizer in self._optimizers for p in exchange.weights(optimizer)}
@@ -106,7 +110,7 @@ class TorchState(elastic.WithoutRollBack, ObjectState):
 
 
 def _is_extra(name: str) -> bool:
-    """Tell whether an entry of a module's ``state_dict()`` is what ``get_extra_state()`` has returned."""
+    """Return whether an entry of a module's ``state_dict()`` is its extra state."""
     return name.rpartition(".")[2] == EXTRA_STATE
 
 
@@ -115,7 +119,7 @@ def _of_rank_0(value: Any) -> Any:
 
 
 class _Exchange(elastic.Exchange):
-    """Gives one rank's torch tensors to others."""
+    """Collectives that send one rank's torch tensors to others."""
 
     def __init__(self) -> None:
         self.rank, self.size = hvd.rank(), hvd.size()
@@ -151,3 +155,35 @@ class _Exchange(elastic.Exchange):
 
     def put_hyperparameters(self, optimizer: Any, values: Any) -> None:
         hyperparameters.write(optimizer.param_groups, values)
+
+
+# -- collectives of objects and single tensors -------------------------------------------------------------------------
+# They sleep while they wait. Horovod's own poll without a pause: where ranks share cores, this keeps the threads that
+# they wait for from running, sometimes for many seconds.
+
+
+def gather_objects(value: Any, name: str) -> list[Any]:
+    """Return the picklable values of all ranks, in order. A collective."""
+    every = PlaneCollectives().allgather_bytes(pickle.dumps(value), name)
+    return [pickle.loads(one) for one in every]
+
+
+def object_of(root: int, value: Any, name: str) -> Any:
+    """Return the picklable value of a rank. A collective."""
+    own = value if PlaneCollectives().rank == root else None
+    return gather_objects(own, name)[root]
+
+
+def tensors_of(root: int, tensors: list[torch.Tensor], name: str) -> list[torch.Tensor]:
+    """Return a rank's tensors; those of this rank are not changed. A collective."""
+    collectives = PlaneCollectives()
+    copies = [bytes_of(tensor) for tensor in tensors]  # (Horovod does not carry all dtypes)
+    handles = [collectives.broadcast(copy, root, f"{name}.{number}") for number, copy in enumerate(copies)]
+    return [from_bytes(_result(handle), tensor) for handle, tensor in zip(handles, tensors, strict=True)]
+
+
+def _result(handle: Handle) -> torch.Tensor:
+    while not handle.done():
+        time.sleep(handle.seconds_to_poll() or FINEST_POLL)
+    result: torch.Tensor = handle.result()
+    return result

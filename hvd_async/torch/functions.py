@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,16 +13,16 @@ import torch
 from hvd_async.algorithms.eager import timeline
 from hvd_async.optimizers import elastic
 from hvd_async.optimizers.methods import OptimizerMethods
-from hvd_async.torch.buffers import bytes_of, from_bytes, is_plain, write
-from hvd_async.torch.collectives import LIFECYCLE
-from hvd_async.torch.horovod_api import horovods_broadcast, hvd
-from hvd_async.torch.inference import outside_inference_mode
+from hvd_async.runtime import time_limits
+from hvd_async.torch.collectives import LIFECYCLE, outside_inference_mode
+from hvd_async.torch.horovod_api import HorovodInternalError, horovods_broadcast, hvd
+from hvd_async.torch.tensors import bytes_of, from_bytes, is_plain, write
 
 timeline.watch_exit(hvd.shutdown)
 
 
 class _Shape(tuple[Any, ...]):
-    """Stands for a tensor in a structure that is sent ahead of it: (shape, dtype)."""
+    """Placeholder of a tensor in a structure that is sent ahead of it: (shape, dtype)."""
 
 
 HOROVODS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64}
@@ -27,12 +30,12 @@ HOROVODS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torc
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Give every rank the tensors of ``root_rank``, in place; unlike Horovod's, of every dtype, and expanded ones too.
+    """Send the tensors of ``root_rank`` to every rank, in place; unlike Horovod's, of every dtype, also expanded ones.
 
     Args:
         params: ``model.state_dict()``, or a list of tensors or of pairs (name, tensor); the same names on all ranks.
             Entries that are no tensors (a module's extra state) and sparse or quantized tensors stay each rank's own.
-        root_rank: whose tensors to send.
+        root_rank: the rank whose tensors are sent.
 
     Raises:
         ValueError: ``params`` is something else.
@@ -57,21 +60,21 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
 @outside_inference_mode
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, model: Any = None) -> None:
-    """Give every rank the optimizer state of ``root_rank``.
+    """Send the optimizer state of ``root_rank`` to every rank.
 
-    Horovod's own creates missing state by calling ``step()``, which would fire a round here; this one sends the state
-    as it is, so it may be called before the first step, by all ranks.
+    Horovod's own creates missing state by calling ``step()``, which would start a round here; this one sends the state
+    as it is, so all ranks may call it before the first step.
 
     Args:
         optimizer: one of ours, or any torch optimizer (then Horovod's function is called).
-        root_rank: whose state to send.
+        root_rank: the rank whose state is sent.
         model: as in Horovod; not needed.
     """
     if not isinstance(optimizer, OptimizerMethods):
         horovods_broadcast(optimizer, root_rank, model)
         return
     if optimizer._async.worker is not None:
-        optimizer.drain()  # no round may be on its way
+        optimizer.drain()  # (no round may be in flight)
     rounds = _object_of(root_rank, optimizer.rounds, "hvd_async.optimizer_rounds")
     state = receive_state(optimizer, root_rank, "hvd_async.optimizer_state", _object_of, _tensors_of)
     optimizer.load_state_dict(state)
@@ -94,13 +97,13 @@ def receive_state(
     object_of: Callable[[int, Any, str], Any],
     tensors_of: Callable[[int, list[torch.Tensor], str], list[torch.Tensor]],
 ) -> dict[str, Any]:
-    """Return the state of ``root_rank``'s optimizer, of which each rank has its own wrapped one. A collective.
+    """Return the state of the wrapped optimizer on ``root_rank``. A collective.
 
     Args:
-        optimizer: one of ours; it is not changed.
-        root_rank: whose state.
+        optimizer: this rank's, one of ours; it is not changed.
+        root_rank: the rank whose state is returned.
         name: of the collectives.
-        object_of, tensors_of: return a rank's value, and its tensors; collectives.
+        object_of, tensors_of: collectives that return a rank's value, and its tensors.
     """
     state = {**optimizer._wrapped_class.state_dict(optimizer), **optimizer._async.replica.extra_state()}
     tensors: list[torch.Tensor] = []
@@ -139,7 +142,7 @@ def _map(value: Any, change: Any) -> Any:
 
 
 def join(device: int = -1) -> int:
-    """Say that this rank has no more batches: drains every one of our optimizers of this process.
+    """Announce that this rank has no more batches: drain every optimizer of ours in this process.
 
     Horovod's ``join`` would silence this rank's engine; it is called only in a job that has none of our optimizers.
 
@@ -151,7 +154,7 @@ def join(device: int = -1) -> int:
 
 
 def init(*arguments: Any, **options: Any) -> None:
-    """Horovod's ``init``. In an elastic job it meets the others again where one of them dies meanwhile.
+    """Call Horovod's ``init``. In an elastic job, repeat it if a rank dies meanwhile.
 
     Raises:
         ValueError: as Horovod's.
@@ -165,3 +168,112 @@ def shutdown() -> None:
     LIFECYCLE.shutdown()
     hvd.shutdown()
     timeline.merge()  # now, since hvd.init() would begin Horovod's timeline anew
+
+
+# -- Horovod's own modules ---------------------------------------------------------------------------------------------
+# Scripts may use horovod.torch's own names beside one of our optimizers. Horovod numbers collectives without a name by
+# the number that the process has submitted, including the engine's, which differs between ranks: the ranks would wait
+# for each other forever. Its ``join`` would silence the engine, its ``shutdown`` would lose rounds. All of these calls,
+# by whatever name a script has imported them, use one reference to Horovod's library, which ``_Library`` replaces.
+# ``broadcast_optimizer_state``, which steps an optimizer to create its state, and ``broadcast_parameters``, which
+# supports few dtypes, are Python only: ours replace them in Horovod's modules. ``TorchState`` drains first.
+
+
+JOINED = -1
+"""The handle of a join that was a drain; Horovod's own are from 0."""
+
+
+class _Library:
+    """Horovod's compiled library, as Horovod's Python code calls it."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self._numbers = itertools.count()
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._library, name)
+        if "_async_" in name:
+            function = self._naming(function)
+        setattr(self, name, function)  # (looked up once)
+        return function
+
+    def _naming(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function of a collective, which numbers collectives without a name."""
+
+        @functools.wraps(function)
+        def named(*arguments: Any) -> Any:
+            # (names are bytes; an empty string means no name)
+            if str not in map(type, arguments):
+                return function(*arguments)
+            return function(*(self._name() if isinstance(argument, str) else argument for argument in arguments))
+
+        return named
+
+    def _name(self) -> str:
+        return f"unnamed.{next(self._numbers)}"
+
+    def horovod_torch_join(self, output: torch.Tensor, device: int) -> int:
+        """Drain our optimizers if there are any: this rank still takes part in rounds."""
+        last = LIFECYCLE.join()
+        if last is None:
+            return int(self._library.horovod_torch_join(output, device))
+        output.fill_(last)
+        return JOINED
+
+    def horovod_torch_wait_and_clear(self, handle: int) -> None:
+        if handle != JOINED:
+            self._library.horovod_torch_wait_and_clear(handle)
+
+    def horovod_torch_reset(self) -> None:
+        """Drain our optimizers and stop the engine before Horovod shuts down."""
+        LIFECYCLE.shutdown()
+        self._numbers = itertools.count()  # (a rank that an elastic job has gained begins with 0)
+        self._library.horovod_torch_reset()
+
+
+def _settled(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of ``TorchState`` that drains first: it saves the model's weights before the optimizer's state,
+    and the two must match. A collective once training has begun, as TorchState's own are."""
+
+    @functools.wraps(method)
+    def call(*arguments: Any, **options: Any) -> Any:
+        LIFECYCLE.settle()
+        return method(*arguments, **options)
+
+    return call
+
+
+def _reset() -> None:
+    """Restart Horovod with our optimizers, when ranks were lost or gained, for ``hvd.elastic.run``."""
+    elastic.reset(LIFECYCLE, hvd.shutdown, hvd.init)
+
+
+def _rolling_back(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``TorchState.restore``, draining first; where ranks were lost, rounds in flight are rolled back too."""
+
+    @functools.wraps(method)
+    def call(*arguments: Any, **options: Any) -> Any:
+        with contextlib.suppress(HorovodInternalError):
+            LIFECYCLE.settle()
+        LIFECYCLE.roll_back()
+        return method(*arguments, **options)
+
+    return call
+
+
+def install() -> None:
+    """Put these into Horovod's modules, where Horovod is the data plane; once a process."""
+    from horovod.torch import elastic as horovods_elastic
+    from horovod.torch import functions, mpi_ops
+    from horovod.torch.elastic import state as elastic_state
+
+    mpi_ops.mpi_lib = _Library(mpi_ops.mpi_lib)
+    for module in (hvd, functions, elastic_state):
+        module.broadcast_optimizer_state = broadcast_optimizer_state
+        module.broadcast_parameters = broadcast_parameters
+    state = elastic_state.TorchState
+    for name in ("__init__", "save", "sync"):
+        setattr(state, name, _settled(getattr(state, name)))
+    state.restore = _rolling_back(state.restore)
+    horovods_elastic._reset = _reset
+    time_limits.limit_gloo()

@@ -1,37 +1,396 @@
-"""The torch replica of a rank whose gradients travel: gradients out by bucket, rounds in, what ranks have in common."""
+"""The torch replica of a rank whose gradients travel: gradients out by bucket, rounds in, what ranks have in common.
+
+A gradient passes this file from top to bottom: ``Overlap`` notices that the backward pass has filled its bucket,
+``Checks`` looks for NaN and infinities on a GPU, ``Watch`` finds later changes. ``GradientReplica`` drives them all.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
+import sys
 import warnings
+import weakref
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 
-from hvd_async.algorithms.eager.config import EagerConfig
-from hvd_async.algorithms.eager.gradient_format import ReducedRound, Tail
+from hvd_async.algorithms.eager.gradient_format import GradientFormat, ReducedRound, Tail
 from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import eager
 from hvd_async.optimizers.agreement import Buffers
+from hvd_async.optimizers.replica import warn_of_open_passes
 from hvd_async.runtime.interfaces import RankRuntime
 from hvd_async.runtime.log import users_line
 from hvd_async.runtime.machine import STATE
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.runtime.protocol import Hyper
 from hvd_async.torch import hyperparameters, streams
-from hvd_async.torch.bucket_layout import MIB, Layout, differentiable, memory_order
-from hvd_async.torch.buffers import NamedBuffers
-from hvd_async.torch.compression import make_wire, slots
-from hvd_async.torch.extrapolation import Extrapolation
-from hvd_async.torch.gradient_watch import Watch
-from hvd_async.torch.nonfinite import Checks
-from hvd_async.torch.overlap import Overlap
-from hvd_async.torch.step_hooks import StepHooks
+from hvd_async.torch.gradient_format import MIB, Layout, differentiable, make_wire, memory_order, slots
 from hvd_async.torch.streams import record_ready
-from hvd_async.torch.tensors import checksum, flat_double, signature, take_over
+from hvd_async.torch.tensors import NamedBuffers, checksum, flat_double, signature, take_over
+from hvd_async.torch.update import Extrapolation, StepHooks
+
+# -- hooks that hand buckets over during the backward pass -------------------------------------------------------------
+# They do so only from ``zero_grad()`` to ``step()`` of the optimizer that has these parameters, and not after a drain,
+# a cut or ``discard()``. In a GAN the generator's backward pass also leaves gradients in the discriminator, which are
+# not those of its next step; a second optimizer may train the same model, and an evaluation may compute gradients.
+
+
+class Overlap:
+    """Hooks that hand the buckets of one optimizer over during the backward pass.
+
+    A hook runs for each parameter in each backward pass, so it only counts, in lists that its closure holds.
+
+    Args:
+        layout: of the optimizer's buckets.
+        passes: backward passes per step.
+        early: whether buckets may be handed over before ``step()``; otherwise passes are only counted.
+        hand_over: takes a bucket's number; called from the backward pass. A bound method, held weakly.
+    """
+
+    def __init__(self, layout: Layout, passes: int, early: bool, hand_over: Callable[[int], None]) -> None:
+        self._layout, self._passes, self._early = layout, passes, early
+        self._hand_over = weakref.WeakMethod(hand_over)
+        self._parameters = layout.parameters
+        self._bucket = [layout.bucket_of[id(p)] for p in self._parameters]
+        self._handles: list[Any] = []
+        self._hooked: set[int] = set()
+        """Indices of the parameters that have a hook."""
+        self._armed = False
+        self._trainable: list[bool] | None = None
+        """``requires_grad`` of each parameter at the last ``arm``."""
+        self._all_due: list[int] = []
+        self._all_missing: list[int] = []
+        self._frozen: list[list[torch.Tensor]] = [[] for _ in layout.buckets]
+        """Parameters of each bucket that were frozen at the last ``arm``."""
+        self._passed = [0] * len(self._parameters)
+        """Backward passes since ``arm`` that have brought each parameter's gradient."""
+        self._due = [0] * len(self._parameters)
+        """The pass that completes each parameter's gradient; 0 if nothing waits for it."""
+        self._missing = [0] * len(layout)
+        """Number of parameters of each bucket whose gradients are incomplete."""
+        self._handed = [False] * len(layout)
+        """Whether the hooks have handed over each bucket of this step."""
+
+    @property
+    def passes(self) -> int:
+        """Backward passes per step."""
+        return self._passes
+
+    @passes.setter
+    def passes(self, passes: int) -> None:
+        self._passes = passes
+        self._all_due = [passes if due else 0 for due in self._all_due]
+        self._due[:] = [passes if due else 0 for due in self._due]
+
+    @property
+    def passed(self) -> int:
+        """Backward passes since ``zero_grad()`` whose gradients no step has taken."""
+        return max(self._passed, default=0) if self._armed else 0
+
+    def arm(self, handed: Collection[int]) -> None:
+        """Take the gradients of backward passes from now on for the next step's: ``zero_grad()`` was called.
+
+        Args:
+            handed: buckets of this step that have been handed over.
+
+        Raises:
+            ReplicaStateError: there are any.
+        """
+        if handed:
+            raise ReplicaStateError(
+                "zero_grad() between backward() and step(): the gradients are on their way. Call it after step(), or "
+                "before backward(). To throw a pass away (an adversarial example, the first half of SAM), take its "
+                "gradient by torch.autograd.grad(), or call model.zero_grad() instead, before each pass of the step: "
+                "then gradients leave in step()"
+            )
+        trainable = [p.requires_grad for p in self._parameters]
+        if trainable != self._trainable:
+            self._prepare(trainable)
+        self._armed = True
+        self._passed[:] = [0] * len(self._passed)
+        self._due[:] = self._all_due
+        self._missing[:] = self._all_missing
+
+    def _prepare(self, trainable: list[bool]) -> None:
+        """Hook trainable parameters, and compute what ``arm`` expects until ``requires_grad`` changes."""
+        self._trainable = None
+        self._all_due = [self._passes if self._early and one else 0 for one in trainable]
+        self._frozen = [[p for p in bucket.parameters if not p.requires_grad] for bucket in self._layout.buckets]
+        self._all_missing = [
+            len(bucket.parameters) - len(frozen)
+            for bucket, frozen in zip(self._layout.buckets, self._frozen, strict=True)
+        ]
+        for place, one in enumerate(trainable):
+            if one and place not in self._hooked:
+                self._hooked.add(place)  # (first: after an interrupt it must not be hooked twice)
+                self._handles.append(self._parameters[place].register_post_accumulate_grad_hook(self._hook(place)))
+        self._trainable = trainable  # (last: after an interrupt the next ``arm`` does the rest)
+
+    def _hook(self, place: int) -> Callable[[torch.Tensor], None]:
+        """Return the hook of a parameter; it does not keep the optimizer alive."""
+        passed, due, missing, handed = self._passed, self._due, self._missing, self._handed
+        bucket, reference = self._bucket[place], weakref.ref(self)
+
+        def hook(_: torch.Tensor) -> None:
+            passed[place] = now = passed[place] + 1
+            if handed[bucket]:
+                if (alive := reference()) is not None:
+                    alive._came_late()
+            elif now == due[place]:
+                missing[bucket] -= 1
+                if missing[bucket] == 0 and (alive := reference()) is not None:
+                    alive._filled(bucket)
+
+        return hook
+
+    def disarm(self) -> None:
+        """Ignore backward passes from now on: ``step()`` was called, or a drain or cut has ended."""
+        self._armed = False  # (first: an interrupt may leave what hooks count as it was)
+        self._due[:] = [0] * len(self._due)
+        self._handed[:] = [False] * len(self._handed)
+
+    def remove(self) -> None:
+        """Remove the hooks from the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._hooked.clear()
+        self._trainable = None
+
+    def _filled(self, bucket: int) -> None:
+        """Hand over a bucket whose last expected gradient is there. (If a parameter was unfrozen since ``arm``, its
+        gradient may still come: then the bucket is handed over in ``step()``.)"""
+        hand_over = self._hand_over()
+        if self._armed and hand_over is not None and True not in [p.requires_grad for p in self._frozen[bucket]]:
+            hand_over(bucket)
+            self._handed[bucket] = True
+
+    def _came_late(self) -> None:
+        """Refuse a gradient of a bucket that has been handed over.
+
+        Raises:
+            ReplicaStateError: there are more backward passes than expected.
+        """
+        if not self._armed or self._hand_over() is None:
+            return
+        if _in_reentrant_checkpoint():
+            raise ReplicaStateError(
+                "reentrant checkpointing brings the gradient of a module that is used more than once in several "
+                "parts, and the first is on its way already: call torch.utils.checkpoint.checkpoint() with "
+                "use_reentrant=False"
+            )
+        raise ReplicaStateError(
+            f"more than {self._passes} backward pass(es) before step(): the gradients of the first are on their way "
+            f"already. Pass backward_passes_per_step= to EagerOptimizer to accumulate gradients; to throw a pass "
+            f"away, take its gradient by torch.autograd.grad(), or clear gradients by model.zero_grad() instead of "
+            f"the optimizer's"
+        )
+
+
+def _in_reentrant_checkpoint() -> bool:
+    """Return whether this backward pass was started by another one, in the ``backward()`` of a custom function."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+# -- gradients that are not finite, found on the GPU without waiting for it --------------------------------------------
+
+
+class Checks:
+    """Finds NaN and infinities in one optimizer's vectors, on the training thread and autograd's.
+
+    Args:
+        buckets: number of the optimizer's buckets.
+    """
+
+    def __init__(self, buckets: int) -> None:
+        self._buckets = buckets
+        self._queued: dict[Any, tuple[torch.Tensor, list[int]]] = {}
+        """By stream: a flag per bucket, shape (buckets,), 1.0 where its vector was not finite; the buckets checked."""
+        self._sent: list[tuple[streams.Later, list[int]]] = []
+        """Flags that are being copied to the host."""
+        self._ones: dict[torch.device, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def empty_unless_finite(self, bucket: int, vector: torch.Tensor) -> None:
+        """Queue three kernels that set a vector on a GPU, its count too, to 0 if it holds NaN or an infinity.
+
+        Args:
+            bucket: one that was not checked since the last ``send``.
+            vector: shape (n,), floating point.
+        """
+        device = vector.device
+        if device not in self._ones:
+            self._ones[device] = torch.ones((), device=device)
+        stream = streams.gpu.current_stream(device)
+        if stream not in self._queued:
+            self._queued[stream] = torch.zeros(self._buckets, device=device), []
+        flags, checked = self._queued[stream]
+        spoilt = flags[bucket]
+        torch._amp_foreach_non_finite_check_and_unscale_([vector], spoilt, self._ones[device])
+        vector.masked_fill_(spoilt.bool(), 0.0)
+        checked.append(bucket)
+
+    def send(self) -> None:
+        """Start the copy of the flags since the last call to the host: all vectors of a step have been checked."""
+        if self._queued:
+            queued, self._queued = self._queued, {}
+            self._sent += [(streams.Later(flags), checked) for flags, checked in queued.values()]
+
+    def emptied(self) -> list[int]:
+        """Return the buckets of the vectors since the last call that were not finite. (Their rounds have mostly landed:
+        there is nothing to wait for.)"""
+        if self._queued:
+            self.send()
+        if not self._sent:
+            return []
+        sent, self._sent = self._sent, []
+        return [bucket for flags, checked in sent for bucket in checked if flags.numbers()[bucket]]
+
+
+# -- gradients that were changed after they had been handed over -------------------------------------------------------
+# An in-place operation increments a tensor's version counter, unless it uses ``.data``; and clipping that only logs a
+# norm increments it without a change. So the bits are compared. Every bucket that is handed over early gets a
+# fingerprint, in one pass; it is compared if a version has changed, always in the first steps, and of one bucket in
+# turn in later ones.
+
+
+FIRST_STEPS = 10
+"""Number of steps with early buckets in which all of these are compared."""
+EVERY = 4
+"""Afterwards one bucket is compared every ``EVERY`` steps."""
+LANES = 1 << 16
+"""Number of different weights: enough for the rows of a bucket of 32 MiB."""
+ROW = 64
+"""Adjacent words that are summed before they are weighted, so that a fingerprint costs little more than to read the
+vector."""
+SMALL = 1 << 13
+"""Elements up to which each is weighted separately: in a small vector, one kernel less is worth more."""
+
+
+class _Handed(NamedTuple):
+    """A bucket when it was handed over: each ``p.grad`` and its version counter, whether it is compared in any case,
+    and the fingerprint of its vector."""
+
+    gradients: list[torch.Tensor | None]
+    versions: list[int]
+    due: bool
+    fingerprint: torch.Tensor | None
+
+
+class Watch:
+    """Finds gradients of one optimizer that were changed after they had been handed over.
+
+    Args:
+        layout: of the optimizer's buckets.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._handed: dict[int, _Handed] = {}
+        self._steps = 0
+        """Number of steps that have ended with early buckets."""
+
+    def handed(self, bucket: int, vector: torch.Tensor) -> None:
+        """Note that a bucket is about to be handed over, as this vector."""
+        gradients = [p.grad for p in self._layout.buckets[bucket].parameters]
+        # (its bits may differ each time it is made dense)
+        sparse = True in [gradient is not None and gradient.is_sparse for gradient in gradients]
+        turn, off_turn = divmod(self._steps, EVERY)
+        due = self._steps < FIRST_STEPS or (off_turn == 0 and turn % len(self._layout) == bucket)
+        print_ = None if sparse else fingerprint(vector, due)
+        versions = [0 if gradient is None else gradient._version for gradient in gradients]
+        self._handed[bucket] = _Handed(gradients, versions, due, print_)
+
+    def check(self, buckets: Collection[int], vector: Callable[[int], torch.Tensor]) -> None:
+        """Check, at the end of a step, the buckets that were handed over early.
+
+        Args:
+            buckets: numbers of these buckets.
+            vector: makes a bucket's vector of its present gradients.
+
+        Raises:
+            ReplicaStateError: a gradient differs from the one that was handed over.
+        """
+        handed = {bucket: one for bucket, one in self._handed.items() if bucket in buckets}
+        self._steps += bool(handed)
+        for bucket, one in handed.items():
+            moved = self._moved(bucket, one)
+            if one.fingerprint is None:
+                changed = moved
+            else:
+                looked_at = moved or one.due
+                changed = looked_at and not torch.equal(fingerprint(vector(bucket), one.due), one.fingerprint)
+            if changed:
+                raise ReplicaStateError(
+                    "a gradient was changed after backward() and before step(), when it was on its way to the other "
+                    "ranks already. Clip averaged gradients by round_transform=, or between optimizer.synchronize() "
+                    "and `with optimizer.skip_synchronize(): optimizer.step()`; accumulate by "
+                    "backward_passes_per_step="
+                )
+
+    def clear(self) -> None:
+        """Drop references to the gradients of a step that is over."""
+        self._handed.clear()
+
+    def _moved(self, bucket: int, one: _Handed) -> bool:
+        now = [p.grad for p in self._layout.buckets[bucket].parameters]
+        versions = [0 if gradient is None else gradient._version for gradient in now]
+        return versions != one.versions or any(map(operator.is_not, now, one.gradients))
+
+
+def fingerprint(vector: torch.Tensor, thorough: bool) -> torch.Tensor:
+    """Return a hash of 64 bits of a vector's bits: the sum of its words, weighted by an odd number per row of 64 words.
+    Sums of integers are the same in any order, on any number of threads.
+
+    Args:
+        vector: shape (n,), contiguous, float32 or float64.
+        thorough: also detect words that swap places within a row, and signs that change in pairs; several times as
+            slow. (The sum has only the parity of the words' highest bits.) Always on for float64.
+
+    Returns:
+        Shape (), int64, on the vector's device; it is not waited for.
+    """
+    wide = vector.dtype == torch.float64
+    if vector.numel() <= SMALL:
+        words = vector.view(torch.int64 if wide else torch.int32)
+        total = _weighted(words)
+    else:
+        half = 0 if wide else vector.numel() % 2
+        words = vector[: vector.numel() - half].view(torch.int64)
+        in_rows = words.numel() // ROW * ROW
+        odd = vector[vector.numel() - half :].view(torch.int32)
+        total = _weighted(torch.cat([words[:in_rows].view(-1, ROW).sum(1), words[in_rows:], odd]))
+    return total + 3 * _weighted(words >> 32) if wide or (thorough and vector.numel() > SMALL) else total
+
+
+def _weighted(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the sum of integers, each times the odd number of its place in ``LANES``."""
+    if (in_lanes := numbers.numel() // LANES * LANES) > LANES:
+        numbers = torch.cat([numbers[:in_lanes].view(-1, LANES).sum(0), numbers[in_lanes:]])
+    return (numbers * _weights(numbers.device)[: numbers.numel()]).sum()
+
+
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """Return odd numbers, shape (2 ``LANES``,), the same in every process."""
+    drawn = torch.randint(-(2**62), 2**62, (2 * LANES,), generator=torch.Generator().manual_seed(1), dtype=torch.int64)
+    return (drawn | 1).to(device)
+
+
+# -- the replica -------------------------------------------------------------------------------------------------------
+
 
 RoundTransform = Callable[[Sequence[torch.Tensor]], object]
 INSTEAD = "pass what you do between synchronize() and step() as round_transform=, so that it runs on every round"
@@ -47,12 +406,12 @@ class GradientReplica(eager.GradientReplica):
         options: as the user gave them.
 
     Attributes:
-        before, after: by what a gradient is multiplied before it is handed over, and a round's sum when it is applied.
+        before, after: factors of a gradient when it is handed over, and of a round's sum when it is applied.
         shown: the round that ``synchronize()`` has put into p.grad, until step() applies it or the next one replaces
             it.
         unshown: rounds applied since ``synchronize()`` last showed one.
         stepped: rounds since the last drain or cut that it showed and ``step()`` applied.
-        skip: whether ``step()`` is to apply what is shown.
+        skip: whether ``step()`` is to apply the round that is shown.
         recorded: the samples of this step's backward passes so far.
         counters: names of entries of parameter groups that the wrapped optimizer's ``step()`` itself changes.
     """
@@ -94,18 +453,18 @@ class GradientReplica(eager.GradientReplica):
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """Those that can have a gradient: the others, of whole numbers, are left alone."""
+        """Parameters that can have a gradient; integer parameters are ignored."""
         return [p for group in self.optimizer.param_groups for p in group["params"] if differentiable(p)]
 
     def bind(self, engine: RankRuntime) -> None:
-        """Both threads change what the ranks exchange, so both use this one's stream."""
+        """Let the engine use this thread's stream: both threads change what the ranks exchange."""
         if streams.bind_training_stream(engine, [bucket.parameters[0] for bucket in self.layout.buckets]):
             hyperparameters.begin_to_read(self.optimizer.param_groups)
 
     def continue_from(self, before: GradientReplica) -> None:
         self.take_settings(before.settings_in_force())
         self.extrapolation.leads = before.extrapolation.leads
-        for parameter in self.parameters:  # (a step that was broken off has left half of its gradient there)
+        for parameter in self.parameters:  # (an interrupted step has left half of its gradient there)
             parameter.grad = None
 
     def extra_state(self) -> dict[str, Any]:
@@ -131,32 +490,27 @@ class GradientReplica(eager.GradientReplica):
     # -- buckets ----------------------------------------------------------------------------------------------
 
     def lay_out(self) -> None:
-        """Part the parameters into buckets, and hook them."""
+        """Split the parameters into buckets, and hook them."""
         parameters = self.parameters
         count = slots(self._compression, parameters, self._rank_group.size, self._config["max_staleness"])
         self.tail = Tail(count, self._rank_group.index % count, self._config["weighting"] == "samples")
         self.layout = Layout(parameters, self._bucket_cap_mb * MIB, self._groups, self.tail)
         if self.overlap is not None:
             self.overlap.remove()
-        # A scaled step's overflow is known at its end only; nor can what is gone be raised about.
+        # (an overflow of a scaled step is known at its end only; an error must come before anything is handed over)
         scaled = self.scaler is not None and self.scaler.is_enabled()
         early = not scaled and self._nonfinite == "skip"
         self.overlap = Overlap(self.layout, self.passes, early, self._bucket_ready)
         self.watch = Watch(self.layout)
         self.checks = Checks(len(self.layout))
+        self.emptied = self.checks.emptied
 
-    def new_worker(
-        self,
-        engine: Any,
-        config: Callable[[Sequence[int]], EagerConfig],
-        finish: Callable[[bool], None],
-        apply: Callable[[ReducedRound], None],
-    ) -> EagerWorker:
-        self.lay_out()  # groups may have been added since the wrapper was made
-        wire = make_wire(self.layout, self._compression, self.tail, self._rank_group)
-        made = config(self.layout.nbytes)
-        self.extrapolation.rounds = made.weight_prediction
-        return EagerWorker(engine, made, wire, finish, apply, self.checks.emptied)
+    def gradient_format(self) -> GradientFormat:
+        self.lay_out()  # (groups may have been added since the optimizer was wrapped)
+        return make_wire(self.layout, self._compression, self.tail, self._rank_group)
+
+    def extrapolate(self, rounds: float) -> None:
+        self.extrapolation.rounds = rounds
 
     # -- gradients out ----------------------------------------------------------------------------------------
 
@@ -164,20 +518,20 @@ class GradientReplica(eager.GradientReplica):
     def left(
         self, worker: EagerWorker, grad_scale: torch.Tensor | None, overflow: bool
     ) -> dict[int, torch.Tensor | None]:
-        """Return what is left of this step's gradients, by bucket, for the worker.
+        """Return the gradients of this step that have not been handed over, by bucket, for the worker.
 
         Raises:
             ReplicaStateError: a gradient was changed after it had been handed over, or its samples were not recorded.
         """
         passed = 1 if self.overlap is None else max(1, self.overlap.passed)
-        # (a step that ends a broken one brings no gradient)
+        # (a step that ends an interrupted one brings no gradient)
         samples = self._samples(passed if worker.ready else 0) if self.tail.weighted else None
         if self.overlap is not None:
             self.overlap.disarm()
         try:
             self.watch.check(worker.gone, lambda index: self.layout.vector(index, self.before, samples))
         except ReplicaStateError as error:
-            worker.whole.broken = str(error)  # half of the step is on its way
+            worker.whole.broken = str(error)  # half of the step has been handed over
             raise
         scale = self.before if grad_scale is None else self.before / grad_scale
         gone = worker.gone
@@ -188,7 +542,7 @@ class GradientReplica(eager.GradientReplica):
         return vectors
 
     def handed_over(self) -> None:
-        """All gradients of the step have been handed over."""
+        """Forget a step whose gradients have all been handed over."""
         self.watch.clear()
         self.recorded.clear()
 
@@ -210,7 +564,7 @@ class GradientReplica(eager.GradientReplica):
         """Return the samples of this step's gradient.
 
         Raises:
-            ReplicaStateError: they were not recorded for so many backward passes.
+            ReplicaStateError: they were recorded for fewer backward passes.
         """
         if len(self.recorded) < passes:
             raise ReplicaStateError(
@@ -220,7 +574,7 @@ class GradientReplica(eager.GradientReplica):
         return sum(self.recorded)
 
     def _bucket_ready(self, index: int) -> None:
-        """A backward hook: all gradients of a bucket are there."""
+        """Hand over a bucket, from a backward hook: all of its gradients are there."""
         if torch.is_grad_enabled():  # (a backward pass with create_graph=True)
             with torch.no_grad():
                 self._bucket_ready(index)
@@ -231,16 +585,16 @@ class GradientReplica(eager.GradientReplica):
         self.optimizer._async.worker.hand_over(index, self._finite(index, vector))
 
     def _finite(self, index: int, vector: torch.Tensor) -> torch.Tensor | None:
-        """Return a bucket's vector, or None if other ranks must not see it: NaN, an infinity.
+        """Return a bucket's vector, or None if it holds NaN or an infinity, which other ranks must not see.
 
         Raises:
-            FloatingPointError: as None, if the user asked for it.
+            FloatingPointError: it does, and ``nonfinite="raise"``.
         """
         if streams.gpu.holds(vector) and self._nonfinite == "skip" and self._config["quorum"] == "all":
             self.checks.empty_unless_finite(index, vector)
             return record_ready(vector)
-        # (elsewhere a rank has arrived when its gradients are computed, and not when they are queued)
-        # One pass; the sum of very large finite numbers may be infinite too, so then look closer.
+        # (with another quorum a rank arrives when its gradients are computed, not when their kernels are queued)
+        # One pass; the sum of very large finite numbers may be infinite too, so then each element is checked.
         if math.isfinite(vector.sum()) or torch.isfinite(vector).all():
             return record_ready(vector)
         if self._nonfinite == "raise":
@@ -263,7 +617,7 @@ class GradientReplica(eager.GradientReplica):
         """Apply one round: its average gradient, its hyperparameters. Leaves p.grad as it was."""
         self.unshown += 1
         if round_.gradients == 0:
-            return  # nothing in it; momentum and decay must not move the weights
+            return  # (it is empty; momentum and decay must not move the weights)
         parameters = self.layout.parameters
         own = [p.grad for p in parameters]
         try:
@@ -307,7 +661,7 @@ class GradientReplica(eager.GradientReplica):
         return hyperparameters.read(self.optimizer.param_groups, self.counters)
 
     def _names(self, parameters: Sequence[torch.Tensor]) -> dict[int, str]:
-        """Names by the parameters' id."""
+        """Return names by the parameters' id."""
         named = self.named or {}
         return {id(p): named.get(id(p), f"parameter {index}") for index, p in enumerate(parameters)}
 
@@ -351,17 +705,15 @@ class GradientReplica(eager.GradientReplica):
                 stacklevel=users_line(),
             )
         elif left and self.one_by_one and self.round_transform is None:
-            told = f"drain() applied {left} round(s) that synchronize() never showed: {INSTEAD}"
-            warnings.warn(told, stacklevel=users_line())
-        passed = 0 if self.overlap is None else self.overlap.passed
-        if flush and passed:
             warnings.warn(
-                f"drain(): {passed} backward pass(es) short of a step of {self.passes} (backward_passes_per_step) "
-                f"stay in p.grad: they go with the next step, unless zero_grad() comes first",
-                stacklevel=users_line(),
+                f"drain() applied {left} round(s) that synchronize() never showed: {INSTEAD}", stacklevel=users_line()
             )
+        passed = 0 if self.overlap is None else self.overlap.passed
+        if flush:
+            outcome = "stay in p.grad: they go with the next step, unless zero_grad() comes first"
+            warn_of_open_passes(passed, self.passes, outcome)
         if self.overlap is not None and not passed:
-            self.overlap.disarm()  # the next backward pass may be anyone's, until zero_grad() is called again
+            self.overlap.disarm()  # (until zero_grad() the next backward pass may belong to another optimizer)
 
     def stop_hooks(self) -> None:
         if self.overlap is not None:

@@ -24,8 +24,8 @@ if ON_HOROVOD:
 else:
     from hvd_async.torch import distributed as hvd
     from hvd_async.torch.distributed import process_sets
-    from hvd_async.torch.distributed.errors import HorovodInternalError
     from hvd_async.torch.distributed.functions import broadcast_optimizer_state as horovods_broadcast
+    from hvd_async.torch.distributed.world import HorovodInternalError
 
 
 def known_process_sets() -> dict[int, list[int]]:

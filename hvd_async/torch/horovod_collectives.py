@@ -1,12 +1,12 @@
 """Horovod's collectives for torch tensors.
 
-``hvd.synchronize`` spins and starves the training thread, so handles are polled: not before a collective can be done
-(going by how long the quickest of the last of its kind took), and finely around the time it should be. Each look costs
-a wake-up of the engine, whose Python code takes the interpreter lock.
+``hvd.synchronize`` spins and starves the training thread, so handles are polled: not before a collective can be done,
+judged by the shortest of the last durations of its kind, and often around the time at which it should be done. Each
+poll wakes the engine, whose Python code takes the interpreter lock.
 
-Tensors on a GPU go to NCCL where Horovod was built with it. Elsewhere, or where ranks share a GPU, which NCCL refuses
-(HVD_ASYNC_STAGE=1), they are staged here, through pinned memory, and not by Horovod, whose thread would copy each back
-in the order of all that the device has to do.
+Tensors on a GPU go to NCCL if Horovod was built with it. Otherwise, or if ranks share a GPU, which NCCL refuses
+(HVD_ASYNC_STAGE=1), they are staged here, through pinned memory, and not by Horovod, whose thread would queue each copy
+back behind all other work of the device.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from hvd_async.torch import streams
 from hvd_async.torch.tensor_collectives import FINEST_POLL, POLLS_OF_GPU, Staged, TensorCollectives
 
 POLLS = (FINEST_POLL, 0.005)
-"""Seconds between two looks, at the least and at the most."""
+"""Seconds between two polls, at least and at most."""
 RESOLUTION = 0.05
-"""Share of its duration by which a collective may be seen to be done too late, within these limits."""
+"""Delay with which a collective may be noticed to be done, as a share of its duration, within these limits."""
 RESOLUTION_OF_LONG = 0.02
 """The same for a long collective, for which this is more than the upper limit."""
 NOT_BEFORE = 0.9
-"""Share of the quickest of the last durations after which a collective is looked at for the first time."""
+"""Time of the first poll, as a share of the shortest of the last durations."""
 REMEMBERED = 4
-"""Durations: one collective that was slow for once does not delay the next look."""
+"""Number of durations that are kept, so that one slow collective does not delay the next poll."""
 
 
 class _Durations:
-    """How long the last collectives of each kind have taken, s. A kind's take about as long as each other."""
+    """Durations of the last collectives of each kind, in seconds. Collectives of a kind take about the same time."""
 
     def __init__(self) -> None:
         self._last: dict[str, deque[float]] = {}
@@ -59,10 +59,10 @@ class _HorovodHandle:
 
     Args:
         handle: Horovod's.
-        kind: of collectives that take about as long as each other.
-        durations: of those before, as they were last seen not to be done. (When one was seen to be done depends on when
-            it was looked for, and would keep the next look as late.)
-        polls: seconds between two looks, at the least and at the most.
+        kind: of collectives that take about the same time.
+        durations: of earlier collectives, up to the last poll at which they were not done. (The poll at which one was
+            done may have been late, and would make the next one as late.)
+        polls: seconds between two polls, at least and at most.
     """
 
     in_stages = False
@@ -94,12 +94,12 @@ class _HorovodHandle:
 
 
 class _BFloat16Sum:
-    """A sum of bfloat16 vectors, which Horovod does not add: every rank sums one part of all, in float32, and all
+    """Sum of bfloat16 vectors, which Horovod does not add: every rank sums one part of all vectors, in float32, and all
     gather the parts. It moves as many bytes as an allreduce.
 
     Args:
         vector: shape (n,), bfloat16.
-        size: ranks that take part.
+        size: number of ranks that take part.
         begin: starts the exchange of parts, ``gather`` that of their sums; both take int16 vectors of these bits.
     """
 
@@ -155,10 +155,10 @@ class HorovodCollectives(TensorCollectives):
         self._nccl = streams.gpu.has_nccl and not staged
 
     def start(self, wake: Callable[[], None]) -> None:
-        """Nothing to do: handles are polled."""
+        """Do nothing: handles are polled."""
 
     def stop(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def _start(self, tensor: torch.Tensor, name: str, start: Callable[[torch.Tensor], int]) -> Handle:
         """Start a collective of a tensor: where it is, or by way of the CPU."""

@@ -19,7 +19,7 @@ from hvd_async.torch import streams
 
 
 def _number(value: Any) -> bool | int | float | None:
-    """``value`` as a plain number if it is one (NumPy's and one-element tensors too), else None."""
+    """Return ``value`` as a plain number if it is one (NumPy's and one-element tensors too), else None."""
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         return None
     if isinstance(value, torch.Tensor) and streams.gpu.holds(value):
@@ -54,10 +54,10 @@ FROZEN = "frozen parameters"
 
 
 def read(groups: list[dict[str, Any]], counters: Collection[str] = ()) -> Hyper:
-    """Return learning rate, momentum, decay and whatever else is a number (or several), for each parameter group.
+    """Return learning rate, momentum, decay and all other entries that are numbers, for each parameter group.
 
     Args:
-        groups: the optimizer's.
+        groups: parameter groups of the optimizer.
         counters: names of the entries to leave out.
     """
     hyper: Hyper = []
@@ -115,7 +115,7 @@ def noting_counters(groups: list[dict[str, Any]], counters: set[str]) -> Iterato
 
 
 def _marks(groups: list[dict[str, Any]]) -> list[dict[str, tuple[Any, int]]]:
-    """Return each entry's value, and how often it was written if it is a tensor: no GPU is waited for."""
+    """Return each entry's value, and its version counter if it is a tensor, without waiting for a GPU."""
     return [
         {
             key: (value, value._version if isinstance(value, torch.Tensor) else 0)
@@ -134,8 +134,8 @@ def _differs(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
 
 
 def put_back(groups: list[dict[str, Any]], own: Hyper, written: Hyper) -> None:
-    """Undo ``write``, which left ``written``, but for what has changed since: an optimizer that counts in its groups
-    means it, and so does a scheduler in a step hook."""
+    """Undo ``write``, which left ``written``, except for entries that an optimizer or a scheduler in a step hook has
+    changed since."""
     kept = [
         {key: value for key, value in mine.items() if now.get(key) == wrote.get(key)}
         for mine, now, wrote in zip(own, read(groups), written, strict=True)
@@ -144,5 +144,5 @@ def put_back(groups: list[dict[str, Any]], own: Hyper, written: Hyper) -> None:
 
 
 def frozen(groups: list[dict[str, Any]], hyper: Hyper) -> set[int]:
-    """The ids of the parameters that a round with ``hyper`` leaves alone."""
+    """Return the ids of the parameters that a round with ``hyper`` does not move."""
     return {id(group["params"][i]) for group, values in zip(groups, hyper, strict=True) for i in values[FROZEN]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -12,11 +13,31 @@ from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import methods
 from hvd_async.optimizers.local import LocalDriver
 from hvd_async.runtime.nested_calls import unfinished_until_it_returns
-from hvd_async.torch.base import refuse_a_step_for_state
+from hvd_async.torch.collectives import EnteredOutside, outside_inference_mode
+from hvd_async.torch.horovod_api import horovods_broadcast
 from hvd_async.torch.hyperparameters import noting_counters
-from hvd_async.torch.inference import EnteredOutside, outside_inference_mode
-from hvd_async.torch.step_hooks import StepHooks
+from hvd_async.torch.update import StepHooks
 from hvd_async.torch.weight_replica import WeightReplica
+
+
+def refuse_a_step_for_state() -> None:
+    """Refuse a ``step()`` that Horovod's own ``broadcast_optimizer_state`` takes, which a script may have imported by
+    name before ours replaced it.
+
+    Raises:
+        ReplicaStateError: it is such a step.
+    """
+    frame = sys._getframe(2)
+    for _ in range(3):  # (a scheduler may have put a function of its own in between)
+        if frame.f_code is horovods_broadcast.__code__:
+            raise ReplicaStateError(
+                "horovod.torch's broadcast_optimizer_state makes an optimizer's state by a step, and a step of this "
+                "one is a round of all ranks. It was imported by its name before hvd_async.torch: write `from "
+                "hvd_async.torch import broadcast_optimizer_state`, or call hvd.broadcast_optimizer_state"
+            )
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
 
 
 class OptimizerMethods(methods.OptimizerMethods, torch.optim.Optimizer):
@@ -70,10 +91,10 @@ class WeightMethods(OptimizerMethods):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step with this rank's gradients, and let other ranks' weights move this one's.
 
-        Gossip sends the weights to neighbours and mixes in theirs: sgp and dpsgd wait for the neighbours' messages of
-        this step; osgp for those that are ``max_staleness`` steps old; adpsgd for nobody, but after ``max_local_steps``
-        without an averaging; local, slowmo and diloco for an average that is more than ``max_staleness`` steps late.
-        Ranks that follow a leader wait for nobody.
+        Gossip sends the weights to neighbours and mixes in theirs. sgp and dpsgd wait for the neighbours' messages of
+        this step; osgp for those that are ``max_staleness`` steps old; adpsgd only after ``max_local_steps`` without an
+        averaging; local, slowmo and diloco for an average that is more than ``max_staleness`` steps late. Ranks that
+        follow a leader do not wait.
 
         ``register_step_pre_hook`` hooks run first and see this rank's weights. ``register_step_post_hook`` hooks run
         last, once a step: they see, and may change, the weights that the step leaves, with other ranks' mixed in.
@@ -86,7 +107,7 @@ class WeightMethods(OptimizerMethods):
 
         Raises:
             ReplicaMismatchError: at the first step, if the ranks' weights or settings differ.
-            ReplicaStateError: an earlier step was broken off here, or a drain, which is to be called again.
+            ReplicaStateError: an earlier step was interrupted on this rank, or a drain, which must be called again.
             FloatingPointError: the step has made a weight NaN or infinite; it was not sent.
             HorovodInternalError: Horovod failed, or a rank is lost (the message names it).
         """
@@ -122,13 +143,13 @@ class WeightMethods(OptimizerMethods):
     step.hooked = True  # type: ignore[attr-defined]  # step() runs torch's step hooks itself
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Accepted as in Horovod; gradients add up in ``p.grad`` until ``step()``, so there is nothing to do."""
+        """Do nothing, as gradients add up in ``p.grad`` until ``step()``; for scripts written for Horovod."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state, and under "hvd_async" what this rank needs to go on.
+        """Return the wrapped optimizer's state, and under "hvd_async" what this rank needs to resume.
 
-        After ``drain()`` rank 0's is complete and resumes at any number of ranks; after ``cut()`` each rank's is its
-        own share, for as many ranks, beside the model's weights on that rank.
+        After ``drain()`` the state of rank 0 is complete and resumes at any number of ranks; after ``cut()`` each
+        rank's state is its own share, for the same number of ranks, beside the model's weights on that rank.
 
         Raises:
             ReplicaStateError: a step was taken since the last drain or cut.
@@ -137,11 +158,11 @@ class WeightMethods(OptimizerMethods):
         return {**super().state_dict(), "hvd_async": replica.described(self._async.share())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back a state, also a plain optimizer's; on every rank, before the first step or after a ``drain()``.
+        """Load a state, also a plain optimizer's; on every rank, before the first step or after a ``drain()``.
 
         Raises:
             ValueError: the state is another rank's, of a job of another size, or of another memory format.
-            ReplicaStateError: messages of this run are on their way.
+            ReplicaStateError: messages of this run are in flight.
         """
         state_dict = dict(state_dict)
         share = state_dict.pop("hvd_async", None)

@@ -1,10 +1,10 @@
-"""CUDA streams: how the engine works beside the training thread without either waiting for the device.
+"""CUDA streams, by which engine and training thread work beside each other without waiting for the device.
 
-The engine's kernels go to the training thread's stream (``bind_training_stream``), so whatever both touch is in order.
-But a collective must not wait for all that the training thread has queued since its vector was computed. So it is
-submitted from a stream of the engine's own, that waits for the vector's event alone (``record_ready``,
-``on_engine_stream_after``); and what a collective has brought is read from there too (``copy_to_host``). On a CPU all
-of this does nothing.
+The engine's kernels go to the training thread's stream (``bind_training_stream``), so work on shared tensors is in
+order. But a collective must not wait for work that the training thread has queued since its vector was computed. So it
+is submitted from the engine's own stream, which waits only for the vector's event (``record_ready``,
+``on_engine_stream_after``); results of collectives are read there too (``copy_to_host``). On a CPU all of this does
+nothing.
 
 All calls of a step to ``torch.cuda`` go through ``gpu``, which tests replace.
 """
@@ -22,15 +22,16 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hvd_async.runtime.interfaces import RankRuntime
+from hvd_async.runtime.memory import ReusedBlocks
 from hvd_async.torch.horovod_api import hvd
 
 READY = "_hvd_async_ready"
-"""The attribute of a tensor that says when it is computed: (event, or None if it is; the tensor's version counter)."""
+"""Attribute of a tensor: (event after which it is computed, or None if it is; the tensor's version counter)."""
 EARLY = os.environ.get("HOROVOD_ENABLE_ASYNC_COMPLETION", "0") not in ("", "0")
-"""Whether Horovod says that a collective on a GPU is done when it is queued: its results are then in the order of the
-default stream."""
+"""Whether Horovod reports a collective on a GPU as done when it is queued; its result is then ready for the default
+stream."""
 _followed: WeakKeyDictionary[RankRuntime, dict[torch.device, Any]] = WeakKeyDictionary()
-"""To which streams each engine's kernels go."""
+"""The streams of each engine's kernels, by device."""
 
 
 class Gpu:
@@ -105,14 +106,14 @@ _NOTHING = contextlib.nullcontext()
 
 
 def record_ready(vector: torch.Tensor) -> torch.Tensor:
-    """Say that the vector is computed by what this thread's stream holds so far; returns it."""
+    """Mark a vector as computed by the work queued on this thread's stream so far; return it."""
     if gpu.holds(vector):
         _mark(vector, gpu.current_stream(vector.device).record_event())
     return vector
 
 
 def record_received(tensor: torch.Tensor) -> torch.Tensor:
-    """Say that a collective has brought this tensor, for this thread's stream to go on with; returns it."""
+    """Mark a tensor as the result of a collective, to be used on this thread's stream; return it."""
     if gpu.holds(tensor):
         current = gpu.current_stream(tensor.device)
         event = gpu.default_stream(tensor.device).record_event() if EARLY else None
@@ -128,8 +129,8 @@ def _mark(tensor: torch.Tensor, event: Any) -> None:
 
 
 def on_engine_stream_after(vector: torch.Tensor) -> AbstractContextManager[None]:
-    """``on_engine_stream`` for kernels that read a vector: they wait for it alone, if it was not changed since. On a
-    CPU the context does nothing."""
+    """Return ``on_engine_stream`` for kernels that read a vector: they wait only for the vector, unless it was changed
+    since it was marked. On a CPU the context does nothing."""
     return _on_engine_stream_after(vector) if gpu.holds(vector) else _NOTHING
 
 
@@ -150,8 +151,8 @@ def _on_engine_stream_after(vector: torch.Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_engine_stream(device: torch.device) -> Iterator[None]:
-    """In it kernels go to the engine's own stream of a GPU, and wait for nothing else. Afterwards this thread's stream
-    waits for them; ``use_here`` what they have made."""
+    """Return a context in which kernels go to the engine's own stream of a GPU, and wait for nothing else. Afterwards
+    this thread's stream waits for them; pass their results to ``use_here``."""
     own = gpu.engine_stream(device)
     with gpu.on(own):
         yield
@@ -159,14 +160,14 @@ def on_engine_stream(device: torch.device) -> Iterator[None]:
 
 
 def use_here(tensor: torch.Tensor) -> torch.Tensor:
-    """This thread's stream goes on with a tensor that was made on another one; returns it."""
+    """Let this thread's stream use a tensor that was made on another one; return it."""
     if gpu.holds(tensor):
         gpu.record_stream(tensor, gpu.current_stream(tensor.device))
     return tensor
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU of something small that a collective has brought; waits for that alone."""
+    """Return a copy on the CPU of a small result of a collective; wait only for that."""
     if not gpu.holds(tensor):
         return tensor
     own = gpu.engine_stream(tensor.device)
@@ -177,7 +178,7 @@ def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Later:
-    """Numbers on a GPU, on their way to the CPU; nothing waits until they are asked for.
+    """Numbers that are being copied from a GPU to the CPU; nothing waits until they are read.
 
     Args:
         numbers: a tensor of any shape; for ``float()``, of one element.
@@ -208,7 +209,7 @@ class Later:
 
 
 def bind_training_stream(engine: RankRuntime, tensors: Iterable[torch.Tensor]) -> bool:
-    """Let the engine's kernels go to this thread's present streams on the devices of these tensors, from now on; return
+    """Send the engine's kernels to this thread's current streams on the devices of these tensors, from now on; return
     whether any is on a GPU."""
     devices = sorted({tensor.device for tensor in tensors if gpu.holds(tensor)}, key=str)
     if not devices:
@@ -226,3 +227,17 @@ def _follow(streams: Sequence[Any]) -> None:
     for stream in streams:
         stream.wait_stream(gpu.current_stream(stream.device))  # (what this thread has left on the one before)
         gpu.set_stream(stream)
+
+
+# -- memory of vectors -------------------------------------------------------------------------------------------------
+
+
+class ReusedMemory(ReusedBlocks):
+    """Memory of vectors that is reused from step to step. A block is free when the last tensor on it is gone, views and
+    Horovod's references included. On a GPU torch's own allocator does it."""
+
+    def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Return an uninitialized tensor of ``nbytes`` bytes, uint8."""
+        if gpu.has_allocator(device):
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return torch.from_numpy(self.take(nbytes))

@@ -13,17 +13,17 @@ from hvd_async.torch import streams
 from hvd_async.torch.horovod_api import known_process_sets, process_sets
 
 FINEST_POLL = 0.001
-"""Seconds between two looks at a collective on a CPU, at least."""
+"""Seconds between two polls of a collective on a CPU, at least."""
 POLLS_OF_GPU = (0.0002, 0.005)
-"""Seconds between two looks at a collective on a GPU, at least and at most. The GPU is idle while the training thread
-waits; otherwise the engine looks less often."""
+"""Seconds between two polls of a collective on a GPU, at least and at most. The GPU is idle while the training thread
+waits; otherwise the engine polls less often."""
 
 
 class Staged:
     """A collective of a tensor on a GPU that travels by way of the CPU: down, over the network, up again.
 
     Args:
-        tensor: what this rank brings.
+        tensor: this rank's part.
         begin: starts the collective of a tensor on the CPU.
     """
 
@@ -49,7 +49,7 @@ class Staged:
         return self._result is not None
 
     def _up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The result on the GPU, once ``_copied`` says so."""
+        """Copy the result to the GPU; it is there when ``_copied`` is complete."""
         with streams.on_engine_stream(self._device):
             there = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
             there.copy_(tensor, non_blocking=True)
@@ -74,7 +74,7 @@ class TensorCollectives:
 
     def __init__(self) -> None:
         self._cuda: torch.device | None = None
-        """This rank's GPU, once one of its tensors was there: the engine's thread has a current device of its own."""
+        """This rank's GPU, known from the first tensor on it: the engine's thread has its own current device."""
 
     @property
     def on_gpu(self) -> bool:

@@ -39,7 +39,7 @@ class Stream:
         return Event(self._gpu)
 
     def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing: work is complete at once."""
 
     def wait_stream(self, other: Any) -> None:
         self.wait_event(other.record_event())
@@ -101,7 +101,7 @@ class FakeGpu(streams.Gpu):
             self.set_stream(before)
 
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Nothing to keep."""
+        """Do nothing: memory is freed after the work is complete."""
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)

@@ -30,12 +30,11 @@ from hvd_async.runtime.interfaces import CompletedHandle, Handle, lane_of
 from hvd_async.runtime.process_sets import SingleRank
 from hvd_async.torch import streams
 from hvd_async.torch.distributed import world
-from hvd_async.torch.distributed.errors import HorovodInternalError
-from hvd_async.torch.distributed.world import FOREVER
+from hvd_async.torch.distributed.world import FOREVER, HorovodInternalError
 from hvd_async.torch.tensor_collectives import FINEST_POLL, POLLS_OF_GPU, Staged, TensorCollectives
 
 COARSEST_MEETING_POLL = 0.05
-"""Seconds between two looks for the other ranks' keys in the store, at most."""
+"""Seconds between two polls for the other ranks' keys in the store, at most."""
 
 
 class _WorkHandle:
@@ -88,9 +87,9 @@ def _finish(work: Any) -> None:
 
 
 class _Waiter:
-    """A thread that waits for one lane's sends and receives on Gloo, which call nobody when they are done.
+    """A thread that waits for one lane's sends and receives on Gloo, which have no callback.
 
-    It waits in the order in which they began. That holds nothing up: whoever takes part in a later exchange of a lane
+    It waits in the order in which they began. This delays nothing: a rank that takes part in a later exchange of a lane
     has begun its part of the earlier ones.
     """
 
@@ -99,13 +98,13 @@ class _Waiter:
         threading.Thread(target=self._serve, name=f"hvd_async-waiter {lane}", daemon=True).start()
 
     def wait_for(self, works: list[Any]) -> Future[None]:
-        """Return what is done when all of these are; it has their error if one has failed."""
+        """Return a future that is done when all of these are, with the error of the first that has failed."""
         future: Future[None] = Future()
         self._begun.put((works, future))
         return future
 
     def close(self) -> None:
-        """End the thread after what it waits for."""
+        """End the thread when all that it waits for is done."""
         self._begun.put(None)
 
     def _serve(self) -> None:
@@ -121,7 +120,7 @@ class _Waiter:
 
 
 class _Sends:
-    """Rows on their way between pairs of ranks, with those methods of torch.distributed's ``Work`` that are used here.
+    """Rows in flight between pairs of ranks, with the methods of torch.distributed's ``Work`` that are used here.
 
     Gloo's own alltoall sends before it receives. Then one direction of a link waits for the other: 8 MB each way took
     1.5 times as long.
@@ -130,8 +129,8 @@ class _Sends:
         group: of Gloo.
         rows: in the order of the receivers.
         out: memory for rows, in the order of the senders.
-        splits, coming: how many go to each rank of the group and come from it.
-        tag: of this exchange; no other with it is under way.
+        splits, coming: number of rows to each rank of the group, and from it.
+        tag: of this exchange; no other exchange in flight has it.
         waiter: of the lane.
     """
 
@@ -189,8 +188,8 @@ class TorchCollectives(TensorCollectives):
         self._wake = wake
 
     def stop(self) -> None:
-        """Close the process groups. If collectives are under way, which will never end, they are left to the process's
-        end, which then runs no destructors of C++: these would wait for the other ranks."""
+        """Close the process groups. If collectives are in flight, which will never end, the groups are left to the end
+        of the process, which then runs no C++ destructors: these would wait for the other ranks."""
         self._wake = lambda: None
         for waiter in self._waiters.values():
             waiter.close()
@@ -206,7 +205,7 @@ class TorchCollectives(TensorCollectives):
         return tuple(range(self.size)) if process_set is None else tuple(process_set.ranks)
 
     def _group(self, name: str, process_set: Any, on_gpu: bool) -> Any:
-        """Return the process group of a collective's lane; made when the lane is new, by all of its ranks at once."""
+        """Return the process group of a collective's lane; all ranks of a new lane make it together."""
         key = (lane_of(name), self._ranks(process_set), on_gpu)
         if key not in self._groups:
             limit = timedelta(seconds=time_limits.connect_timeout())
@@ -311,7 +310,7 @@ class TorchCollectives(TensorCollectives):
         return self._start(rows, name, process_set, start)
 
     def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
-        """All ranks' payloads, in rank order, by way of the store; blocks until every rank has called it."""
+        """Return all ranks' payloads, in rank order, by way of the store; block until every rank has called it."""
         self._world.calls[name] += 1
         keys = [f"bytes/{name}/{self._world.calls[name]}/{rank}" for rank in range(self.size)]
         store, pause = self._world.store, FINEST_POLL

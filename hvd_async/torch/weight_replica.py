@@ -1,4 +1,8 @@
-"""The torch replica of a rank with weights of its own: reads and writes them as one vector on their device."""
+"""The torch replica of a rank with weights of its own: reads and writes them as one vector on their device.
+
+``WeightVectors`` is the order of a vector's elements and its memory, ``Codec`` and ``RowFormat`` are its form in
+messages, ``WeightReplica`` is what the driver sees.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +10,358 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
-from hvd_async.algorithms.gossip.message_format import MessageFormat
+from hvd_async.algorithms.gossip.message_format import (
+    CHUNK,
+    HEADER,
+    LEVELS,
+    MessageFormat,
+    encoded_bytes,
+    plain_rows,
+    row_bytes,
+)
 from hvd_async.optimizers import replica
 from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.interfaces import RankRuntime
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.torch import streams
-from hvd_async.torch.bucket_layout import differentiable
-from hvd_async.torch.buffers import NamedBuffers, write
-from hvd_async.torch.memory import ReusedMemory
-from hvd_async.torch.message_format import make_message_format
-from hvd_async.torch.tensors import checksum, flat_double, signature
-from hvd_async.torch.weight_vectors import WeightVectors, orders_of
+from hvd_async.torch.gradient_format import differentiable, memory_order
+from hvd_async.torch.streams import ReusedMemory
+from hvd_async.torch.tensors import NamedBuffers, checksum, flat_double, signature, write
+
+# -- flat vectors of weights -------------------------------------------------------------------------------------------
+
+
+FREE_BLOCKS = 2
+"""Free blocks that are kept for the next step, besides the one that was lent last: enough for every algorithm."""
+_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+"""Returns how many tensors share a storage; torch before 2.5 has it in builds for GPUs only."""
+
+
+class _Block:
+    """The memory of one vector, and views of the parameters' parts.
+
+    The views are made once, since making them costs the host three times as much as copying the weights.
+
+    Args:
+        vector: covers all of the memory.
+        parts: the views.
+        stream: the stream whose kernels use it; None on a CPU.
+        use_count: returns how many tensors share a storage.
+    """
+
+    def __init__(
+        self, vector: torch.Tensor, parts: list[torch.Tensor], stream: Any, use_count: Callable[[int], int]
+    ) -> None:
+        self._vector, self.parts, self.stream = vector, parts, stream
+        self.address = vector.data_ptr()
+        self._storage, self._use_count = vector.untyped_storage(), use_count
+        self._idle = use_count(self._storage._cdata)
+
+    def is_free(self) -> bool:
+        """Return whether no reference to the vector or a view of it is left; Horovod's references count too."""
+        return self._use_count(self._storage._cdata) == self._idle
+
+    def lend(self) -> torch.Tensor:
+        """Return the vector as a new tensor."""
+        return self._vector.detach()
+
+
+class WeightVectors:
+    """Flat vectors of all weights that are mixed.
+
+    A parameter's elements have the same order in a vector as in the parameter's memory (``torch.channels_last``), so
+    copies between the two do not reorder elements. The order must be the same on all ranks: they compare ``orders``
+    when they meet.
+
+    Args:
+        parameters: those that are mixed, on one device.
+        dtype: of the vectors, float32 or float64.
+        orders: ``memory_order`` of each parameter.
+
+    Attributes:
+        dtypes: of the parameters.
+        sizes: number of elements of each parameter.
+        elements: their sum.
+        device: of the parameters, and of the vectors.
+        on_gpu: whether it is a GPU.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], dtype: torch.dtype, orders: Sequence[str]) -> None:
+        self.dtype, self.orders = dtype, list(orders)
+        self.dtypes = [p.dtype for p in parameters]
+        self.sizes = [p.numel() for p in parameters]
+        self.elements = sum(self.sizes)
+        self.device = parameters[0].device if parameters else torch.device("cpu")
+        self.on_gpu = bool(parameters) and streams.gpu.holds(parameters[0])
+        ends = itertools.accumulate(self.sizes, initial=0)
+        self._places = [
+            (p.shape, _strides(p.shape, order), start)
+            for p, order, start in zip(parameters, self.orders, ends, strict=False)
+        ]
+        self._lock = threading.Lock()
+        self._blocks: list[_Block] = []
+        """Lent and free blocks; the list is replaced, never changed."""
+
+    @torch.no_grad()
+    def views(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Return new views of the parameters' parts of a vector, shape (n,)."""
+        start = vector.storage_offset()
+        return [vector.as_strided(shape, strides, start + place) for shape, strides, place in self._places]
+
+    def parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parameters' parts of a vector, shape (n,). Use them immediately: the memory may belong to another
+        vector later."""
+        address = vector.data_ptr()
+        known = next((block for block in self._blocks if block.address == address), None)
+        return self.views(vector) if known is None or vector.dtype != self.dtype else known.parts
+
+    def empty(self) -> torch.Tensor:
+        """Return an uninitialized vector, with room for a message's header behind it.
+
+        Any thread may call it. The memory is reused when the last tensor on it is gone; on a GPU only for kernels of
+        the same stream, which waits for the engine's own stream by then.
+        """
+        if _use_count is None:
+            return self._new_vector()
+        stream = streams.gpu.current_stream(self.device) if self.on_gpu else None
+        with self._lock:
+            free: list[_Block] = []
+            lent: list[_Block] = []
+            for block in self._blocks:
+                if not block.is_free():
+                    lent.append(block)
+                elif block.stream == stream:  # (torch frees a dropped block of another stream once that has used it)
+                    free.append(block)
+            if not free:
+                with torch.inference_mode(False):  # (else they could not be written to outside of that mode)
+                    vector = self._new_vector()
+                    free.append(_Block(vector, self.views(vector), stream, _use_count))
+            block = free.pop()
+            self._blocks = [*lent, *free[-FREE_BLOCKS:], block]
+            return block.lend()
+
+    def _new_vector(self) -> torch.Tensor:
+        nbytes = self.elements * self.dtype.itemsize
+        return torch.empty(row_bytes(nbytes), dtype=torch.uint8, device=self.device)[:nbytes].view(self.dtype)
+
+    @torch.no_grad()
+    def read(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return a new vector of the parameters' elements."""
+        vector = self.empty()
+        torch._foreach_copy_(self.parts(vector), list(parameters))
+        return vector
+
+    @torch.no_grad()
+    def write(self, parameters: Sequence[torch.Tensor], vector: torch.Tensor) -> None:
+        """Copy a vector's elements into the parameters."""
+        torch._foreach_copy_(list(parameters), self.parts(vector))
+
+
+def orders_of(parameters: Sequence[torch.Tensor], known: Mapping[int, str]) -> dict[int, str]:
+    """Return ``memory_order`` of each parameter by its id; where it is known, that of before."""
+    return {id(p): known[id(p)] if id(p) in known else memory_order(p) for p in parameters}
+
+
+def _strides(shape: torch.Size, order: str) -> tuple[int, ...]:
+    """Return the strides of a dense tensor whose elements lie in this ``memory_order``."""
+    kind: torch.memory_format = getattr(torch, order or "contiguous_format")
+    return torch.empty(shape, device="meta", memory_format=kind).stride()
+
+
+# -- vectors as bytes --------------------------------------------------------------------------------------------------
+
+
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def quantize(vector: torch.Tensor, data: torch.Tensor) -> None:
+    """Encode a vector in 8 bits per element, with a float32 scale per chunk, max |v| / 127. Scales come first.
+
+    Args:
+        vector: shape (n,).
+        data: memory for the result, uint8, 4 and ``CHUNK`` bytes per chunk.
+    """
+    padded = torch.nn.functional.pad(vector.float(), (0, -vector.numel() % CHUNK)).view(-1, CHUNK)
+    count = padded.shape[0]
+    scales, levels = data[: 4 * count].view(torch.float32), data[4 * count :].view(torch.int8)
+    torch.amax(padded.abs(), dim=1, out=scales)
+    scales.div_(LEVELS)
+    levels.view(-1, CHUNK).copy_((padded / torch.where(scales > 0, scales, 1.0).view(-1, 1)).round_())
+
+
+def dequantize(data: torch.Tensor, elements: int) -> torch.Tensor:
+    """Return the vector of ``elements`` elements that ``quantize`` has encoded, as float32."""
+    count = -(-elements // CHUNK)
+    scales = data[: 4 * count].view(torch.float32).view(count, 1)
+    return (data[4 * count :].view(torch.int8).view(count, CHUNK) * scales).view(-1)[:elements]
+
+
+class Codec:
+    """Vectors of one length as bytes, and back; methods as in ``MessageFormat``.
+
+    Args:
+        like: a vector, shape (n,), float32 or float64.
+        compression: "none", "fp16", "bf16" or "int8".
+        memory: of encoded vectors, with room for a header.
+
+    Attributes:
+        nbytes: of an encoded vector.
+    """
+
+    def __init__(self, like: torch.Tensor, compression: str, memory: ReusedMemory) -> None:
+        self._elements, self._kind, self._device = like.numel(), like.dtype, like.device
+        self._compression, self._memory = compression, memory
+        self.nbytes = encoded_bytes(self._elements, self._kind.itemsize, compression)
+
+    def encode(self, vector: torch.Tensor) -> torch.Tensor:
+        if self._compression == "none":
+            return self.as_bytes(vector)
+        data = self._memory.empty(row_bytes(self.nbytes), self._device)[: self.nbytes]
+        if self._compression == "int8":
+            quantize(vector, data)
+        else:  # (the sender keeps what is clipped, like all rounding errors)
+            half = HALVES[self._compression]
+            largest = torch.finfo(half).max
+            data.view(half).copy_(vector).clamp_(-largest, largest)
+        return data
+
+    def decode(self, data: torch.Tensor) -> torch.Tensor:
+        if self._compression == "int8":
+            return dequantize(data, self._elements).to(self._kind)
+        return data.view(HALVES.get(self._compression, self._kind)).to(self._kind)
+
+    def as_bytes(self, vector: torch.Tensor) -> torch.Tensor:
+        return vector.view(torch.uint8)
+
+    def from_bytes(self, data: torch.Tensor) -> torch.Tensor:
+        return data[: self._elements * self._kind.itemsize].view(self._kind)
+
+
+class RowFormat:
+    """Rows of an exchange: an encoded vector, and a header at the row's end; methods as in ``MessageFormat``.
+
+    Args:
+        nbytes: of an encoded vector.
+        rows: per exchange.
+        received: rows that an exchange brings, at most; 0 if unknown.
+        alone: whether an encoded vector owns the memory behind it, if there is one row.
+        device: of vectors.
+        memory: for received rows.
+    """
+
+    def __init__(
+        self, nbytes: int, rows: int, received: int, alone: bool, device: torch.device, memory: ReusedMemory
+    ) -> None:
+        self._nbytes, self._stride, self._rows, self._received = nbytes, row_bytes(nbytes), rows, received
+        self._alone, self._device, self._memory = alone, device, memory
+        self._nothing = torch.zeros(rows, self._stride, dtype=torch.uint8, device=device)
+
+    def pack(self, messages: Sequence[tuple[torch.Tensor, bytes]]) -> torch.Tensor:
+        if not messages:
+            return self._nothing
+        if self._rows == 1 and self._has_room(messages[0][0]):
+            packed = messages[0][0].as_strided((1, self._stride), (self._stride, 1))
+        else:
+            packed = torch.empty(self._rows, self._stride, dtype=torch.uint8, device=self._device)
+            for row, (data, _) in zip(packed[: len(messages)], messages, strict=True):
+                row[: len(data)].copy_(data)
+        headers = torch.frombuffer(bytearray(b"".join(header for _, header in messages)), dtype=torch.uint8)
+        if streams.gpu.holds(packed):  # (a copy from other memory would wait for all that the stream has to do)
+            headers = streams.gpu.pin(headers)
+        packed[: len(messages), -HEADER.size :].copy_(headers.view(-1, HEADER.size), non_blocking=True)
+        return packed
+
+    def unpack(self, row: torch.Tensor) -> tuple[torch.Tensor, bytes]:
+        return row[: self._nbytes], streams.copy_to_host(row[-HEADER.size :]).numpy().tobytes()
+
+    def room(self) -> torch.Tensor | None:
+        if not self._received or streams.gpu.has_allocator(self._device):
+            return None
+        return self._memory.empty(self._received * self._stride, self._device).view(self._received, self._stride)
+
+    def _has_room(self, data: torch.Tensor) -> bool:
+        """Return whether ``data`` is the start of a row of its own, with room for the header."""
+        return self._alone and data.storage_offset() == 0 and data.untyped_storage().nbytes() == self._stride
+
+
+def make_message_format(
+    like: torch.Tensor,
+    compression: str,
+    messages: int,
+    rank_group: RankGroup,
+    parts: int,
+    memory: ReusedMemory,
+    received: int = 0,
+    plain: int = 0,
+    empty: Callable[[], torch.Tensor] | None = None,
+) -> MessageFormat:
+    """Return the message format of torch vectors of weights.
+
+    Args:
+        like: a vector of weights, shape (n,), float32 or float64.
+        compression: "none", "fp16", "bf16" or "int8".
+        messages: messages per exchange, at most.
+        rank_group: the ranks that gossip.
+        parts: number of parts of a vector; a message holds one.
+        memory: for messages.
+        received: rows that an exchange brings, at most; 0 if unknown.
+        plain: messages of one exchange that may be sent uncompressed.
+        empty: returns an uninitialized vector of weights with room for a header behind it; None: there is no room.
+    """
+    elements, kind, device = like.numel(), like.dtype, like.device
+    part = -(-elements // parts)
+    codec = Codec(like[:part], compression, memory)
+    rows_of_plain = plain_rows(part, kind.itemsize, compression)
+    rows = max(messages, plain * rows_of_plain)
+    # (behind one of several parts lies the next)
+    layout = RowFormat(codec.nbytes, rows, received, parts == 1, device, memory)
+
+    def times(x: torch.Tensor, a: float) -> torch.Tensor:
+        if empty is None or x.numel() != elements:
+            return x * a
+        return torch.mul(x, a, out=empty())  # (its message is sent without a copy)
+
+    def split(vector: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.nn.functional.pad(vector, (0, part * parts - elements)).view(parts, part))
+
+    def join(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        kept = [piece[: max(0, elements - part * number)] for number, piece in enumerate(pieces)]
+        return torch.cat(kept) if empty is None else torch.cat(kept, out=empty())
+
+    return MessageFormat(
+        encode=codec.encode,
+        decode=codec.decode,
+        as_bytes=codec.as_bytes,
+        from_bytes=codec.from_bytes,
+        pack=layout.pack,
+        unpack=layout.unpack,
+        nbytes=codec.nbytes,
+        rows=rows,
+        plain_rows=rows_of_plain,
+        lossless=compression == "none",
+        differences=compression == "int8",
+        add=lambda x, y, a: x.add_(y, alpha=a),
+        times=times,
+        room=layout.room,
+        split=split,
+        concatenate=lambda pieces: torch.cat(list(pieces)),
+        join=join,
+        zeros=lambda: torch.zeros(elements, dtype=kind, device=device),
+        scalar=lambda value: torch.tensor([value], dtype=torch.float64),
+        process_set=rank_group.process_set,
+        members=rank_group.members,
+        process_set_id=rank_group.id,
+    )
+
+
+# -- the replica -------------------------------------------------------------------------------------------------------
+
 
 MESSAGES_KEPT = 4
 """Encoded messages whose memory is kept for the next step."""
@@ -36,8 +375,8 @@ class WeightReplica(replica.WeightReplica):
 
     Args:
         named: parameters' names by id; None if none were given.
-        named_buffers: buffers that are to agree after a drain.
-        averages_statistics: whether pulls average them.
+        named_buffers: buffers that agree after a drain.
+        averages_statistics: whether pulls average batch-norm statistics.
 
     Attributes:
         counters: names of entries of parameter groups that the wrapped optimizer's ``step()`` itself changes.
@@ -49,8 +388,8 @@ class WeightReplica(replica.WeightReplica):
         self.named, self.named_buffers = named, named_buffers
         self._averages_statistics = averages_statistics
         self._averaged: dict[str, int] = {}
-        """Elements of the statistics that pulls average, by key: known when a worker is made, the same until the next
-        is, since all ranks' vectors must have one length."""
+        """Number of elements of the statistics that pulls average, by key; fixed while a worker lives, since all ranks'
+        vectors must have one length."""
         self._read_statistics: Callable[[], list[torch.Tensor | None]] = list
         self._statistic_kinds: list[Kind] = []
         """Shapes, dtypes and devices of the statistics that pulls average, if all have one dtype and device."""
@@ -88,7 +427,7 @@ class WeightReplica(replica.WeightReplica):
         ]
 
     def bind(self, engine: RankRuntime) -> None:
-        """Both threads change what the ranks exchange, so both use this one's stream."""
+        """Let the engine use this thread's stream: both threads change what the ranks exchange."""
         mixed = (p for group in self.optimizer.param_groups for p in group["params"] if p.dtype in MIXED)
         streams.bind_training_stream(engine, itertools.islice(mixed, 1))  # (all are on one device)
 
@@ -114,10 +453,10 @@ class WeightReplica(replica.WeightReplica):
         self._elements = [sum(p.numel() for p in group["params"] if id(p) in mixed) for group in groups]
 
     def check(self) -> None:
-        """Refuse parameters whose mixing would lose what they learn: one may have been unfrozen.
+        """Check the dtypes of the parameters again: one may have been unfrozen.
 
         Raises:
-            ValueError: mixing would lose what they learn, or their dtypes have changed since the ranks met.
+            ValueError: mixing would lose what a parameter learns, or dtypes have changed since the ranks met.
         """
         if [p.dtype for p in self.parameters] == self._vectors.dtypes:
             return
@@ -129,7 +468,7 @@ class WeightReplica(replica.WeightReplica):
             )
 
     def _dtype(self) -> torch.dtype:
-        """Return that of the vector of weights.
+        """Return the dtype of the vector of weights.
 
         Raises:
             ValueError: mixing would lose what a parameter learns.
@@ -239,7 +578,7 @@ class WeightReplica(replica.WeightReplica):
             )
 
     def _momenta(self) -> list[torch.Tensor | None]:
-        """Return each parameter's momentum; None where there was no gradient yet."""
+        """Return each parameter's momentum; None if it had no gradient yet."""
         return [self.optimizer.state.get(p, {}).get("momentum_buffer") for p in self.parameters]
 
     @torch.no_grad()
@@ -256,8 +595,8 @@ class WeightReplica(replica.WeightReplica):
 
     @torch.no_grad()
     def add_to_momentum(self, correction: torch.Tensor) -> None:
-        """Add a vector to the momentum of parameters that had a gradient in this step. (The momentum of others does not
-        decay: what is added step by step would pile up.)"""
+        """Add a vector to the momentum of parameters that had a gradient in this step. (The momentum of the others does
+        not decay, so corrections would accumulate.)"""
         pairs = [(own, part) for p, own, part in self._with_parts(correction) if own is not None and p.grad is not None]
         if pairs:
             torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
@@ -291,7 +630,7 @@ class WeightReplica(replica.WeightReplica):
 
     @torch.no_grad()
     def write_statistics(self, averaged: torch.Tensor) -> None:
-        """Write the batch-norm statistics that a pull has brought; those that it has not stay what they are.
+        """Write the batch-norm statistics that a pull has brought; keep the others.
 
         Args:
             averaged: as of ``statistics``, shape (2 m,).
@@ -317,7 +656,8 @@ class WeightReplica(replica.WeightReplica):
 
     @contextlib.contextmanager
     def learning_rates_times(self, factor: float) -> Iterator[None]:
-        """In it the optimizer has this rank's learning rates; schedulers see those that all ranks have."""
+        """Return a context in which the optimizer has this rank's learning rates, ``factor`` times those of all
+        ranks, which schedulers see."""
         groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates, strict=True):
@@ -335,7 +675,7 @@ def _kinds(tensors: Sequence[torch.Tensor]) -> list[Kind]:
 
 @torch.no_grad()
 def _with_flags(values: torch.Tensor, sizes: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return batch-norm statistics as of ``WeightReplica.statistics``; ``sizes`` of their buffers."""
+    """Return batch-norm statistics as ``WeightReplica.statistics`` does, given the sizes of their buffers."""
     own, counts = values.to(device, torch.float64), torch.tensor(sizes, device=device)
     place = torch.repeat_interleave(torch.arange(len(counts), device=device), counts, output_size=len(own))
     spoilt = own.new_zeros(len(counts)).index_add_(0, place, (~torch.isfinite(own)).double())

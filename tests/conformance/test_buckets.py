@@ -17,14 +17,12 @@ import hvd_async.torch
 from hvd_async.algorithms.eager.gradient_format import Tail, count_slots, largest_summand
 from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.runtime.process_sets import RankGroup
-from hvd_async.tensorflow import bucket_layout
-from hvd_async.tensorflow.bucket_layout import Terms, partition
-from hvd_async.tensorflow.compression import Codec
+from hvd_async.tensorflow import gradient_format
+from hvd_async.tensorflow.gradient_format import Codec, Terms, partition
 from hvd_async.tensorflow.variables import raw
 from hvd_async.testing import Cluster
-from hvd_async.torch.bucket_layout import Layout
-from hvd_async.torch.compression import make_wire
-from hvd_async.torch.compression import slots as torch_slots
+from hvd_async.torch.gradient_format import Layout, make_wire
+from hvd_async.torch.gradient_format import slots as torch_slots
 from tests.conformance.eager_ranks import TINY
 
 
@@ -75,7 +73,7 @@ def test_wrong_groups_say_what_is_wrong(pick, hint):
 
 def test_vectors_hold_gradients_in_the_variables_order_and_give_them_back():
     three = variables(2, 3, 1)
-    layout = bucket_layout.Layout(three, partition(three, 16, None), Terms(before=0.5, after=4.0, tail=Tail(3, 1)))
+    layout = gradient_format.Layout(three, partition(three, 16, None), Terms(before=0.5, after=4.0, tail=Tail(3, 1)))
     gradients = {0: tf.constant([1.0, 2.0]), 1: tf.constant([3.0, 4.0, 5.0])}
     vectors = [layout.flatten(b, gradients) for b in range(len(layout))]
     assert [v.numpy().tolist() for v in vectors] == [[1.5, 2.0, 2.5, 0, 0, 1, 0], [0.5, 1.0, 0, 1, 0]]

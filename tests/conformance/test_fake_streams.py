@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import hvd_async.torch as hvd
-from hvd_async.torch import compression, streams, tensor_collectives
+from hvd_async.torch import gradient_format, streams, tensor_collectives
 from hvd_async.torch import horovod_collectives as collectives
 from tests.conformance.races import CPU, RacyGpu, racy_cluster
 from tests.conformance.torch_ranks import TINY, batch, conv_model
@@ -414,20 +414,22 @@ FAULTS = [
         FREED,
     ),
     Fault(
-        compression.make_wire,
+        gradient_format.make_wire,
         "with streams.on_engine_stream_after(vector):\n            cut",
         "with streams.on_engine_stream(vector.device):\n            cut",
         ("all, fp16", 1, "plain"),
         RACE,
     ),
     Fault(
-        compression.make_wire,
+        gradient_format.make_wire,
         "streams.record_ready(compressed)",
         "compressed",
         ("all, fp16", 1, "plain"),
         WAITS_FOR_ALL,
     ),
-    Fault(compression.make_wire, "streams.use_here(decompressed)", "decompressed", ("all, fp16", 1, "plain"), FREED),
+    Fault(
+        gradient_format.make_wire, "streams.use_here(decompressed)", "decompressed", ("all, fp16", 1, "plain"), FREED
+    ),
 ]
 
 

@@ -11,8 +11,7 @@ import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.runtime.memory import ReusedBlocks
-from hvd_async.tensorflow.memory import given_to_tensor
-from hvd_async.tensorflow.variables import Flat
+from hvd_async.tensorflow.variables import Flat, given_to_tensor
 from hvd_async.testing import Cluster
 
 ALIGNED = 32

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import hvd_async.tensorflow.keras as hvd
-from hvd_async.tensorflow.keras import monitor
-from hvd_async.tensorflow.keras.monitor import MonitorCallback
+from hvd_async.tensorflow.keras import observers
+from hvd_async.tensorflow.keras.observers import MonitorCallback
 from hvd_async.testing import Cluster
 from tests.conformance.keras_ranks import LOSS, batch, conv_model
 
@@ -37,10 +37,10 @@ class Made:
 @pytest.fixture(autouse=True)
 def made(monkeypatch) -> type[Made]:
     monkeypatch.setattr(Made, "made", [])
-    monkeypatch.setattr(monitor, "_OPEN", monitor._Open())
-    monkeypatch.setattr(monitor, "Monitor", Made)
-    monkeypatch.setattr(monitor, "our_optimizers", lambda model: model)
-    monkeypatch.setattr(monitor, "size", lambda: 4)
+    monkeypatch.setattr(observers, "_OPEN", observers._Open())
+    monkeypatch.setattr(observers, "Monitor", Made)
+    monkeypatch.setattr(observers, "our_optimizers", lambda model: model)
+    monkeypatch.setattr(observers, "size", lambda: 4)
     return Made
 
 
@@ -101,7 +101,7 @@ def test_they_are_closed_also_where_the_last_meeting_fails(made, monkeypatch):
         raise RuntimeError("a rank is lost")
 
     callback = begun(["adam"], compare=True)
-    monkeypatch.setattr(monitor.Draining, "on_train_end", fails)
+    monkeypatch.setattr(observers.Draining, "on_train_end", fails)
     with pytest.raises(RuntimeError, match="is lost"):
         callback.on_train_end()
     assert made.made[0].closed

@@ -79,7 +79,7 @@ OPTIMIZERS = {
     "lsgd": (lambda: hvd.LeaderOptimizer(sgd(), algorithm="lsgd", group=1), 3),
     "easgd": (lambda: hvd.LeaderOptimizer(scaled(sgd()), algorithm="easgd"), 3),
 }
-"""Optimizers, and the py_functions that run in a step of one: see ``gradient_step`` and ``weight_step``."""
+"""Optimizers, and the number of py_functions in a step of each (``take_step`` of ``eager_methods`` and ``methods``)."""
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -14,9 +14,9 @@ import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.runtime.lifecycle import local_engine
-from hvd_async.tensorflow.bucket_layout import Layout, Terms, partition
-from hvd_async.tensorflow.gradient_feed import Feed
-from hvd_async.tensorflow.gradient_step import _py
+from hvd_async.tensorflow.gradient_format import Layout, Terms, partition
+from hvd_async.tensorflow.gradient_replica import Feed
+from hvd_async.tensorflow.ops import as_op
 from hvd_async.testing import Cluster
 from tests.conformance.cases import SCHEDULES, SCRIPTS
 from tests.conformance.drive import ScriptedWorker, attach, scripted_engine, with_late_rank
@@ -239,7 +239,7 @@ def test_horovods_failures_in_a_graph_are_recognisable_for_elastic():
 
     @tf.function
     def step() -> Any:
-        return _py(fail, [], tf.int32)
+        return as_op(fail, [], tf.int32)
 
     with pytest.raises(tf.errors.UnknownError, match="HorovodAllreduce: rank 1 on host b is gone"):
         step()

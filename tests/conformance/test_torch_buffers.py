@@ -14,7 +14,7 @@ import torch
 
 import hvd_async.torch as hvd
 from hvd_async.testing import Cluster
-from hvd_async.torch.buffers import NamedBuffers
+from hvd_async.torch.tensors import NamedBuffers
 from tests.conformance.leader_drive import wait_for_pulls
 
 WRAPPERS: dict[str, Callable[..., Any]] = {

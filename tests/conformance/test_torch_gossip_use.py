@@ -19,8 +19,8 @@ from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.testing import Cluster
-from hvd_async.torch.memory import ReusedMemory
-from hvd_async.torch.message_format import make_message_format
+from hvd_async.torch.streams import ReusedMemory
+from hvd_async.torch.weight_replica import make_message_format
 from tests.conformance.drive import scripted_engine
 from tests.conformance.gossip_ranks import MOMENTUM, PAIRS, SGD, STAR, alike, by_options, check_mean, drain, watch
 from tests.conformance.gossip_reference import least_squares

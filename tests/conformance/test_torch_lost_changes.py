@@ -10,7 +10,7 @@ import torch
 
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
-from hvd_async.torch.gradient_watch import EVERY, FIRST_STEPS, LANES, ROW, fingerprint
+from hvd_async.torch.gradient_replica import EVERY, FIRST_STEPS, LANES, ROW, fingerprint
 from tests.conformance.cases import Case
 from tests.conformance.torch_ranks import TINY, TorchTrainer, batch, conv_model, flat, hand_overs, plain
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hvd_async.testing import Cluster
-from hvd_async.torch.memory import ReusedMemory
+from hvd_async.torch.streams import ReusedMemory
 from tests.conformance.cases import Case
 from tests.conformance.torch_ranks import TorchVectors
 

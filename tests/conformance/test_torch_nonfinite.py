@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hvd_async.torch.nonfinite import Checks
+from hvd_async.torch.gradient_replica import Checks
 from hvd_async.torch.testing import FakeGpu
 
 BUCKETS, ELEMENTS = 5, 7

@@ -11,8 +11,8 @@ import torch
 import hvd_async.torch as hvd
 from hvd_async.testing import Cluster
 from hvd_async.torch import hyperparameters, streams
-from hvd_async.torch.bucket_layout import Layout
-from hvd_async.torch.nonfinite import Checks
+from hvd_async.torch.gradient_format import Layout
+from hvd_async.torch.gradient_replica import Checks
 from hvd_async.torch.testing import FakeGpu
 
 on_gpu = [

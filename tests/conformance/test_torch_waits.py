@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from hvd_async.algorithms.eager.gradient_format import ReducedRound, Tail
 from hvd_async.torch import horovod_collectives as collectives
 from hvd_async.torch import hyperparameters
-from hvd_async.torch.bucket_layout import Layout
+from hvd_async.torch.gradient_format import Layout
 
 DEVICE = torch.device("meta")
 

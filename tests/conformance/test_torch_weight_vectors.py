@@ -16,9 +16,9 @@ import hvd_async.torch as hvd
 from hvd_async.algorithms.gossip.message_format import HEADER
 from hvd_async.errors import ReplicaMismatchError
 from hvd_async.testing import Cluster
-from hvd_async.torch import streams, weight_vectors
-from hvd_async.torch.bucket_layout import memory_order
-from hvd_async.torch.weight_vectors import FREE_BLOCKS, WeightVectors
+from hvd_async.torch import streams, weight_replica
+from hvd_async.torch.gradient_format import memory_order
+from hvd_async.torch.weight_replica import FREE_BLOCKS, WeightVectors
 from tests.conformance.gossip_ranks import PAIRS, STAR, alike
 from tests.conformance.test_torch_waits import NothingComesFromTheHost
 from tests.conformance.test_torch_waits import parameters as meta_parameters
@@ -166,7 +166,7 @@ def test_memory_is_freed_in_one_thread_and_reused_in_another():
 
 
 def test_memory_is_not_reused_where_torch_cannot_count_uses(monkeypatch):
-    monkeypatch.setattr(weight_vectors, "_use_count", None)
+    monkeypatch.setattr(weight_replica, "_use_count", None)
     parameters = made()
     vectors = vectors_of(parameters)
     one, other = vectors.read(parameters), vectors.empty().zero_()

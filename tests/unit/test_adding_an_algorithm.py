@@ -48,8 +48,8 @@ EDITS = [
      "import FedAvg\n"),
     (f"{LEADER}/config.py", "    lr_spread: str", FIELD),
     (f"{LEADER}/config.py", '    "easgd": LeaderAlgorithm(', ENTRY),
-    ("hvd_async/torch/leader.py", "    lr_spread: str", "    server_lr: float | None = None,\n"),
-    ("hvd_async/tensorflow/leader.py", "    lr_spread: str", "    server_lr: float | None = None,\n"),
+    ("hvd_async/torch/factories.py", "    lr_spread: str", "    server_lr: float | None = None,\n"),
+    ("hvd_async/tensorflow/factories.py", "    lr_spread: str", "    server_lr: float | None = None,\n"),
 ]  # fmt: skip
 """File, the line that is edited, and what is put before it."""
 USE = """

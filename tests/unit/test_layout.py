@@ -68,7 +68,7 @@ def sources() -> list[pathlib.Path]:
 
 
 def unit(module: str) -> str:
-    """What a dotted name belongs to in STOREYS: "hvd_async.torch.eager" to "torch", "torch_models.vision" to itself."""
+    """What a dotted name belongs to in STOREYS: "hvd_async.torch.update" to "torch", "torch_models.x" to itself."""
     parts = module.split(".")
     if parts[:3] == ["scripts", "benchmarks", "jobs"] or module == "scripts.nccl_ranks":
         return "jobs"

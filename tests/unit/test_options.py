@@ -25,7 +25,7 @@ OF_A_BINDING = {"torch": {"scaler", "round_transform", "named_buffers"}, "tensor
 
 def factory(binding: str, family: str) -> ast.FunctionDef:
     """A factory's source: so no framework is imported."""
-    tree = ast.parse((LIBRARY / binding / f"{family}.py").read_text(encoding="utf-8"))
+    tree = ast.parse((LIBRARY / binding / "factories.py").read_text(encoding="utf-8"))
     named = f"{family.capitalize()}Optimizer"
     return next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == named)
 

@@ -9,17 +9,14 @@ from horovod.tensorflow.keras import *  # noqa: F403
 
 from hvd_async.monitor import Monitor
 from hvd_async.optimizers.public_names import public_names as _public_names
-from hvd_async.tensorflow.backend import check_backend as _check_backend
-from hvd_async.tensorflow.clipping import clip_by_global_norm
-from hvd_async.tensorflow.compression import Compression
-from hvd_async.tensorflow.eager import DistributedOptimizer, EagerOptimizer
+from hvd_async.tensorflow.apply_round import clip_by_global_norm
 from hvd_async.tensorflow.eager_methods import EagerMethods as _EagerMethods
+from hvd_async.tensorflow.factories import DistributedOptimizer, EagerOptimizer, GossipOptimizer, LeaderOptimizer
 from hvd_async.tensorflow.functions import broadcast_variables, init, join, shutdown
-from hvd_async.tensorflow.gossip import GossipOptimizer
+from hvd_async.tensorflow.gradient_format import Compression
 from hvd_async.tensorflow.keras.fit import our_optimizer as _our_optimizer
-from hvd_async.tensorflow.keras.monitor import MonitorCallback
-from hvd_async.tensorflow.keras.recording import RecordCallback
-from hvd_async.tensorflow.leader import LeaderOptimizer
+from hvd_async.tensorflow.keras.observers import MonitorCallback, RecordCallback
+from hvd_async.tensorflow.wrapping import check_backend as _check_backend
 
 _check_backend(ImportError)
 # Any import statement could find Horovod's: here by the star, and by the parent's "keras" if Horovod's came first.
@@ -32,7 +29,7 @@ def load_model(
 ) -> Any:
     """Load a Keras model and wrap its optimizer, with the state that was saved.
 
-    Rounds of an ``EagerOptimizer`` go on from ``iterations``; exchanges and pulls are counted anew.
+    Rounds of an ``EagerOptimizer`` continue from ``iterations``; exchanges and pulls are counted anew.
 
     Args:
         filepath: a ``.keras`` file.

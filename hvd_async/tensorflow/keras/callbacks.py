@@ -1,11 +1,10 @@
-"""Horovod's Keras callbacks, made to work on Keras 3 and with our optimizers.
+"""Horovod's Keras callbacks for Keras 3 and our optimizers.
 
-All have the ranks meet before they communicate, before evaluation inside ``fit()``, at the end of each epoch and of
-``fit()``, so that ranks with different numbers of batches do: they drain the optimizer, or all of a model with several
-(a GAN in ``train_step()``). Of a ``GossipOptimizer``, evaluation inside
-``fit()`` sees the average of all ranks, of a ``LeaderOptimizer`` the leader or the centre, and each rank goes on with
-its own weights, until ``fit()`` ends with a drain.
-Use the same callbacks, in the same order, on every rank.
+All make the ranks meet before they communicate, before evaluation inside ``fit()``, at the end of each epoch and of
+``fit()``, so that ranks may have different numbers of batches: they drain the optimizer, or all of a model with several
+(a GAN in ``train_step()``). With a ``GossipOptimizer``, evaluation inside ``fit()`` sees the average of all ranks, with
+a ``LeaderOptimizer`` the leader or the center, and each rank continues with its own weights, until ``fit()`` ends with
+a drain. Use the same callbacks, in the same order, on every rank.
 """
 
 from __future__ import annotations
@@ -24,23 +23,22 @@ from horovod.tensorflow.keras.callbacks import *  # noqa: F403  elastic's
 
 from hvd_async.optimizers.public_names import public_names
 from hvd_async.tensorflow.eager_methods import EagerMethods
-from hvd_async.tensorflow.functions import broadcast_variables
+from hvd_async.tensorflow.functions import broadcast_variables, notice_if_long
 from hvd_async.tensorflow.keras.fit import Draining, our_optimizer, our_optimizers
 from hvd_async.tensorflow.methods import WeightMethods
 from hvd_async.tensorflow.variables import raw
-from hvd_async.tensorflow.wait_notices import told_if_long
 
 
 class GossipEpochCallback(Draining):
-    """Have a ``GossipOptimizer`` follow the epochs: its ``peers`` and ``schedule`` by epoch, ends of different lengths;
-    or a ``LeaderOptimizer``.
+    """Make a ``GossipOptimizer`` follow the epochs, with ``peers`` and ``schedule`` by epoch and epochs of different
+    lengths; or a ``LeaderOptimizer``.
 
     (The other callbacks here do so too; one of them is enough.)
 
     Args:
-        drain: average all ranks (have them take the leader's weights, or the centre) at the end of each epoch, so that
-            what is saved there (``ModelCheckpoint``) is that, and training goes on from it. Without it a rank saves its
-            own weights there, and the average when ``fit()`` has ended.
+        drain: whether all ranks take the average (the leader's weights, or the center) at the end of each epoch, so
+            that ``ModelCheckpoint`` saves it there, and training continues from it. Otherwise a rank saves its own
+            weights there, and the average when ``fit()`` has ended.
     """
 
     def __init__(self, drain: bool = False) -> None:
@@ -53,12 +51,12 @@ class GossipEpochCallback(Draining):
 
 
 class BroadcastGlobalVariablesCallback(Draining):
-    """Give every rank the weights and optimizer state of ``root_rank`` when ``fit()`` begins.
+    """Send the weights and optimizer state of ``root_rank`` to every rank when ``fit()`` begins.
 
     Random seeds of layers (``keras.random.SeedGenerator``) stay each rank's own.
 
     Args:
-        root_rank: whose to send.
+        root_rank: the rank whose weights and state are sent.
         device: as in Horovod; where to place the operation.
         local_variables: variables that stay each rank's own.
     """
@@ -86,7 +84,7 @@ class BroadcastGlobalVariablesCallback(Draining):
             broadcast_variables([v for key, v in unique.items() if key not in self._local], root_rank=self.root_rank)
 
     def _optimizers(self) -> list[Any]:
-        """Those whose state is sent: the model's own, built; of a model with several, ours."""
+        """Return the optimizers whose state is sent: the model's own, built; of a model with several, ours."""
         own, ours = getattr(self.model, "optimizer", None), our_optimizers(self.model)
         if ours and our_optimizer(self.model) is None:
             return ours
@@ -156,7 +154,7 @@ class MetricAverageCallback(Draining):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
         own = tf.nest.map_structure(_number, dict(logs or {}))
-        with told_if_long("MetricAverageCallback"):
+        with notice_if_long("MetricAverageCallback"):
             everyone = allgather_object(own, name="hvd_async.metric_average")
         if logs is not None:
             logs.update(_averaged(dict(logs), everyone))
@@ -199,7 +197,7 @@ def _averaged(own: Any, everyones: Sequence[Any]) -> Any:
 
 
 class StopAtRounds(Draining):
-    """End ``fit()`` when the weights have seen so many rounds: how a job with ``pace="rounds"`` comes to its end.
+    """End ``fit()`` when the weights have seen ``rounds`` rounds: the end of a job with ``pace="rounds"``.
 
     Ranks then take different numbers of steps, so there is no epoch that all of them end: give ``fit()`` one epoch of a
     data set that repeats, and no callbacks that meet at epochs (metric average).
@@ -220,10 +218,10 @@ class StopAtRounds(Draining):
             self.model.stop_training = True
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Nothing: other ranks may not come here."""
+        """Do nothing: other ranks may not reach this point."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Nothing: other ranks may not come here."""
+        """Do nothing: other ranks may not reach this point."""
 
 
 class LearningRateScheduleCallback(Draining):
@@ -232,12 +230,12 @@ class LearningRateScheduleCallback(Draining):
     Args:
         initial_lr: at the start of training.
         multiplier: a constant (decay per epoch: ``multiplier ** (epoch - start_epoch)``) or ``epoch -> factor``.
-        start_epoch: the first epoch in which it holds.
-        end_epoch: the one after the last; None: it holds to the end.
+        start_epoch: the first epoch in which it is in force.
+        end_epoch: the epoch after the last; None: it is in force until the end.
         staircase: adjust once an epoch (True) or with every batch, the epoch being a fraction (False).
         momentum_correction: scale SGD's velocity by new over old rate when it changes; with ``EagerOptimizer`` when
             the round that carries the new rate is applied, so the replicas stay equal.
-        steps_per_epoch: for ``staircase=False``; found out from ``fit()`` if None.
+        steps_per_epoch: for ``staircase=False``; that of ``fit()`` if None.
     """
 
     def __init__(
@@ -307,10 +305,10 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     Args:
         initial_lr: the rate after warm-up.
-        warmup_epochs: how long.
+        warmup_epochs: length of the warm-up.
         momentum_correction: as in ``LearningRateScheduleCallback``.
         steps_per_epoch: likewise.
-        verbose: 1 to say on rank 0 when warm-up is over.
+        verbose: 1 to print on rank 0 when the warm-up is over.
     """
 
     def __init__(

@@ -16,8 +16,8 @@ class KerasState(TensorFlowKerasState):
 
 
 class CommitStateCallback(keras.callbacks.Callback):
-    """Commit the state after every so many batches, and at the end of each epoch: all ranks look there whether hosts
-    have come or gone.
+    """Commit the state every ``batches_per_commit`` batches, and at the end of each epoch: all ranks check there
+    whether hosts have come or gone.
 
     Args:
         state: the elastic state.
@@ -42,9 +42,9 @@ class CommitStateCallback(keras.callbacks.Callback):
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):
-    """Keep the number of batches of the epoch that are done in ``state.batch``; give it before the one that commits.
+    """Keep the number of finished batches of the epoch in ``state.batch``; put it before the callback that commits.
 
-    Horovod's keeps the last batch's number, so that it is done again. Skip those that are done by yourself:
+    Horovod's keeps the last batch's number, so that this batch is repeated. Skip the finished batches yourself:
     ``fit(data.skip(state.batch))``.
 
     Args:
@@ -63,7 +63,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):
-    """Keep the number of epochs that are done in ``state.epoch``; give it before the one that commits.
+    """Keep the number of finished epochs in ``state.epoch``; put it before the callback that commits.
 
     Args:
         state: the elastic state.

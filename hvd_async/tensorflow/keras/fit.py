@@ -19,20 +19,20 @@ from hvd_async.tensorflow.variables import raw
 
 
 def our_optimizer(model: Any) -> Any:
-    """The model's optimizer if it is one of ours (also inside a LossScaleOptimizer), else None."""
+    """Return the model's optimizer if it is one of ours (also inside a LossScaleOptimizer), else None."""
     found = _ours(getattr(model, "optimizer", None))
     return found[0] if found else None
 
 
 def our_optimizers(model: Any) -> list[Any]:
-    """All of ours that train a model: its ``optimizer`` and those among its attributes, as a GAN has them; if there are
-    none, those of this process that have begun to train."""
+    """Return all optimizers of ours that train a model: its ``optimizer`` and those among its attributes, as a GAN has
+    them; if there are none, those of this process that have begun to train."""
     held = [getattr(model, "optimizer", None), *vars(model).values()]
     return list({id(one): one for each in held for one in _ours(each)}.values()) or begun()
 
 
 def begun() -> list[Any]:
-    """Ours of this process that have begun to train, in the order in which they were wrapped."""
+    """Return the optimizers of ours in this process that have begun to train, in the order of their wrapping."""
     return [one for one in _in_process() if one._async.is_registered]
 
 
@@ -42,7 +42,7 @@ def _in_process() -> list[Any]:
 
 
 def _ours(held: Any) -> list[Any]:
-    """Ours among an attribute's value: an optimizer, or several in a list or a dictionary."""
+    """Return the optimizers of ours in an attribute's value: one, or several in a list or a dictionary."""
     if isinstance(held, dict):
         held = list(held.values())
     if isinstance(held, list | tuple):
@@ -54,12 +54,12 @@ def _ours(held: Any) -> list[Any]:
 
 
 def weighted(model: Any) -> list[Any]:
-    """Ours that train a model and weight rounds by samples."""
+    """Return the optimizers of ours that train a model and weight rounds by samples."""
     return [one for one in our_optimizers(model) if isinstance(one, EagerMethods) and one._async.weighted]
 
 
 def record_batches(model: Any) -> None:
-    """Have each training step of a model tell those optimizers how many samples the batch has."""
+    """Make each training step of a model record the batch's number of samples with those optimizers."""
     step = model.train_step
 
     @functools.wraps(step)
@@ -81,13 +81,13 @@ def drain(optimizers: Sequence[Any]) -> None:
 
 @contextlib.contextmanager
 def consensus(optimizers: Sequence[Any]) -> Iterator[None]:
-    """In it models hold what stands for all ranks, with any optimizer of these. A collective."""
+    """Return a context in which models hold the consensus, with any of these optimizers. A collective."""
     if len(optimizers) == 1:
         with optimizers[0].consensus():
             yield
         return
     _register(optimizers)
-    optimizers[-1]._async.drain_all(False)  # a cut: ranks with weights of their own go on with them
+    optimizers[-1]._async.drain_all(False)  # (a cut: ranks with weights of their own keep them)
     with contextlib.ExitStack() as stack:
         for one in optimizers:
             if isinstance(one, WeightMethods):
@@ -97,17 +97,17 @@ def consensus(optimizers: Sequence[Any]) -> Iterator[None]:
 
 def _register(optimizers: Sequence[Any]) -> None:
     for one in optimizers:
-        one._async.register()  # before the first waits: others may be waiting for this rank to open the second
+        one._async.register()  # (before the first waits: others may wait for this rank to register the second)
 
 
 class _Meeting:
-    """Where the ranks of one ``fit()`` have met; the callbacks of a model share it.
+    """The last point of one ``fit()`` at which the ranks have met; the callbacks of a model share it.
 
     Attributes:
-        at: the point where they were last.
+        at: that point.
         drains: whether ranks with weights of their own are drained at the end of each epoch.
-        evaluation: closed when it ends.
-        warned: whether the user was told that nothing is averaged.
+        evaluation: closed when evaluation ends.
+        warned: whether the user was warned that nothing is averaged.
         records: whether training steps record how many samples their batches have.
     """
 
@@ -119,7 +119,7 @@ class _Meeting:
 
 
 class Draining(keras.callbacks.Callback):
-    """Has ranks meet at the points where they must; several callbacks of one model share each meeting."""
+    """Callback that makes ranks meet where they must; several callbacks of one model share each meeting."""
 
     _training = False
 
@@ -145,18 +145,19 @@ class Draining(keras.callbacks.Callback):
             record_batches(model)
 
     def _optimizers_at(self, point: tuple[str, int]) -> list[Any]:
-        """The optimizers, ready to meet the other ranks' at ``point``; none if they have, or none is ours."""
+        """Return the optimizers that are to meet the other ranks' at ``point``; none if they have met there."""
         optimizers = our_optimizers(self.model)
         if not optimizers or self._meeting.at == point:
             return []
         self._meeting.at = point
-        self._tell_of_model(optimizers)
+        self._set_model(optimizers)
         if len(optimizers) == 1 and not optimizers[0].built:
             optimizers[0].build(self.model.trainable_variables)
-        return [one for one in optimizers if one.built]  # (which variables each of several has, training must tell)
+        return [one for one in optimizers if one.built]  # (of several, the variables of each are known once it trains)
 
     def _together(self, optimizers: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-        """In it the model is the same on all ranks; afterwards too, unless ranks go on with weights of their own."""
+        """Return a context in which the model is the same on all ranks; afterwards too, unless ranks have weights of
+        their own."""
         if not optimizers:
             return contextlib.nullcontext()
         if any(isinstance(one, WeightMethods) for one in optimizers) and not self._meeting.drains:
@@ -165,19 +166,19 @@ class Draining(keras.callbacks.Callback):
         return contextlib.nullcontext()
 
     def drain_begun(self) -> None:
-        """Drain what has begun to train before; a collective if anything has."""
+        """Drain optimizers that have begun to train; a collective if there are any."""
         if earlier := begun():
             drain(earlier)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._training, self._epoch = True, 0
         self._meeting.at = None
-        self._meeting.evaluation.pop_all()  # one that was broken off: what was loaded since is not to be overwritten
-        self._tell_of_model(our_optimizers(self.model))
+        self._meeting.evaluation.pop_all()  # (an interrupted one: weights loaded since must not be overwritten)
+        self._set_model(our_optimizers(self.model))
         self._warn_of_plain_optimizer()
 
-    def _tell_of_model(self, optimizers: Sequence[Any]) -> None:
-        """Have one of them see to batch-norm statistics, unless the user has told some of what they train."""
+    def _set_model(self, optimizers: Sequence[Any]) -> None:
+        """Make one of them average batch-norm statistics, unless the user has passed a model to any."""
         if optimizers and all(one._async.replica.model is None for one in optimizers):
             optimizers[0]._async.replica.model = self.model
 
@@ -187,7 +188,7 @@ class Draining(keras.callbacks.Callback):
             return
         own = {id(raw(v)) for v in self.model.trainable_variables}
         if any(not one.built or own & {id(raw(v)) for v in one._trainable_variables} for one in _in_process()):
-            return  # one that the model's train_step() may use
+            return  # (the model's train_step() may use it)
         self._meeting.warned = True
         warnings.warn(
             f"the model's optimizer is a plain {type(plain).__name__}, which averages nothing: the ranks train apart. "
@@ -211,7 +212,7 @@ class Draining(keras.callbacks.Callback):
         self._meeting.evaluation.close()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        # Also where only some ranks validate: all meet once an epoch, these before it and the others here.
+        # (also if only some ranks validate: all meet once per epoch, these before their validation, the others here)
         with self._together(self._optimizers_at(("epoch", epoch))):
             pass
 

@@ -6,7 +6,7 @@ own, see ``hvd_async.torch.torch_collectives``.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from hvd_async.torch.distributed import elastic, process_sets, requests, world
 from hvd_async.torch.distributed.collectives import (
     Adasum,
     Average,
+    Compression,
     Max,
     Min,
     Product,
@@ -47,10 +48,9 @@ from hvd_async.torch.distributed.collectives import (
     sparse_allreduce_async,
     synchronize,
 )
-from hvd_async.torch.distributed.compression import Compression
-from hvd_async.torch.distributed.errors import HorovodInternalError, no_counterpart
 from hvd_async.torch.distributed.functions import (
     DistributedOptimizer,
+    SyncBatchNorm,
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
@@ -62,8 +62,7 @@ from hvd_async.torch.distributed.process_sets import (
     global_process_set,
     remove_process_set,
 )
-from hvd_async.torch.distributed.sync_batch_norm import SyncBatchNorm
-from hvd_async.torch.distributed.world import is_initialized
+from hvd_async.torch.distributed.world import HorovodInternalError, is_initialized, no_counterpart, refusal
 
 __all__ = [
     "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "Max", "Min", "ProcessSet",
@@ -107,7 +106,7 @@ _process_sets = process_sets
 
 
 def shutdown() -> None:
-    """End what ``init`` has begun; all ranks call it."""
+    """Undo ``init``; all ranks call it."""
     if is_initialized():
         requests.close_all()
         _process_sets.forget()
@@ -158,9 +157,7 @@ def gloo_built() -> bool:
     return bool(dist.is_gloo_available())
 
 
-def gloo_enabled() -> bool:
-    """Return whether tensors on a CPU can travel."""
-    return gloo_built()
+gloo_enabled = gloo_built
 
 
 def nccl_built() -> bool:
@@ -178,36 +175,13 @@ def rocm_built() -> bool:
     return torch.version.hip is not None
 
 
-def mpi_built() -> bool:
-    """Return False: there is no MPI here."""
+def _absent() -> bool:
+    """Return False: there is no MPI, DDL or oneCCL here."""
     return False
 
 
-def mpi_enabled() -> bool:
-    """Return False: there is no MPI here."""
-    return False
-
-
-def mpi_threads_supported() -> bool:
-    """Return False: there is no MPI here."""
-    return False
-
-
-def ddl_built() -> bool:
-    """Return False: there is no DDL here."""
-    return False
-
-
-def ccl_built() -> bool:
-    """Return False: there is no oneCCL here."""
-    return False
-
-
-def start_timeline(*arguments: Any, **options: Any) -> NoReturn:
-    """Raise: there is no timeline here."""
-    no_counterpart("hvd.start_timeline", "Use torch.profiler, or hvd.record(optimizer, folder).")
-
-
-def stop_timeline() -> NoReturn:
-    """Raise: there is no timeline here."""
-    no_counterpart("hvd.stop_timeline", "Use torch.profiler, or hvd.record(optimizer, folder).")
+mpi_built = mpi_enabled = mpi_threads_supported = ddl_built = ccl_built = _absent
+start_timeline, stop_timeline = (
+    refusal(f"hvd.{name}", "Use torch.profiler, or hvd.record(optimizer, folder).")
+    for name in ("start_timeline", "stop_timeline")
+)

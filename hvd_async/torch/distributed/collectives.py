@@ -14,10 +14,50 @@ import torch
 import torch.distributed as dist
 
 from hvd_async.torch.distributed import world
-from hvd_async.torch.distributed.compression import Compression
-from hvd_async.torch.distributed.errors import no_counterpart
 from hvd_async.torch.distributed.process_sets import ProcessSet, global_process_set
 from hvd_async.torch.distributed.requests import ALLREDUCE, JOIN, Handle, Queue, Request, queue_of
+from hvd_async.torch.distributed.world import no_counterpart
+
+# -- compression -------------------------------------------------------------------------------------------------------
+
+
+class NoneCompressor:
+    """Leaves tensors as they are."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
+        """Return the tensor, and nothing to decompress it by."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
+        """Return the tensor."""
+        return tensor
+
+
+class FP16Compressor:
+    """Sends floating-point tensors as float16."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
+        """Return the tensor as float16, and its own dtype."""
+        return (tensor.half() if tensor.is_floating_point() else tensor), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: torch.dtype) -> torch.Tensor:
+        """Return the tensor in its own dtype."""
+        return tensor.to(ctx)
+
+
+class Compression:
+    """Horovod's compressors by name."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+
+
+# -- handles -----------------------------------------------------------------------------------------------------------
+
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 Tensors = Sequence[torch.Tensor]
@@ -239,13 +279,13 @@ def sparse_allreduce_async(
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, shape (rows, bytes of a row)."""
+    """Return the bytes of a tensor, shape (rows, bytes per row)."""
     row = tensor[:1].numel() * tensor.element_size() if tensor.shape[0] else 0
     return tensor.contiguous().reshape(-1).view(torch.uint8).reshape(tensor.shape[0], row)
 
 
 def _gathered(queue: Queue, tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """All ranks' tensors, one after the other; ``rows`` of each rank. They travel padded to the longest."""
+    """Return all ranks' tensors, concatenated; ``rows`` of each rank. They are sent padded to the longest."""
     shape, most = tuple(tensor.shape[1:]), max(rows)
     padded = tensor.new_zeros((most, *shape))
     padded[: tensor.shape[0]] = tensor

@@ -1,4 +1,4 @@
-"""Horovod's functions of objects, parameters and optimizers on torch.distributed."""
+"""Horovod's functions of objects, parameters and optimizers on torch.distributed, and its ``SyncBatchNorm``."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvd_async.torch.distributed import world
 from hvd_async.torch.distributed.collectives import (
     Adasum,
     Average,
+    Compression,
+    Sum,
     allgather,
+    allreduce,
     broadcast_,
     broadcast_async_,
     synchronize,
 )
-from hvd_async.torch.distributed.compression import Compression
-from hvd_async.torch.distributed.errors import no_counterpart
 from hvd_async.torch.distributed.process_sets import ProcessSet, global_process_set
+from hvd_async.torch.distributed.world import no_counterpart
 
 
 def broadcast_object(
@@ -41,11 +44,11 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Give every rank the tensors of ``root_rank``, in place.
+    """Send the tensors of ``root_rank`` to every rank, in place.
 
     Args:
         params: a dictionary of tensors, or a list of tensors or of pairs (name, tensor); the same names on all ranks.
-        root_rank: whose tensors to send.
+        root_rank: the rank whose tensors are sent.
     """
     if not isinstance(params, Mapping | list):
         raise ValueError(f"params must be a dict or a list, got {type(params).__name__}. Pass model.state_dict().")
@@ -56,11 +59,11 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
-    """Give every rank the state and the options of ``root_rank``'s optimizer.
+    """Send the state and the options of ``root_rank``'s optimizer to every rank.
 
     Args:
         optimizer: any torch optimizer; it need not have taken a step.
-        root_rank: whose state to send.
+        root_rank: the rank whose state is sent.
         model: not needed.
     """
     on_root = world.current().rank == root_rank
@@ -88,7 +91,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     """
     if op == Adasum:
         no_counterpart("op=hvd.Adasum", "Pass op=hvd.Average or op=hvd.Sum.")
-    from hvd_async.torch.eager import EagerOptimizer  # (which stands on this module)
+    from hvd_async.torch.factories import EagerOptimizer  # (which stands on this module)
 
     make: Callable[..., Any] = EagerOptimizer
     return make(
@@ -104,3 +107,44 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         process_set,
         quorum="all",
     )
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalization over the batches of all ranks, for tensors of shape (batch, channels, ...).
+
+    Args: as of ``torch.nn.BatchNorm2d``. Gradients reach the other ranks' inputs too. Evaluation is that of ordinary
+    batch normalization.
+    """
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"SyncBatchNorm takes tensors of at least two dimensions, got {input.dim()}.")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalize a tensor."""
+        self._check_input_dim(input)
+        if not self.training or world.current().size == 1:
+            return super().forward(input)
+        over = [0, *range(2, input.dim())]
+        shape = [1, -1, *(1 for _ in range(2, input.dim()))]
+        wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        own = wide.new_tensor([input.numel() / input.shape[1]])
+        sums = allreduce(torch.cat([wide.sum(over), own]), op=Sum, name="sync_batch_norm.mean")
+        count = sums[-1].detach()
+        mean = sums[:-1] / count
+        centered = wide - mean.view(shape)
+        variance = allreduce((centered * centered).sum(over), op=Sum, name="sync_batch_norm.variance") / count
+        if self.track_running_stats:
+            self._track(mean.detach(), variance.detach() * (count / (count - 1)))
+        output = centered * torch.rsqrt(variance + self.eps).view(shape)
+        if self.affine:
+            output = output * self.weight.view(shape) + self.bias.view(shape)
+        return output.to(input.dtype)
+
+    def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        for running, now in ((self.running_mean, mean), (self.running_var, variance)):
+            assert running is not None
+            running.lerp_(now.to(running.dtype), share)

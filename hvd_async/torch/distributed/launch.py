@@ -76,7 +76,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def _port(job: str) -> int:
-    """A port that all ranks of a job derive from its name."""
+    """Return a port that all ranks of a job derive from its name."""
     return FIRST_PORT + zlib.crc32(job.encode()) % PORTS
 
 

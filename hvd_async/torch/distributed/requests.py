@@ -1,6 +1,6 @@
 """Collectives that a program calls, matched by their names as in Horovod, and carried out by a thread of this process.
 
-Ranks first tell each other what they have called. So they may call collectives in different orders, a mismatch is an
+Ranks first announce their calls to each other. So they may call collectives in different orders, a mismatch is an
 error on all ranks instead of a hang or garbage, ranks know how much each of them sends, and a rank that has joined
 takes part with zeros.
 """
@@ -26,7 +26,7 @@ from hvd_async.errors import ranks_text
 from hvd_async.runtime import time_limits
 from hvd_async.runtime.log import warn
 from hvd_async.torch.distributed import world
-from hvd_async.torch.distributed.errors import HorovodInternalError
+from hvd_async.torch.distributed.world import HorovodInternalError
 
 ALLREDUCE, JOIN = "allreduce", "join"
 """Kinds of requests that a joined rank knows."""
@@ -37,14 +37,14 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).valu
 
 @dataclass
 class Request:
-    """A rank's part of a collective, as the others are told of it.
+    """A rank's part of a collective, as it is announced to the others.
 
     Attributes:
         kind: "allreduce", "allgather", ...
         name: as the user gave it; empty for none until it is submitted.
         dtype: of the tensors, by name.
         shapes: of the tensors.
-        options: what all ranks must give alike, such as the operation or the root.
+        options: arguments that must be equal on all ranks, such as the operation or the root.
         splits: numbers of rows to send to each rank, of an alltoall.
     """
 
@@ -96,7 +96,7 @@ class Handle:
             self._done.set()
 
     def fail(self, error: Exception) -> None:
-        """Have ``wait`` raise an error."""
+        """Make ``wait`` raise an error."""
         self._error = error
         self._done.set()
 
@@ -130,7 +130,7 @@ class Queue:
         self.group = world.current().group(f"requests.{number}", self.ranks)
         self._called: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._names: set[str] = set()
-        """Of the collectives that are outstanding here."""
+        """Names of the collectives that are outstanding here."""
         self._unnamed: Counter[str] = Counter()
         self._warn_after = time_limits.warn_after()
         self._thread = threading.Thread(target=self._serve, name=f"hvd_async-requests-{number}", daemon=True)
@@ -205,14 +205,14 @@ class Queue:
         item.handle.finish(run)
 
     def _fail(self, outstanding: dict[str, _Item], error: Exception) -> None:
-        """Fail all collectives, those that are yet to come too."""
+        """Fail all collectives, later ones too."""
         for item in outstanding.values():
             item.handle.fail(error)
         while (later := self._called.get()) is not None:
             later.handle.fail(error)
 
     def _carry_out(self, requests: dict[int, Request], item: _Item | None) -> None:
-        """Run a collective of which all ranks have told; without ``item`` this rank has joined."""
+        """Run a collective that all ranks have announced; without ``item`` this rank has joined."""
         first = min(requests.items())[1]
         everyones = [requests.get(place, first) for place in range(self.size)]
         try:
@@ -320,13 +320,13 @@ _queues: dict[int, Queue] = {}
 
 
 def open_queue(number: int, ranks: Sequence[int]) -> None:
-    """Begin to serve the collectives of a process set; its ranks call it, and nothing happens on others."""
+    """Start to serve the collectives of a process set, on its ranks; do nothing on others."""
     if world.current().rank in ranks:
         _queues[number] = Queue(number, ranks)
 
 
 def close_queue(number: int) -> None:
-    """End what ``open_queue`` has begun."""
+    """Undo ``open_queue``."""
     if number in _queues:
         _queues.pop(number).close()
 

@@ -6,9 +6,9 @@ import ctypes
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
@@ -16,7 +16,30 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from hvd_async.errors import NotInitializedError, ranks_text
 from hvd_async.runtime import time_limits
 from hvd_async.torch.distributed import launch
-from hvd_async.torch.distributed.errors import HorovodInternalError
+
+
+class HorovodInternalError(RuntimeError):
+    """A collective has failed, usually because another rank has ended."""
+
+
+def no_counterpart(name: str, hint: str) -> NoReturn:
+    """Raise for a function of Horovod's that torch.distributed has no counterpart for.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(f"{name} has no counterpart on torch.distributed. {hint}")
+
+
+def refusal(name: str, hint: str) -> Callable[..., NoReturn]:
+    """Return a function to take the place of one of Horovod's that has no counterpart: it raises."""
+
+    def refuse(*arguments: Any, **options: Any) -> NoReturn:
+        no_counterpart(name, hint)
+
+    refuse.__doc__ = f"Raise NotImplementedError: {name} has no counterpart on torch.distributed. {hint}"
+    return refuse
+
 
 FOREVER = timedelta(days=365)
 """Time limit of a collective: a late rank is waited for, a lost one closes its connections."""
@@ -32,8 +55,8 @@ class World:
         rank, size: this rank, and the number of ranks.
         place: this rank's place on its host.
         store: shared keys and values of the ranks.
-        calls: how many collectives by way of the store this rank has taken part in, by name; making a process group is
-            one.
+        calls: number of collectives by way of the store that this rank has taken part in, by name; making a process
+            group is one.
 
     Raises:
         ValueError: as ``launch.read``.
@@ -78,7 +101,7 @@ class World:
             timeout: of making the connections, and of collectives that do not set their own.
         """
         group = dist.ProcessGroupGloo(self.store_of(name, ranks), ranks.index(self.rank), len(ranks), timeout)
-        # Its destructor waits for collectives under way, so two failed ranks would wait for each other for ever.
+        # (its destructor waits for collectives in flight, so two failed ranks would wait for each other forever)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         self._groups.append(group)
         return group

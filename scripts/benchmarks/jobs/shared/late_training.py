@@ -10,7 +10,7 @@ import torch
 
 from hvd_async.algorithms.eager.extrapolation import factor, momentum_of
 from hvd_async.simulation.schedule import Gradient
-from hvd_async.torch.extrapolation import Extrapolation
+from hvd_async.torch.update import Extrapolation
 
 from ...support.remedies import Remedy
 

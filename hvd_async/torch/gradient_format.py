@@ -1,4 +1,4 @@
-"""Where each torch parameter lies in the flat buckets: gradients out, rounds in."""
+"""The format of torch's gradients: where each lies in the flat buckets, and how these are compressed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,27 @@ from typing import Any
 
 import torch
 
-from hvd_async.algorithms.eager.gradient_format import SAMPLE_DIGITS, ReducedRound, Tail, by_number, by_size
+from hvd_async.algorithms.eager.gradient_format import (
+    SAMPLE_DIGITS,
+    GradientFormat,
+    ReducedRound,
+    Tail,
+    by_number,
+    by_size,
+    count_slots,
+    largest_summand,
+)
+from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.torch import streams
-from hvd_async.torch.memory import ReusedMemory
-from hvd_async.torch.streams import record_ready
+from hvd_async.torch.horovod_api import hvd
+from hvd_async.torch.streams import ReusedMemory, record_ready
+
+# -- buckets -----------------------------------------------------------------------------------------------------------
+
 
 MIB = 2**20
 SETS_KEPT = 2
-"""Vectors of all buckets whose memory is kept for the next step: those that are applied, and those on their way."""
+"""Vectors per bucket whose memory is kept for the next step: one that is applied, and one in flight."""
 
 
 class Bucket:
@@ -34,8 +47,8 @@ class Bucket:
         """Whether a vector is the gradients concatenated, in their own memory order and dtype."""
 
     def parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' parts of a vector, as tensors whose elements lie as theirs do: copies between the two are
-        then plain ones, and optimizers take gradients and parameters together."""
+        """Return the parameters' parts of a vector, as tensors with the parameters' memory order: copies between them
+        do not reorder elements, and optimizers take gradients and parameters in one kernel."""
         *parts, _ = torch.split_with_sizes(vector, [*self._sizes, vector.numel() - self.elements])
         for place, shape, strides in self._forms:
             parts[place] = parts[place].as_strided(shape, strides)
@@ -66,12 +79,12 @@ class Layout:
 
     Args:
         parameters: in the same order on all ranks.
-        cap: most bytes of a bucket, unless a single parameter is larger.
-        groups: lists of parameters that travel together (Horovod's ``groups``), or into how many groups to part all.
-        tail: of a vector.
+        cap: bytes per bucket, at most, unless a single parameter is larger.
+        groups: lists of parameters that travel together (Horovod's ``groups``), or the number of groups.
+        tail: counting elements at the end of a vector.
 
     Raises:
-        ValueError: a parameter of complex numbers, or groups that are none.
+        ValueError: a parameter is complex, or ``groups`` is invalid.
     """
 
     def __init__(
@@ -83,7 +96,7 @@ class Layout:
     ) -> None:
         self.parameters = list(parameters)
         self.orders = [memory_order(parameter) for parameter in parameters]
-        """``memory_order`` of each parameter: of its part of a vector, whatever becomes of the parameter."""
+        """``memory_order`` of each parameter when the layout was made; that of its part of a vector does not change."""
         self._tail = tail
         for parameter in parameters:
             if parameter.is_complex():
@@ -97,7 +110,7 @@ class Layout:
         self.nbytes = tuple((b.elements + len(tail)) * b.dtype.itemsize for b in self.buckets)
         """Bytes of each bucket's vector."""
         self.memory = ReusedMemory(SETS_KEPT * len(self.buckets))
-        """The vectors'."""
+        """Memory of the vectors."""
         self._tails = [torch.tensor(tail.of(), dtype=b.dtype, device=b.device) for b in self.buckets]
         """The tail of each bucket's gradient without ``weighting="samples"``."""
         self.bucket_of = {id(p): index for index, bucket in enumerate(self.buckets) for p in bucket.parameters}
@@ -106,14 +119,14 @@ class Layout:
         return len(self.buckets)
 
     def placed(self, share: dict[str, Any]) -> dict[str, Any]:
-        """Move what ``state_dict()`` gave of a rank's pending gradients, on the devices of the buckets they are for.
+        """Return a rank's share of a checkpoint with its pending gradients on the devices of their buckets.
 
         Raises:
-            ValueError: the elements of gradients that are pending lie in another order.
+            ValueError: pending gradients have another memory order.
         """
         vectors = share.get("vectors", [])
         if list(share.get("nbytes", ())) != list(self.nbytes):
-            return share  # (gradients that are pending in other buckets are refused where they are taken back)
+            return share  # (``take_share`` refuses pending gradients of other buckets)
         pending = any(vector is not None for vector in vectors)
         if pending and share.get("orders", [""] * len(self.parameters)) != self.orders:
             raise ValueError(
@@ -124,15 +137,15 @@ class Layout:
         return {**share, "vectors": [None if v is None else v.to(bucket.device) for v, bucket in pairs]}
 
     def vector(self, index: int, scale: float | torch.Tensor, samples: int | None = None) -> torch.Tensor:
-        """A bucket's ``p.grad`` x ``scale``, copied once; a parameter without gradient counts as zero, as in Horovod.
+        """Return a bucket's ``p.grad`` x ``scale``, copied once; a missing gradient counts as zero, as in Horovod.
 
-        What is sparse travels as a dense vector: ranks need not know before whose gradients will be.
+        Sparse gradients become dense: ranks do not know in advance which gradients will be sparse.
 
         Args:
-            index: of the bucket.
-            scale: of all gradients.
-            samples: by which they are weighted too; without any, whatever they hold (a mean of nothing is NaN), they
-                are zero. None where gradients are not weighted.
+            index: number of the bucket.
+            scale: factor of all gradients.
+            samples: further factor, the number of samples; 0 makes the gradients zero whatever they hold (the mean over
+                no samples is NaN). None: gradients are not weighted.
         """
         bucket = self.buckets[index]
         flat = self.memory.empty(self.nbytes[index], bucket.device).view(bucket.dtype)
@@ -155,12 +168,16 @@ class Layout:
         own.copy_(torch.bitwise_right_shift(samples, places).bitwise_and_(1))
 
     def set_gradients(self, round_: ReducedRound, scale: float, frozen: set[int], sparse: bool = False) -> None:
-        """Point each ``p.grad`` into a round's sums x ``scale`` and the round's weight (done in place); those of
-        ``frozen`` (ids), and of buckets that carried no gradient, or none with samples, become None: momentum and decay
-        must not move what nobody had anything for.
+        """Point each ``p.grad`` into a round's sums, which are multiplied in place by ``scale`` and the round's weight.
+
+        Gradients of ``frozen`` parameters (ids), and of buckets that carried no gradient or no samples, become None:
+        momentum and decay must not move parameters for which no rank had a gradient.
 
         Args:
-            sparse: make them sparse tensors, for an optimizer that takes no others.
+            round_: the round.
+            scale: factor of the sums.
+            frozen: ids of the frozen parameters.
+            sparse: whether to make sparse tensors, for an optimizer that takes no others.
         """
         for index, (vector, bucket) in enumerate(zip(round_.sums, self.buckets, strict=True)):
             weight = round_.weight(index)
@@ -181,12 +198,12 @@ class Layout:
 
 
 def differentiable(parameter: torch.Tensor) -> bool:
-    """Whether it can have a gradient."""
+    """Return whether a parameter can have a gradient."""
     return parameter.is_floating_point() or parameter.is_complex()
 
 
 def memory_order(parameter: torch.Tensor) -> str:
-    """In which order vectors have a parameter's elements: "channels_last", "channels_last_3d", or "", its shape's."""
+    """Return the order of a parameter's elements in vectors: "channels_last", "channels_last_3d", or "" (row-major)."""
     kind = {4: torch.channels_last, 5: torch.channels_last_3d}.get(parameter.dim())
     if kind is None or parameter.is_contiguous() or not parameter.is_contiguous(memory_format=kind):
         return ""
@@ -199,8 +216,8 @@ def strides(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 class Zeros:
-    """For each bucket a vector that holds no gradient, always the same one: read only. (It knows no parameters: the
-    engine keeps it for longer than the model may live.)
+    """Read-only vectors without a gradient, one per bucket. They do not reference parameters, since the engine may
+    outlive the model.
 
     Args:
         nbytes, devices, dtypes: of the buckets' vectors.
@@ -211,7 +228,8 @@ class Zeros:
         self._made: dict[int, torch.Tensor] = {}
 
     def __call__(self, index: int) -> torch.Tensor:
-        """A bucket's. On a CPU it takes no memory: private pages that are never written to are all the same one."""
+        """Return the vector of a bucket. On a CPU it takes no memory: private pages that are never written to share
+        one physical page."""
         if index not in self._made:
             nbytes, device, dtype = self._kinds[index]
             if not streams.gpu.has_allocator(device):
@@ -223,12 +241,12 @@ class Zeros:
 
 
 def kind(parameter: torch.Tensor) -> tuple[torch.device, torch.dtype]:
-    """Device and accumulation dtype of a parameter: parameters of different kinds cannot share a bucket."""
+    """Return device and accumulation dtype of a parameter: parameters of different kinds cannot share a bucket."""
     return parameter.device, torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
 
 def _cut(parameters: Sequence[torch.Tensor], cap: float) -> list[list[torch.Tensor]]:
-    """Parameters in buckets of one kind, each of ``cap`` bytes at the most."""
+    """Split parameters into buckets of one kind, each of at most ``cap`` bytes."""
     kinds = [kind(p) for p in parameters]
     sizes = [(key, p.numel() * torch.finfo(key[1]).bits // 8) for key, p in zip(kinds, parameters, strict=True)]
     return [[parameters[place] for place in part] for part in by_size(sizes, cap)]
@@ -237,7 +255,7 @@ def _cut(parameters: Sequence[torch.Tensor], cap: float) -> list[list[torch.Tens
 def _groups(
     parameters: list[torch.Tensor], groups: int | Sequence[Sequence[torch.Tensor]], cap: float
 ) -> list[tuple[list[torch.Tensor], float]]:
-    """Parts of the parameters, last first, and the cap within each."""
+    """Return the groups of parameters, the last first, and the cap of buckets within each."""
     backwards = parameters[::-1]
     number = isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0
     lists = isinstance(groups, list | tuple) and all(isinstance(group, list | tuple) for group in groups)
@@ -259,3 +277,95 @@ def _groups(
     rest = [p for p in backwards if id(p) not in grouped]
     parts = [(list(group)[::-1], float("inf")) for group in list(groups)[::-1] if group]
     return [*parts, *([(rest, cap)] if rest else [])]
+
+
+# -- compression -------------------------------------------------------------------------------------------------------
+
+
+class BF16Compressor:
+    """Sends gradients as bfloat16: float32's range, 8 bits of precision."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
+        """Return the tensor as bfloat16, and its own dtype."""
+        return tensor.to(torch.bfloat16), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: torch.dtype) -> torch.Tensor:
+        """Return the tensor in its own dtype."""
+        return tensor.to(ctx)
+
+
+class Int8Messages:
+    """Marker of messages of 8 bits per element, with error feedback: ``GossipOptimizer`` encodes them itself."""
+
+
+class Compression(hvd.Compression):
+    """Horovod's ``Compression`` (``none``, ``fp16``) with ``bf16``, and ``int8`` for ``GossipOptimizer``'s messages."""
+
+    bf16 = BF16Compressor
+    int8 = Int8Messages
+
+
+def wire_dtype(compression: Any, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a compressed vector of ``dtype``."""
+    travelling: torch.dtype = compression.compress(torch.zeros(1, dtype=dtype))[0].dtype
+    return travelling
+
+
+def slots(compression: Any, parameters: Sequence[torch.Tensor], size: int, max_staleness: int) -> int:
+    """Return the number of counting elements that every bucket's vector needs.
+
+    Raises:
+        ValueError: the compressed dtype cannot be summed, or cannot count far enough.
+    """
+    needed = 1
+    for dtype in {torch.float64 if p.dtype == torch.float64 else torch.float32 for p in parameters}:
+        name = str(wire_dtype(compression, dtype)).removeprefix("torch.")
+        try:
+            needed = max(needed, count_slots(size, max_staleness, name))
+        except KeyError:
+            raise ValueError(f"compression to {name} cannot be summed over ranks: take one to a float type") from None
+    return needed
+
+
+def make_wire(layout: Layout, compression: Any, tail: Tail, rank_group: RankGroup) -> GradientFormat:
+    """Return the wire format of the layout's vectors. float16 gradients are clipped so that their sum over the ranks
+    stays finite; counts are not clipped."""
+    contexts = [compression.compress(torch.zeros(1, dtype=b.dtype))[1] for b in layout.buckets]
+    travelling = [wire_dtype(compression, b.dtype) for b in layout.buckets]
+    narrowed = {b.dtype for b, dtype in zip(layout.buckets, travelling, strict=True) if dtype == torch.float16}
+    limit = largest_summand(rank_group.size)
+
+    def encode(vector: torch.Tensor, unit: float = 1.0) -> torch.Tensor:
+        with streams.on_engine_stream_after(vector):
+            cut = vector
+            if unit != 1.0:
+                cut = cut * (1.0 / unit)
+            if vector.dtype in narrowed:
+                cut = cut.clamp(-limit, limit)  # (else the sum might be infinite on all ranks)
+            if cut is not vector:
+                cut[-len(tail) :] = vector[-len(tail) :]
+            compressed: torch.Tensor = compression.compress(cut)[0]
+            return compressed if compressed is vector else streams.record_ready(compressed)
+
+    def decode(vector: torch.Tensor, bucket: int) -> torch.Tensor:
+        with streams.on_engine_stream_after(vector):
+            decompressed: torch.Tensor = compression.decompress(vector, contexts[bucket])
+        return streams.use_here(decompressed)
+
+    return GradientFormat(
+        zeros=Zeros(layout.nbytes, [b.device for b in layout.buckets], [b.dtype for b in layout.buckets]),
+        nbytes=layout.nbytes,
+        tail=tail,
+        encode=encode,
+        decode=decode,
+        narrow=bool(narrowed),
+        peek=lambda sums, count: streams.copy_to_host(sums[-count:]).tolist(),
+        recount=lambda vector, count, elements: torch.cat([vector[:-count], vector.new_tensor(elements)]),
+        sent=tuple((b.elements + len(tail)) * d.itemsize for b, d in zip(layout.buckets, travelling, strict=True)),
+        release=layout.memory.clear,
+        process_set=rank_group.process_set,
+        members=rank_group.members,
+        process_set_id=rank_group.id,
+    )

@@ -1,26 +1,29 @@
-"""Where each variable's gradient lies in the buckets: gradients into flat vectors, rounds out of them."""
+"""The format of Keras' gradients: where each lies in the flat buckets, and how these are compressed."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvd_async.algorithms.eager.gradient_format import Tail, by_number, by_size
+from hvd_async.algorithms.eager.gradient_format import EXACT, Tail, by_number, by_size, count_slots, largest_summand
 from hvd_async.tensorflow.variables import raw, signature
+
+# -- buckets -----------------------------------------------------------------------------------------------------------
 
 
 def accumulated(variable: Any) -> tf.DType:
-    """In which dtype a variable's gradients are added up: half precision in float32."""
+    """Return the dtype in which a variable's gradients are added up: float32 for half precision."""
     return tf.float64 if raw(variable).dtype == tf.float64 else tf.float32
 
 
 def has_gradients(variable: Any) -> bool:
-    """Whether a variable can have any: integers, such as counters, are left alone."""
+    """Return whether a variable can have gradients: integers, such as counters, are ignored."""
     dtype = raw(variable).dtype
     return not (dtype.is_integer or dtype.is_bool)
 
@@ -31,7 +34,7 @@ class Bucket(NamedTuple):
     Attributes:
         dtype: of the flat vector.
         indices: of the variables, ascending, as they lie in the vector.
-        sizes: how many elements each of them has.
+        sizes: number of elements of each variable.
     """
 
     dtype: tf.DType
@@ -40,16 +43,16 @@ class Bucket(NamedTuple):
 
 
 def partition(variables: Sequence[Any], cap_bytes: float, groups: int | Sequence[Sequence[Any]] | None) -> list[Bucket]:
-    """Which variables share a bucket, all in one dtype; the bucket that backward fills first comes first.
+    """Split variables into buckets, each of one dtype; the bucket that backward fills first comes first.
 
     Args:
         variables: in the order of the forward pass.
-        cap_bytes: at which a bucket is full, unless ``groups`` says what is in it. A larger variable has its own.
-        groups: Horovod's: a number of groups of about equally many variables, or lists of variables; variables in no
-            list are put together as without groups. None: buckets by size.
+        cap_bytes: bytes per bucket, at most, without ``groups``. A larger variable has its own bucket.
+        groups: Horovod's: a number of groups of about equal numbers of variables, or lists of variables; variables in
+            no list are split by size. None: buckets by size.
 
     Raises:
-        ValueError: a list names a variable that is not there, or one twice.
+        ValueError: a list has a variable that is not there, or one twice.
     """
     backwards = range(len(variables) - 1, -1, -1)
     if groups is None:
@@ -89,12 +92,12 @@ def _by_size(variables: Sequence[Any], order: Sequence[int], cap_bytes: float) -
 
 @dataclass(frozen=True)
 class Terms:
-    """Terms of a layout beside the variables.
+    """Parameters of a layout, besides the variables.
 
     Attributes:
-        before, after: factors of a gradient before and of a sum after the ranks' gradients are added up.
-        tail: the elements at a vector's end that count.
-        device: where vectors are put together ("": wherever TensorFlow likes).
+        before, after: factors of a gradient before, and of a sum after, the ranks' gradients are added up.
+        tail: counting elements at a vector's end.
+        device: device on which vectors are concatenated; "": TensorFlow decides.
     """
 
     before: float = 1.0
@@ -104,12 +107,12 @@ class Terms:
 
 
 class Layout:
-    """Where each variable's gradient lies in the buckets.
+    """The place of each variable's gradient in the buckets.
 
     Args:
         variables: in the same order on all ranks.
-        buckets: of these.
-        terms: see there.
+        buckets: of these variables.
+        terms: see ``Terms``.
     """
 
     def __init__(self, variables: Sequence[Any], buckets: Sequence[Bucket], terms: Terms) -> None:
@@ -140,19 +143,19 @@ class Layout:
         return tuple(n * dtype.size for n, dtype in zip(self.elements, self.dtypes, strict=True))
 
     def specs(self) -> list[tf.TensorSpec]:
-        """Shape and dtype of each bucket's vector."""
+        """Return shape and dtype of each bucket's vector."""
         return [tf.TensorSpec([n], dtype) for n, dtype in zip(self.elements, self.dtypes, strict=True)]
 
     def zeros(self, bucket: int) -> tf.Tensor:
-        """A vector of bucket ``bucket`` that holds no gradient."""
+        """Return a vector of a bucket that holds no gradient."""
         return tf.zeros([self.elements[bucket]], self.dtypes[bucket])
 
     def has_any(self, bucket: int, gradients: Mapping[int, tf.Tensor]) -> bool:
-        """Whether a variable of the bucket has a gradient."""
+        """Return whether a variable of the bucket has a gradient."""
         return any(index in gradients for index in self.buckets[bucket].indices)
 
     def flatten(self, bucket: int, gradients: Mapping[int, tf.Tensor]) -> tf.Tensor:
-        """A bucket's gradients (by the variable's index), copied once; a missing one counts as zero.
+        """Return a bucket's gradients, given by the variable's index, copied once; a missing one counts as zero.
 
         Returns:
             Shape (elements,); its tail counts one gradient, without samples.
@@ -169,17 +172,17 @@ class Layout:
             return tf.concat([*parts, self._tail(dtype, 0)], axis=0)
 
     def nothing(self, bucket: int) -> tf.Tensor:
-        """A vector of one gradient that is zero."""
+        """Return a vector of one gradient that is zero."""
         return self.flatten(bucket, {})
 
     def recounted(self, bucket: int, vector: tf.Tensor, factor: float, samples: int) -> tf.Tensor:
-        """``vector`` x ``factor`` as one gradient of so many samples, whatever it counts."""
+        """Return ``vector`` x ``factor`` as one gradient of ``samples`` samples, whatever its tail counts."""
         dtype = self.dtypes[bucket]
         gradients = vector[: -len(self._terms.tail)] * tf.constant(factor, dtype)
         return tf.concat([gradients, self._tail(dtype, samples)], axis=0)
 
     def relaid(self, bucket: int, vector: tf.Tensor, layout: Layout) -> tf.Tensor:
-        """Return gradients of a bucket of ``layout``, which is the same among other ranks, as a vector of this one."""
+        """Return gradients of a bucket of ``layout``, the same layout among other ranks, as a vector of this one."""
         gradients = vector[: -len(layout._terms.tail)]
         return tf.concat([gradients, self._tail(self.dtypes[bucket], 1)], axis=0)
 
@@ -187,7 +190,7 @@ class Layout:
         return tf.constant(self._terms.tail.of(samples), dtype)
 
     def without(self, indices: Sequence[int], sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """A round's sums, with zeros in place of the gradients of these variables."""
+        """Return a round's sums, with zeros instead of the gradients of these variables."""
         if not indices:
             return list(sums)
         changed = []
@@ -200,12 +203,12 @@ class Layout:
         return changed
 
     def averages(self, sums: Sequence[tf.Tensor], weights: tf.Tensor | None = None) -> list[tf.Tensor]:
-        """Read a round's sums over the ranks: a gradient for each variable that can have one, in their order,
+        """Return the gradients in a round's sums over the ranks, one per variable that can have one, in their order,
         shapes and dtypes.
 
         Args:
             sums: of the buckets.
-            weights: by what each of them is multiplied too, shape (buckets,); None: by nothing.
+            weights: further factor of each bucket, shape (buckets,); None: 1.
         """
         gradients: dict[int, tf.Tensor] = {}
         for number, (vector, (dtype, indices, sizes)) in enumerate(zip(sums, self.buckets, strict=True)):
@@ -219,3 +222,104 @@ class Layout:
                 variable = self._variables[index]
                 gradients[index] = tf.cast(tf.reshape(part, variable.shape), variable.dtype)
         return [gradients[i] for i in sorted(gradients)]
+
+
+# -- compression -------------------------------------------------------------------------------------------------------
+
+
+class BF16Compressor:
+    """Sends floating-point gradients as bfloat16: float32's range, 8 bits of precision."""
+
+    @staticmethod
+    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType]:
+        """Return the tensor as bfloat16 if it is floating point, and its own dtype."""
+        return (tf.cast(tensor, tf.bfloat16) if tensor.dtype.is_floating else tensor), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+        """Return the tensor in its own dtype."""
+        return tf.cast(tensor, dtype) if dtype.is_floating else tensor
+
+
+class Int8Messages:
+    """Marker of messages of 8 bits per element, with error feedback: ``GossipOptimizer`` encodes them itself."""
+
+
+class Compression(hvd.Compression):
+    """Horovod's ``Compression`` (``none``, ``fp16``) with ``bf16``, and ``int8`` for ``GossipOptimizer``'s messages."""
+
+    bf16 = BF16Compressor
+    int8 = Int8Messages
+
+
+class Codec:
+    """The form of vectors on the wire.
+
+    Args:
+        compression: a class with ``compress(tensor) -> (tensor, context)`` and ``decompress(tensor, context)``. Sums of
+            what it makes must be what it would make of the sums, and the context must follow from the dtype alone.
+        dtypes: in which gradients are accumulated.
+        size: number of ranks that share the optimizer.
+        max_staleness: in rounds.
+        after: factor of sums.
+        index: of this rank, among those that share the optimizer.
+        weighted: whether samples are counted.
+
+    Raises:
+        ValueError: the compressed dtype is not a float type, or cannot count as far as ``max_staleness`` needs.
+    """
+
+    def __init__(
+        self,
+        compression: Any,
+        dtypes: Iterable[tf.DType],
+        size: int,
+        max_staleness: int,
+        after: float = 1.0,
+        index: int = 0,
+        weighted: bool = False,
+    ) -> None:
+        self._compression, self._size = compression, size
+        self.scale = after if compression is hvd.Compression.none else 1.0
+        """Factor that the collectives apply: ``after``, or 1 if vectors are multiplied after decompression."""
+        self._contexts: dict[tf.DType, Any] = {}
+        self.wire: dict[tf.DType, tf.DType] = {}
+        """Compressed dtype of each of ``dtypes``."""
+        for dtype in dtypes:
+            sample, context = compression.compress(tf.ones([1], dtype))
+            if sample.dtype.name not in EXACT:
+                raise ValueError(
+                    f"compression={compression!r} makes {sample.dtype.name} of {dtype.name}: a round adds gradients up "
+                    f"and counts them, which takes one of {', '.join(EXACT)}"
+                )
+            self._contexts[dtype], self.wire[dtype] = context, sample.dtype
+        slots = max((count_slots(size, max_staleness, dtype.name) for dtype in self.wire.values()), default=1)
+        self.tail = Tail(slots, index % slots, weighted)
+        """Counting elements at a vector's end."""
+        self.narrow = tf.float16 in self.wire.values()
+        """Whether gradients x samples may exceed the range of the compressed dtype."""
+
+    def nbytes(self, dtype: tf.DType) -> int:
+        """Return the bytes of one compressed element."""
+        return int(self.wire[dtype].size)
+
+    def encode(self, vector: tf.Tensor, unit: float = 1.0) -> tf.Tensor:
+        """Return a compressed vector, its gradients divided by ``unit``.
+
+        float16 ends at 65504, so its gradients are clipped to the largest number whose sum over the ranks stays finite:
+        an infinity would reach every rank's weights. Counts are not clipped.
+        """
+        clips = self.wire[vector.dtype] == tf.float16 and vector.dtype != tf.float16
+        if clips or unit != 1.0:
+            gradients, counts = vector[: -len(self.tail)], vector[-len(self.tail) :]
+            gradients = gradients if unit == 1.0 else gradients * tf.constant(1.0 / unit, vector.dtype)
+            if clips:
+                limit = tf.constant(largest_summand(self._size), vector.dtype)
+                gradients = tf.clip_by_value(gradients, -limit, limit)
+            vector = tf.concat([gradients, counts], axis=0)
+        encoded, _ = self._compression.compress(vector)
+        return encoded
+
+    def decode(self, vector: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+        """Return a sum over the ranks in the dtype in which gradients are accumulated."""
+        return self._compression.decompress(vector, self._contexts[dtype])

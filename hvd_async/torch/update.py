@@ -1,15 +1,90 @@
-"""Extrapolated updates in torch: each step of the wrapped optimizer is extended before its hooks run."""
+"""An update by the wrapped torch optimizer: torch's step hooks around it, and its extrapolation."""
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
+from torch.optim import optimizer as torch_optimizer
 
 from hvd_async.algorithms.eager.extrapolation import factor, momentum_of
+
+# -- step hooks --------------------------------------------------------------------------------------------------------
+
+
+_HOOK_RUNNER = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+"""The code of the function that torch puts around each optimizer's ``step`` to run its hooks."""
+
+
+class StepHooks:
+    """The hooks of one ``step()``, run in torch's order but around the entire step, the mixing included.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        closure: the argument of ``step()``.
+
+    Attributes:
+        closure: the closure to evaluate; a pre hook may have replaced it.
+        has_post_hooks: whether any post-step hook is registered, as of the construction.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> None:
+        self._optimizer, self.closure = optimizer, closure
+        self._args: tuple[Any, ...] = (optimizer,) if closure is None else (optimizer, closure)
+        self._kwargs: dict[str, Any] = {}
+        self.has_post_hooks = bool(self._post_hooks())
+
+    def run_pre_hooks(self) -> None:
+        """Run global hooks, then the optimizer's; each may return other ``(args, kwargs)`` of ``step()``.
+
+        Raises:
+            RuntimeError: a hook returned something else.
+        """
+        own = getattr(self._optimizer, "_optimizer_step_pre_hooks", {})
+        for hook in chain(torch_optimizer._global_optimizer_pre_hooks.values(), own.values()):
+            changed = hook(self._optimizer, self._args, self._kwargs)
+            if changed is None:
+                continue
+            if not isinstance(changed, tuple) or len(changed) != 2:
+                raise RuntimeError(
+                    f"a step pre hook must return None or a tuple (args, kwargs) of step(), got {changed!r}"
+                )
+            self._args, self._kwargs = changed
+            self.closure = self._kwargs.get("closure", self._args[1] if len(self._args) > 1 else None)
+        self.has_post_hooks = bool(self._post_hooks())
+
+    def run_update(self, wrapped_class: type[torch.optim.Optimizer]) -> None:
+        """Run the wrapped class's own ``step``, without hooks."""
+        step: Any = wrapped_class.step
+        update = step.__wrapped__ if getattr(step, "__code__", None) is _HOOK_RUNNER else step
+        own = vars(self._optimizer)
+        # (a class whose step() calls its base's, which torch has hooked too, would run them inside)
+        names = ["_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"]
+        inner: dict[str, Any] = {name: own[name] for name in names if name in own}
+        own.update({name: OrderedDict() for name in inner})
+        try:
+            with torch.autograd.profiler.record_function(f"Optimizer.step#{wrapped_class.__name__}.step"):
+                update(self._optimizer)
+        finally:
+            own.update(inner)
+
+    def run_post_hooks(self) -> None:
+        """Run the optimizer's hooks, then global ones."""
+        for hook in self._post_hooks():
+            hook(self._optimizer, self._args, self._kwargs)
+
+    def _post_hooks(self) -> list[Callable[..., Any]]:
+        own = getattr(self._optimizer, "_optimizer_step_post_hooks", {})
+        return [*own.values(), *torch_optimizer._global_optimizer_post_hooks.values()]
+
+
+# -- extrapolation -----------------------------------------------------------------------------------------------------
+
 
 LEADS = "hvd_async_leads"
 """Key of ``state_dict()`` for the leads, by parameter in the order of the groups; None for a parameter without one."""
@@ -83,8 +158,8 @@ class Extrapolation:
 
     @property
     def leads(self) -> dict[torch.Tensor, torch.Tensor]:
-        """By how much parameters are ahead of their updates. They are state of the optimizer, but not in its ``state``:
-        wrapped optimizers, and tools that walk it, expect their own entries there."""
+        """By how much each parameter is ahead of its updates. Leads are state of the optimizer, but not in its
+        ``state``, where wrapped optimizers and tools expect only their own entries."""
         pairs = (pair for alike in self._alike for pair in zip(alike.parameters, alike.leads, strict=True))
         return {**self._resting, **{p: lead for p, lead in pairs if lead is not None}}
 
@@ -93,7 +168,7 @@ class Extrapolation:
         self._resting, self._alike, self._moved = dict(leads), [], []
 
     def saved(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return what ``load`` takes, for ``state_dict()``: copies of the leads, nothing if there are none."""
+        """Return the entry of ``state_dict()`` that ``load`` takes: copies of the leads; empty if there are none."""
         leads = self.leads
         if not leads:
             return {}
@@ -101,7 +176,7 @@ class Extrapolation:
         return {LEADS: [None if lead is None else lead.clone() for lead in found]}
 
     def load(self, optimizer: torch.optim.Optimizer, saved: Sequence[torch.Tensor | None] | None) -> None:
-        """Take back the leads that ``saved`` returned; None: a state without any."""
+        """Restore the leads that ``saved`` returned; None: a state without leads."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         pairs = zip(parameters, saved or [None] * len(parameters), strict=True)
         self.leads = {p: lead.to(p, copy=True) for p, lead in pairs if lead is not None}
