@@ -118,18 +118,3 @@ def test_two_models_hold_their_consensus_at_once(made, first, second):
 
     ranks = Cluster(2).run(work)
     assert ranks[0] == ranks[1]
-
-
-@pytest.mark.parametrize("made", [TorchRank, KerasRank], ids=["torch", "keras"])
-def test_a_context_that_an_error_leaves_lets_training_go_on(made):
-    def work(rank: int) -> list[float]:
-        trainer = made("GossipOptimizer", {"algorithm": "sgp"}, rank)
-        trainer.step()
-        with pytest.raises(KeyError), trainer.opt.consensus():
-            raise KeyError("evaluation failed")
-        trainer.step()
-        trainer.opt.drain()
-        return trainer.weights().tolist()
-
-    first, second = Cluster(2).run(work)
-    assert first == second

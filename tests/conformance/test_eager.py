@@ -14,7 +14,7 @@ import pytest
 from hvd_async.testing import Cluster
 from tests.conformance.cases import CASES, SCHEDULES, SCRIPTS, Case, Script
 from tests.conformance.drive import check_late_rank, wait_for_rounds, with_late_rank
-from tests.conformance.eager_ranks import ADAM, KERAS, KERAS_GRAPH, SGD, TINY, TORCH, Binding, all_modes, both
+from tests.conformance.eager_ranks import ADAM, KERAS, KERAS_GRAPH, TINY, TORCH, Binding, all_modes, both
 from tests.conformance.keras_ranks import KerasTrainer, apply_plainly, conv_model, flat
 from tests.conformance.reference import Applied, replay
 
@@ -110,36 +110,6 @@ def test_all_hosts_give_the_bits_of_all_ranks(binding, options, hosts):
 
     for plain, by_hosts in Cluster(4).run(train):
         assert by_hosts == plain
-
-
-@both
-@pytest.mark.parametrize(("case", "size"), [(SGD, 1), (NESTEROV, 2), (ADAM, 3)], ids=["sgd-1", "nesterov-2", "adam-3"])
-def test_quorum_all_equals_averaging_by_hand(binding, case, size):
-    def train(rank: int) -> np.ndarray:
-        trainer = binding.trainer(case, quorum="all")
-        trainer.train(rank, range(5))
-        trainer.opt.drain()
-        return trainer.weights()
-
-    expected = binding.averaged(case, [size] * 5)
-    for weights in Cluster(size).run(train):
-        np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-6)
-
-
-@all_modes
-def test_several_buckets_give_the_same_bits_as_one(binding):
-    def train(rank: int) -> list[Any]:
-        outcomes = []
-        for options in ({}, {"bucket_cap_mb": TINY}, {"bucket_cap_mb": 2.3e-4}, {"groups": 2}):
-            trainer = binding.trainer(ADAM, quorum="all", **options)
-            trainer.train(rank, range(3))
-            trainer.opt.drain()
-            outcomes.append((trainer.state(), len(trainer.opt._async.replica.layout)))
-        return outcomes
-
-    for outcomes in Cluster(2).run(train):
-        assert [buckets for _, buckets in outcomes] == [1, 4, 2, 2]
-        assert all(state == outcomes[0][0] for state, _ in outcomes)
 
 
 # -- Keras' own features --------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from tests.conformance.eager_ranks import (
     ADAM,
     KERAS,
     MOMENTUM,
-    NAN,
     SGD,
     TINY,
     TORCH,
@@ -239,25 +238,6 @@ def test_batch_norm_statistics_after_drain(binding, policy, expected):
         return float(one.mean[1])
 
     assert Cluster(3).run(train) == expected
-
-
-@both
-def test_batch_norm_statistics_of_a_rank_that_saw_nan_have_no_say(binding):
-    def train(rank: int) -> list[float]:
-        one = Norm(binding, [NAN, 1.0] if rank == 1 else [2.0 * rank, 4.0])
-        one.opt.drain()
-        return [float(one.mean[index]) for index in range(2)]
-
-    assert Cluster(3).run(train) == [[2.0, 4.0]] * 3
-
-
-def test_buffers_are_left_alone_if_not_named():
-    def train(rank: int) -> float:
-        one = Norm(TORCH, [0.0, 1.0 + rank], named_buffers=None)
-        one.opt.drain()
-        return float(one.mean[1])
-
-    assert Cluster(2).run(train) == [1.0, 2.0]
 
 
 @both

@@ -16,7 +16,7 @@ import torch
 from hvd_async.testing import Cluster
 from tests.conformance.cases import Case, Script
 from tests.conformance.drive import ScriptedWorker, attach, scripted_engine, tapes
-from tests.conformance.eager_ranks import ADAM, KERAS, KERAS_GRAPH, MOMENTUM, TORCH, Binding, both
+from tests.conformance.eager_ranks import ADAM, KERAS, MOMENTUM, TORCH, Binding, both
 from tests.conformance.reference import Array, replay
 from tests.conformance.torch_ranks import ProcessSet
 
@@ -116,11 +116,6 @@ def test_replicas_hold_the_same_weights(binding, case, step, options, tapes):
     check(binding, case, ends, tapes, lambda rank: range(RANKS))
     if "hierarchical" not in options:
         assert min(ends[SLOW].seen) > 1, "nobody was late: the example has lost its point"
-
-
-def test_replicas_hold_the_same_weights_in_a_graph(tapes):
-    ends = train(KERAS_GRAPH, MOMENTUM, lambda rank: {}, take)
-    check(KERAS_GRAPH, MOMENTUM, ends, tapes, lambda rank: range(RANKS))
 
 
 @both

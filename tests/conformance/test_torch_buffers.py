@@ -87,38 +87,6 @@ def constants() -> dict[str, torch.Tensor]:
     }
 
 
-@all_wrappers
-@pytest.mark.filterwarnings("error:buffers")
-def test_statistics_agree_beside_constants_of_any_kind_which_keep_their_bits(wrapper):
-    def train(rank: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        model = Net(**constants())
-        optimizer = wrap(wrapper, model)
-        for number in range(3):
-            step(model, optimizer, rank, number)
-        own = model.norm.running_var.clone()
-        seen = []
-        with optimizer.consensus():
-            seen.append(model.norm.running_var.clone())
-        if wrapper != "eager":
-            assert torch.equal(model.norm.running_var, own)
-        optimizer.drain()
-        seen.append(model.norm.running_var.clone())
-        for name, constant in constants().items():
-            now = getattr(model, name)
-            assert (now.shape, now.dtype) == (constant.shape, constant.dtype), name
-            if constant.is_sparse:
-                now, constant = now.to_dense(), constant.to_dense()
-            assert bits(now.resolve_conj()) == bits(constant.resolve_conj()), name
-        return own, seen
-
-    own, seen = zip(*Cluster(3).run(train), strict=True)
-    assert not torch.equal(own[0], own[1])
-    for averages in seen:
-        for average in averages:
-            torch.testing.assert_close(average, torch.stack(own).double().mean(0).float(), rtol=1e-6, atol=0)
-            assert torch.equal(average, seen[0][0])
-
-
 @pytest.mark.parametrize("wrapper", ["eager", "gossip", "easgd"])
 @pytest.mark.parametrize("name", [name for name in constants() if name not in ("empty", "adjacency")])
 def test_other_buffers_become_rank_0s_bit_by_bit(wrapper, name):
@@ -230,29 +198,6 @@ def test_a_buffer_that_its_module_has_replaced_is_averaged_where_it_is_now(wrapp
         return model.norm.running_mean.tolist(), model.mask.tolist()
 
     assert Cluster(2).run(train) == [([1.5] * 3, [1.0] * 4)] * 2
-
-
-@pytest.mark.parametrize("kinds", [[torch.float32], [torch.float32, torch.float64]], ids=len)
-def test_pulls_go_on_when_all_statistics_are_gone(kinds):
-    """As when batch norm has been merged into the layers before."""
-
-    def train(rank: int) -> Any:
-        model = torch.nn.ModuleList([torch.nn.BatchNorm1d(3, dtype=kind) for kind in kinds])
-        optimizer: Any = hvd.LeaderOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            algorithm="easgd",
-            global_period=1,
-            named_buffers=model.named_buffers(),
-        )
-        for _ in range(2):
-            optimizer.record_loss(1.0)
-            optimizer.step()
-            for norm in model:
-                norm.running_mean = norm.running_var = None
-        optimizer.drain()
-        return optimizer.stats().steps
-
-    assert Cluster(2).run(train) == [2, 2]
 
 
 @all_wrappers

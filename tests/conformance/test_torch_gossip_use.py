@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-import threading
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,13 +11,10 @@ import torch
 import hvd_async.torch as hvd
 from hvd_async.algorithms.gossip import message_format
 from hvd_async.algorithms.gossip.message_format import HEADER
-from hvd_async.errors import ReplicaStateError
-from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.testing import Cluster
 from hvd_async.torch.memory import ReusedMemory
 from hvd_async.torch.message_format import make_message_format
-from tests.conformance.drive import scripted_engine
 from tests.conformance.gossip_ranks import MOMENTUM, PAIRS, SGD, STAR, alike, by_options, check_mean, drain, watch
 from tests.conformance.gossip_reference import least_squares
 from tests.conformance.torch_gossip_ranks import GossipTrainer
@@ -34,46 +27,6 @@ def bits(trainer: GossipTrainer) -> bytes:
 
 
 # -- what is called around a step -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
-def test_the_result_is_an_instance_of_the_wrapped_class(kind):
-    with scripted_engine(2):
-        plain = kind(conv_model().parameters(), lr=0.1)
-        wrapped = hvd.GossipOptimizer(plain)
-    assert isinstance(wrapped, kind)
-    assert wrapped.param_groups is plain.param_groups
-    assert repr(wrapped).startswith(kind.__name__)
-    assert wrapped.stats().steps == wrapped.rounds == 0
-    for copying in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(ReplicaStateError, match=r"save its state_dict\(\)"):
-            copying(wrapped)
-
-
-@pytest.mark.parametrize("made", ["before", "after"])
-def test_schedulers_change_each_ranks_own_rate(made):
-    def train(rank: int, by_hand: bool = False) -> bytes:
-        schedulers = []
-
-        def make(parameters: Any) -> Any:
-            plain = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-            if made == "before":
-                schedulers.append(torch.optim.lr_scheduler.ExponentialLR(plain, 0.5))
-            return plain
-
-        trainer = GossipTrainer(least_squares(3, MOMENTUM), rank, make=make, **STAR)
-        if made == "after":
-            schedulers.append(torch.optim.lr_scheduler.ExponentialLR(trainer.opt, 0.5))
-        for step in range(4):
-            trainer.step()
-            if by_hand:
-                trainer.opt.param_groups[0]["lr"] = 0.1 * 0.5 ** (step + 1)
-            else:
-                schedulers[0].step()
-        assert trainer.opt.param_groups[0]["lr"] == 0.1 / 16
-        return bits(trainer)
-
-    assert alike(train) == alike(lambda rank: train(rank, by_hand=True))
 
 
 def test_a_closure_is_evaluated_once_a_step_at_the_models_own_weights():
@@ -97,18 +50,6 @@ def test_a_closure_is_evaluated_once_a_step_at_the_models_own_weights():
 
     assert alike(train) == alike(lambda rank: train(rank, closure=True))
     assert sorted(calls) == [0] * 4 + [1] * 4 + [2] * 4
-
-
-def test_step_hooks_run_once_a_step():
-    def train(rank: int) -> list[str]:
-        trainer, log = GossipTrainer(least_squares(2, SGD), rank), list[str]()
-        trainer.opt.register_step_pre_hook(lambda *_: log.append("pre"))
-        trainer.opt.register_step_post_hook(lambda *_: log.append("post"))
-        trainer.train(2)
-        trainer.opt.drain()
-        return log
-
-    assert alike(train, 2) == ["pre", "post"] * 2
 
 
 @by_options(STAR, PAIRS)
@@ -193,58 +134,6 @@ def test_parameters_of_all_shapes_and_layouts(options):
     assert contiguous == channels_last or options["algorithm"] == "adpsgd"
 
 
-def test_frozen_parameters_and_those_without_gradient_are_only_mixed():
-    def train(rank: int) -> tuple[bytes, Any]:
-        trainer = GossipTrainer(least_squares(3, MOMENTUM), rank, **STAR)
-        trainer.parameters[0].requires_grad_(False)
-        for _ in range(6):
-            trainer.gradient()
-            trainer.parameters[0].grad = None
-            if rank == 1:
-                trainer.parameters[1].grad = None
-            trainer.opt.step()
-        return bits(trainer), trainer.parameters[0].detach().numpy()
-
-    start = least_squares(3, MOMENTUM).start[0]
-    for _, frozen in Cluster(3).run(train):
-        np.testing.assert_allclose(frozen, start[:2], rtol=1e-6)
-    assert len({weights for weights, _ in Cluster(3).run(train)}) == 1
-
-
-def test_a_group_may_be_added_before_the_first_step_only():
-    def train(rank: int) -> float:
-        trainer = GossipTrainer(least_squares(2, SGD), rank, named_parameters=None)
-        extra = torch.nn.Parameter(torch.zeros(1))
-        trainer.opt.add_param_group({"params": [extra], "lr": 0.5})
-        trainer.gradient()
-        extra.grad = torch.full((1,), 1.0 + rank)
-        trainer.opt.step()
-        with pytest.raises(ReplicaStateError, match="Add all groups before training"):
-            trainer.opt.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
-        trainer.opt.drain()
-        return extra.item()
-
-    assert alike(train, 2) == -0.75
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64])
-def test_parameters_that_mixing_would_spoil(dtype):
-    right = torch.nn.Parameter(torch.zeros(2))
-    wrong = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
-    with scripted_engine(2):
-        hint = rf"{dtype} cannot be mixed.*keep weights in float32 and compute in half precision by torch\.autocast"
-        with pytest.raises(ValueError, match=hint):
-            hvd.GossipOptimizer(torch.optim.SGD([right, wrong], lr=0.1))
-
-    def train(rank: int) -> None:
-        opt = hvd.GossipOptimizer(torch.optim.SGD([right], lr=0.1))
-        opt.add_param_group({"params": [wrong]})
-        with pytest.raises(ValueError, match=hint):
-            opt.drain()
-
-    Cluster(1).run(train)
-
-
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
 @pytest.mark.parametrize("elements", [1, 9, 2051])
 @pytest.mark.parametrize(("codec", "parts"), [("none", 2), ("fp16", 1), ("bf16", 2), ("int8", 1), ("int8", 3)])
@@ -301,39 +190,6 @@ def test_a_plain_optimizers_state_is_taken_and_ours_by_a_plain_optimizer():
         assert torch.equal(held, state["state"][1]["momentum_buffer"])
 
 
-def test_optimizer_state_is_broadcast_before_the_first_step(monkeypatch):
-    """Rank 0 has loaded a checkpoint; nobody has stepped."""
-    meeting, sent, states = threading.Barrier(2), dict[str, Any](), dict[int, Any]()
-
-    def broadcast(value: Any, root: int, name: str) -> Any:
-        if local_engine().rank == root:  # type: ignore[union-attr]
-            sent[name] = value
-        meeting.wait(30)
-        return sent[name]
-
-    fake = SimpleNamespace(rank=lambda: local_engine().rank, broadcast=broadcast, broadcast_object=broadcast)  # type: ignore[union-attr]
-    monkeypatch.setattr("hvd_async.torch.functions.hvd", fake)
-
-    def first(rank: int) -> None:
-        trainer = GossipTrainer(least_squares(2, MOMENTUM), rank, **STAR).train(3)
-        trainer.opt.drain()
-        states[rank] = trainer.saved()["opt"], trainer.moments().tolist()
-
-    def train(rank: int) -> tuple[Any, int]:
-        trainer = GossipTrainer(least_squares(2, MOMENTUM), rank, **STAR)
-        if rank == 0:
-            trainer.opt.load_state_dict(states[0][0])
-        hvd.broadcast_optimizer_state(trainer.opt, root_rank=0)
-        assert trainer.opt.stats().steps == 0
-        held, rounds = trainer.moments().tolist(), trainer.opt.rounds
-        trainer.train(1).opt.drain()
-        return held, rounds
-
-    Cluster(2).run(first)
-    state, moments = states[0]
-    assert Cluster(2).run(train) == [(moments, state["hvd_async"]["rounds"])] * 2
-
-
 def test_a_header_is_not_written_over_the_part_behind_a_message():
     """Two parts of 16 bytes lie in 32, which is as long as a row of one with its header."""
     vector = torch.arange(8.0)
@@ -342,16 +198,3 @@ def test_a_header_is_not_written_over_the_part_behind_a_message():
     row = post.pack([(post.encode(first), HEADER.pack(1, 0.5))])
     assert row[0, :16].view(torch.float32).tolist() == [0.0, 1.0, 2.0, 3.0]
     assert second.tolist() == [4.0, 5.0, 6.0, 7.0]
-
-
-def test_there_is_room_for_all_rows_that_an_exchange_brings():
-    """In memory that serves again; on hosts, where nobody knows how many there will be, Horovod finds some."""
-    vector, group = torch.arange(8.0), RankGroup(None, (0,), 0, 0, 1)
-    post = make_message_format(vector, "fp16", 1, group, 1, ReusedMemory(2), received=3)
-    (row,) = post.pack([(post.encode(vector), HEADER.pack(1, 0.5))])
-    room = post.room()
-    assert room.shape == (3, len(row))
-    where = room.data_ptr()
-    del room
-    assert post.room().data_ptr() == where
-    assert make_message_format(vector, "fp16", 1, group, 2, ReusedMemory(2)).room() is None

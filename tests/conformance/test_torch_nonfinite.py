@@ -39,15 +39,6 @@ def test_vectors_that_are_not_finite_are_emptied_and_told_once(gpu, spoilt):
         assert checks.emptied() == []
 
 
-def test_steps_that_nobody_has_asked_about_are_told_together(gpu):
-    checks = Checks(BUCKETS)
-    for bucket in (2, 2, 3):
-        checks.empty_unless_finite(bucket, vectors({bucket: float("nan")})[bucket])
-        checks.send()
-    checks.empty_unless_finite(0, vectors({0: float("nan")})[0])  # (a drain between backward() and step())
-    assert checks.emptied() == [2, 2, 3, 0]
-
-
 def test_flags_of_another_stream_are_others(gpu):
     """A kernel on one stream may not write flags that another stream makes zero: nothing orders the two."""
     checks, step = Checks(BUCKETS), vectors({1: float("nan"), 2: float("nan")})
@@ -56,13 +47,3 @@ def test_flags_of_another_stream_are_others(gpu):
             checks.empty_unless_finite(bucket, step[bucket])
     assert len(checks._queued) == 2
     assert checks.emptied() == [1, 2]
-
-
-def test_a_step_waits_once(gpu):
-    checks = Checks(BUCKETS)
-    for bucket, vector in vectors({}).items():
-        checks.empty_unless_finite(bucket, vector)
-    checks.send()
-    assert not gpu.waits
-    checks.emptied()
-    assert sum(gpu.waits.values()) == 1

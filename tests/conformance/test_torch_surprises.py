@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hvd_async.torch as hvd
-from hvd_async.errors import ReplicaMismatchError, ReplicaStateError, WaitTimeoutError
+from hvd_async.errors import ReplicaStateError, WaitTimeoutError
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster
 from tests.conformance.eager_ranks import MOMENTUM, UNIT
@@ -62,17 +62,6 @@ def test_a_model_is_let_go_with_its_optimizer():
         return alive() is None
 
     assert Cluster(2).run(train) == [True, True]
-
-
-def test_groups_in_another_order_are_refused():
-    def train(rank: int) -> None:
-        def groups(ps: list[Any]) -> list[list[Any]]:
-            return [[ps[0], ps[2 if rank else 1]], [ps[1 if rank else 2], ps[3]]]
-
-        with pytest.raises(ReplicaMismatchError, match="buckets"):
-            TorchVectors([3] * 4, UNIT, groups=groups).opt.drain()
-
-    Cluster(2).run(train)
 
 
 @pytest.mark.parametrize("broken_off", ["step", "drain"])

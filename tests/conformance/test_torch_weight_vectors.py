@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hvd_async.torch as hvd
-from hvd_async.algorithms.gossip.message_format import HEADER
 from hvd_async.errors import ReplicaMismatchError
 from hvd_async.testing import Cluster
-from hvd_async.torch import streams, weight_vectors
 from hvd_async.torch.bucket_layout import memory_order
-from hvd_async.torch.weight_vectors import FREE_BLOCKS, WeightVectors
+from hvd_async.torch.weight_vectors import WeightVectors
 from tests.conformance.gossip_ranks import PAIRS, STAR, alike
-from tests.conformance.test_torch_waits import NothingComesFromTheHost
-from tests.conformance.test_torch_waits import parameters as meta_parameters
 
 LAST, PLAIN = torch.channels_last, torch.contiguous_format
 INT8 = {**STAR, "compression": hvd.Compression.int8}
@@ -116,13 +110,6 @@ def test_copies_do_not_reorder_elements_and_views_are_made_once():
     assert vectors.parts(vectors.read(parameters)) is parts
 
 
-def test_no_step_waits_for_a_number():
-    parameters = meta_parameters()
-    vectors = vectors_of(parameters)
-    with NothingComesFromTheHost():
-        vectors.write(parameters, vectors.read(parameters))
-
-
 def test_memory_is_reused_when_the_last_tensor_on_it_is_gone():
     vectors = vectors_of(made())
     first = vectors.empty()
@@ -132,47 +119,6 @@ def test_memory_is_reused_when_the_last_tensor_on_it_is_gone():
     del view
     again = vectors.empty()
     assert where in {again.data_ptr(), vectors.empty().data_ptr(), vectors.empty().data_ptr()}
-
-
-def test_free_memory_is_bounded():
-    vectors = vectors_of(made())
-    late = [vectors.empty() for _ in range(6)]
-    assert len({one.data_ptr() for one in late}) == 6
-    del late
-    vectors.empty()
-    assert len(vectors._blocks) == FREE_BLOCKS + 1
-
-
-def test_there_is_room_for_a_header_behind_a_vector():
-    vector = vectors_of(made()).empty()
-    assert vector.storage_offset() == 0
-    assert vector.untyped_storage().nbytes() >= vector.nbytes + HEADER.size
-
-
-def test_memory_is_freed_in_one_thread_and_reused_in_another():
-    vectors, seen = vectors_of(made()), []
-
-    def work() -> None:
-        for number in range(200):
-            mine = vectors.empty().fill_(number)
-            seen.append(bool((mine == number).all()))
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert seen == [True] * 800
-
-
-def test_memory_is_not_reused_where_torch_cannot_count_uses(monkeypatch):
-    monkeypatch.setattr(weight_vectors, "_use_count", None)
-    parameters = made()
-    vectors = vectors_of(parameters)
-    one, other = vectors.read(parameters), vectors.empty().zero_()
-    vectors.write(parameters, other)
-    assert one.abs().sum() > 0
-    assert not any(p.any() for p in parameters)
 
 
 # -- memory formats of ranks --------------------------------------------------------------------------------------
@@ -246,30 +192,6 @@ def test_vectors_in_a_checkpoint_load_only_with_the_same_memory_order(loads):
     assert Cluster(2).run(resume) == (whole if loads is LAST else [None, None])
 
 
-@pytest.mark.parametrize("saves", [PLAIN, LAST], ids=str)
-def test_orders_are_those_of_all_groups_also_of_one_added_before_a_state_is_loaded(saves):
-    """Loading a state raises only if the parameter of the added group has another memory format."""
-
-    def grouped(memory_format: torch.memory_format) -> Any:
-        first, *others = made(memory_format)
-        opt: Any = hvd.GossipOptimizer(torch.optim.SGD(others, lr=0.1), **INT8)
-        opt.add_param_group({"params": [first]})
-        for parameter in (first, *others):
-            parameter.grad = torch.ones_like(parameter)
-        return opt
-
-    def resume(rank: int) -> None:
-        opt = grouped(saves)
-        opt.step()
-        opt.cut()
-        state = copy.deepcopy(opt.state_dict())
-        grouped(saves).load_state_dict(copy.deepcopy(state))
-        with pytest.raises(ValueError, match="lie in memory otherwise than this model's"):
-            grouped(LAST if saves is PLAIN else PLAIN).load_state_dict(state)
-
-    Cluster(2).run(resume)
-
-
 def test_a_checkpoint_in_contiguous_order_loads_into_a_model_that_is_converted_later():
     """Older versions saved that order, whatever the model's format."""
     saved: list[Any] = [None, None]
@@ -298,27 +220,6 @@ def test_a_checkpoint_in_contiguous_order_loads_into_a_model_that_is_converted_l
 # -- parameter groups -----------------------------------------------------------------------------------------------
 
 
-def test_freezing_between_steps_is_seen_by_the_next_one():
-    """Elements of a frozen parameter are reported as frozen, those of an unfrozen one are not."""
-
-    def train(rank: int) -> list[list[slice]]:
-        one, seen = Rank(rank, {"algorithm": "exact-diffusion", "topology": "ring"}), []
-        for frozen in ([], [1], [0, 1, 5], [2], []):
-            for index, parameter in enumerate(one.parameters):
-                parameter.requires_grad_(index not in frozen)
-            one.step()
-            seen.append(one.opt._async.replica.frozen())
-        return seen
-
-    assert (
-        Cluster(2).run(train)
-        == [
-            [[], [slice(48, 53)], [slice(0, 48), slice(48, 53)], [slice(53, 59)], []],
-        ]
-        * 2
-    )
-
-
 def test_weights_converted_to_a_wider_dtype_after_the_ranks_met_are_refused():
     def train(rank: int) -> None:
         one = Rank(rank, STAR)
@@ -327,111 +228,5 @@ def test_weights_converted_to_a_wider_dtype_after_the_ranks_met_are_refused():
             parameter.data = parameter.data.double()
         with pytest.raises(ValueError, match=r"travel as torch\.float32.*have become torch\.float64"):
             one.step()
-
-    Cluster(1).run(train)
-
-
-def test_the_content_of_groups_may_be_replaced_by_a_loaded_state():
-    """A step uses the learning rates that the groups have when it begins."""
-
-    def train(rank: int) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-        groups = [{"params": made()}, {"params": made()[:2], "lr": 0.5}]
-        opt = hvd.GossipOptimizer(
-            torch.optim.SGD(groups, lr=0.1, momentum=0.9), algorithm="exact-diffusion", topology="ring"
-        )
-
-        def step() -> list[tuple[int, float]]:
-            for group in groups:
-                for parameter in group["params"]:
-                    parameter.grad = torch.zeros_like(parameter)
-            opt.step()
-            return list(opt._async.worker.learning_rates())
-
-        before = step()
-        opt.drain()
-        state = opt.state_dict()
-        state["param_groups"][0]["lr"], state["param_groups"][1]["lr"] = torch.tensor(0.25), 0.125
-        opt.load_state_dict(state)
-        return before, step()
-
-    for before, after in Cluster(2).run(train):
-        assert before == [(72, 0.1), (53, 0.5)]
-        assert after == [(72, 0.25), (53, 0.125)]
-
-
-@pytest.mark.parametrize(
-    "options", [{"algorithm": "exact-diffusion", "topology": "ring"}, {**STAR, "quasi_global": True}], ids=str
-)
-def test_a_learning_rate_on_a_gpu_is_read_after_the_step_is_computed(monkeypatch, options):
-    rate, events = torch.tensor(0.1), []
-
-    class Later:
-        def __init__(self, number: torch.Tensor) -> None:
-            assert number is rate
-            events.append("sent")
-
-        def __float__(self) -> float:
-            events.append("read")
-            return 0.1
-
-    monkeypatch.setattr(streams.gpu, "holds", lambda tensor: tensor is rate)
-    monkeypatch.setattr(streams, "Later", Later)
-
-    def train(rank: int) -> list[str]:
-        one = Rank(rank, options)
-        replica = one.opt._async.replica
-        is_finite = replica.is_finite
-        replica.is_finite = lambda weights: events.append("waited") or is_finite(weights)
-        one.step()
-        one.opt.param_groups[0]["lr"] = rate
-        events.clear()
-        one.step()
-        return list(events)
-
-    (seen,) = Cluster(1).run(train)
-    assert seen[:2] == ["sent", "waited"]
-    assert set(seen[2:]) == {"read"}
-
-
-# -- batch-norm statistics ------------------------------------------------------------------------------------------
-
-
-class Calls(TorchDispatchMode):
-    """Counter of calls that compute something."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not any(argument.alias_info for argument in function._schema.arguments[:1])
-        return function(*args, **(kwargs or {}))
-
-
-def test_statistics_are_read_in_one_call_from_the_modules_present_buffers():
-    model = torch.nn.Sequential(*[torch.nn.BatchNorm1d(3) for _ in range(20)], torch.nn.Linear(3, 1))
-
-    def train(rank: int) -> None:
-        opt = hvd.LeaderOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), group=1, named_buffers=model.named_buffers()
-        )
-        replica = opt._async.replica
-        with Calls() as calls:
-            read = replica.statistics()
-        assert calls.count == 1
-        model[1].running_mean = torch.tensor([1.0, 2.0, 3.0])  # (another tensor)
-        model[2].running_var.fill_(torch.nan)
-        expected = torch.zeros(2, 40, 3)
-        expected[1] = 1.0
-        expected[0, 1::2] = 1.0
-        assert read().view(2, 40, 3).equal(expected.double())  # as it was read
-        expected[0, 2] = torch.tensor([1.0, 2.0, 3.0])
-        expected[:, 5] = 0.0
-        assert replica.statistics()().view(2, 40, 3).equal(expected.double())
-        model[3].running_mean = torch.zeros(4)  # (of another shape)
-        model[3].running_var = None
-        model[4].running_mean = torch.ones(3, dtype=torch.int64)  # (counts are no statistics)
-        expected[:, 6:9] = 0.0
-        assert replica.statistics()().view(2, 40, 3).equal(expected.double())
 
     Cluster(1).run(train)

@@ -12,7 +12,8 @@ import torch
 
 from hvd_async.runtime.interfaces import Handle
 from hvd_async.testing import Cluster, InjectedError, MemoryCollectives
-from tests.conformance.crossings.table import ARMS, FALLS, STEPS, Cell, drop_of, steps_of
+from tests.conformance.crossings.table import ARMS, FALLS, MIDDLE, STEPS, Cell, drop_of, steps_of
+from tests.conformance.elastic_board import among_others, over_a_board, trained
 
 SUMMED = {"float16", "bfloat16", "int32", "int64", "float32", "float64"}
 """Dtypes of vectors that the library can sum by Horovod. (bfloat16 by an alltoall.)"""
@@ -101,7 +102,36 @@ def run_ranks(cell: Cell, make: Callable[[Cell, int | None], Any]) -> Sequence[A
             for event in done:  # (also of a rank that has failed: nobody waits for it)
                 event.set()
 
-    return Cluster(ARMS[cell.arm].ranks, wrap=like_horovod).outcomes(work, LIMIT)
+    if cell["middle"] == "elastic":
+        return run_elastic(cell, make, done)
+    *runs, last = Cluster(cell.ranks + (cell["set"] != "none"), wrap=like_horovod).outcomes(work, LIMIT)
+    if cell["set"] == "none" or isinstance(last, BaseException):
+        return [*runs, last]
+    runs[0].problems += [f"outside of the process set {problem}" for problem in last.problems]
+    return runs
+
+
+def run_elastic(cell: Cell, make: Callable[[Cell, int | None], Any], done: list[threading.Event]) -> Sequence[Any]:
+    """Run a cell's script with a change of the ranks in its middle, after which they are the same ones."""
+
+    def first(rank: int) -> Any:
+        one = make(cell, rank)
+        one.done = done
+        one.begin()
+        one.state.sync()
+        one.take_steps(range(MIDDLE[0] + 1))
+        return one
+
+    def rest(rank: int, one: Any) -> Any:
+        one.take_steps(range(MIDDLE[0] + 1, one.steps))
+        return one.end()
+
+    try:
+        with over_a_board():
+            jobs = trained(cell.ranks, first, LIMIT, wrap=like_horovod)
+            return among_others(cell.ranks, jobs, lambda: None, rest, LIMIT, wrap=like_horovod)
+    except Exception as error:  # noqa: BLE001  it is judged
+        return [error]
 
 
 def problems(cell: Cell, make: Callable[[Cell, int | None], Any], equivalent: Callable[[Cell], Cell]) -> list[str]:
@@ -125,7 +155,7 @@ def problems(cell: Cell, make: Callable[[Cell, int | None], Any], equivalent: Ca
             found.append("weights are not finite")
         if one.drained != runs[0].drained:
             found.append("replicas differ after a drain, or in consensus()")
-    if arm.plain:
+    if cell.plain:
         for one in runs:
             for step, (own, due) in enumerate(zip(one.path, plain.path, strict=True)):
                 if not np.allclose(own, due, **alike):
@@ -139,7 +169,7 @@ def problems(cell: Cell, make: Callable[[Cell, int | None], Any], equivalent: Ca
     else:
         found += _near(cell, plain, runs)
     other = equivalent(cell)
-    if other.id != cell.id and not arm.plain and not arm.late:
+    if other.id != cell.id and not cell.plain and not arm.late:
         for one, due in zip(runs, run_ranks(other, make), strict=True):
             if isinstance(due, BaseException):
                 found.append(f"{other.id} raises {type(due).__name__}: {due}")
@@ -215,7 +245,7 @@ def _counts(cell: Cell, runs: Sequence[Any]) -> list[str]:
     arm, found = ARMS[cell.arm], []
     if arm.eager and cell["middle"] not in ("resume", "cut", "anew", "zeroed-discarded"):
         produced = sum(one.stats.gradients_produced for one in runs)
-        if any(one.stats.gradients_applied != produced for one in runs) or produced != steps_of(cell) * arm.ranks:
+        if any(one.stats.gradients_applied != produced for one in runs) or produced != steps_of(cell) * cell.ranks:
             found.append(f"gradients are lost: {produced} were produced")
     if any(one.rounds < 1 for one in runs):
         found.append("opt.rounds is 0")

@@ -14,22 +14,27 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import hvd_async.tensorflow.elastic as keras_elastic
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.tensorflow.variables import raw
 from tests.conformance import keras_ranks
 from tests.conformance.crossings.table import (
     ARMS,
+    CONNECTED,
     FROZEN,
     HELD,
     MIDDLE,
     MOVED_BY_ENDS,
     PATIENCE,
-    TINY_MB,
     Cell,
+    connects,
     drop_of,
+    options_of,
     steps_of,
+    switched,
 )
 from tests.conformance.reference import Array
+from tests.conformance.torch_ranks import ProcessSet
 
 BATCH = 6
 RATE = {"sgd": 0.1, "momentum": 0.05, "nesterov": 0.05, "adam": 0.02, "adamw": 0.02}
@@ -155,12 +160,23 @@ class Run:
 
     def train(self) -> Run:
         """Run the whole script."""
+        self.begin()
+        self.take_steps(range(self.steps))
+        return self.end()
+
+    def begin(self) -> None:
+        """Make the optimizer, and meet the other ranks."""
         self.make_optimizer()
         if self.ours and self.arm.holdable:
             self.opt._async.worker_now()  # (ranks meet; from here on they may be late)
         self.path.append(self.weights())
         self.constants = [np.array(raw(v)) for v in self.constant_variables()]
-        for step in range(self.steps):
+        if self.ours and self.cell["middle"] == "elastic":
+            self.state = keras_elastic.TensorFlowKerasState(self.net, self.opt)
+
+    def take_steps(self, steps: range) -> None:
+        """Take steps, with what the script does in its middle."""
+        for step in steps:
             self.t = step
             self.hold()
             self.take_step()
@@ -168,6 +184,9 @@ class Run:
                 self.done[self.t].set()
             if self.t in MIDDLE:
                 self.middle()
+
+    def end(self) -> Run:
+        """Drain, and note what is left."""
         rounds = self.opt.rounds if self.ours else 0
         self.drain()
         self.look()
@@ -184,7 +203,7 @@ class Run:
 
     def hold(self) -> None:
         """Wait, on the last rank of an arm that allows it, for a later step of rank 0."""
-        if self.ours and self.arm.holdable and self.rank == self.arm.ranks - 1:
+        if self.ours and self.arm.holdable and self.rank == self.cell.ranks - 1:
             for own, other in HELD:
                 if self.t == own % self.steps and not self.done[other % self.steps].wait(PATIENCE):
                     self.report("others go on while a rank has not begun its step: they do not")
@@ -195,7 +214,7 @@ class Run:
         self.freeze()
         if self.cell["rate"] == "by-hand" and self.t == drop_of(self.cell):
             self.opt.learning_rate = 0.1 * self.rate()
-        voices = [0] if not self.arm.own else range(self.arm.ranks) if self.rank is None else [self.rank]
+        voices = [0] if not self.arm.own else range(self.cell.ranks) if self.rank is None else [self.rank]
         self.step(tuple(map(self.batch, voices)), tuple(map(self.with_gain, voices)))
         if self.cell["weights"] == "clamp-between":
             self.net.first.kernel.assign(tf.clip_by_value(raw(self.net.first.kernel), -0.4, 0.4))
@@ -281,6 +300,8 @@ class Run:
         level = self.cell["middle"]
         if level == "drain":
             self.drain()
+        elif level == "switch" and self.ours:
+            self.opt.switch(**switched(self.cell, back=self.t != MIDDLE[0]))
         elif level == "consensus" and self.ours:
             own = self.weights()
             with self.opt.consensus():
@@ -373,9 +394,7 @@ class Run:
 
     def wrapped(self, plain: Any) -> Any:
         """Return an optimizer of ours."""
-        options = dict(self.arm.options)
-        if self.arm.tiny:
-            options["bucket_cap_mb"] = TINY_MB
+        options = options_of(self.cell, hvd, ProcessSet)
         if self.cell["gradients"] == "transform" and self.arm.eager:
             options["round_transform"] = clip
         if self.cell["buffers"] != "none":
@@ -456,12 +475,14 @@ LEVELS: Mapping[str, Mapping[str, Any]] = {
     "rate": dict.fromkeys(["drop", "warm-up", "by-hand"]),
     "buffers": dict.fromkeys(["norm", "dropout", *BUFFERS]),
     "dtype": dict.fromkeys(["float64", "bfloat16"]),
-    "middle": dict.fromkeys(["drain", "consensus", "resume", "cut", "anew"]),
+    **{factor: dict.fromkeys(levels) for factor, levels in CONNECTED.items()},
+    "middle": dict.fromkeys(["drain", "consensus", "resume", "cut", "anew", "switch", "elastic"]),
 }
 """By factor and level."""
 IDLE: Mapping[str, Mapping[str, str]] = {
     "averages": {"ema": "none", "loop": "none"},
     "buffers": {"dropout": "none", **dict.fromkeys(BUFFERS, "norm")},
+    "set": {"set": "none"},
 }
 """Levels that change no weights, and the level that does as much."""
 
@@ -474,6 +495,8 @@ def equivalent(cell: Cell) -> Cell:
 def allowed(levels: Mapping[str, str]) -> bool:
     """Return whether levels may meet (those of "arm" among them) in a cell that runs to its end."""
     arm = ARMS.get(levels.get("arm", ""))
+    if not connects(levels):
+        return False
     if arm is None:
         return True
     if levels.get("dtype") == "bfloat16" and not arm.eager:

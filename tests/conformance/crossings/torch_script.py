@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 import hvd_async.torch as hvd
-from tests.conformance.crossings.table import ARMS, HELD, MIDDLE, PATIENCE, TINY_MB, Cell, steps_of
+from tests.conformance.crossings.table import ARMS, HELD, MIDDLE, PATIENCE, Cell, options_of, steps_of
 from tests.conformance.crossings.torch_parts import BUFFERS, LEVELS, OPTIMIZERS, REFUSED, allowed, equivalent
 from tests.conformance.reference import Array
+from tests.conformance.torch_ranks import ProcessSet
 
 __all__ = ["LEVELS", "Run", "allowed", "equivalent"]
 torch.set_num_threads(1)
@@ -43,7 +44,12 @@ class Net(torch.nn.Module):
 
     def __init__(self, cell: Cell) -> None:
         super().__init__()
-        self.first, self.second = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)
+        self.first: torch.nn.Linear | torch.nn.Conv2d = torch.nn.Linear(3, 4)
+        if cell["memory"] != "none":
+            self.first = torch.nn.Conv2d(3, 4, 2)
+        if cell["memory"] == "channels-last":
+            self.first.to(memory_format=torch.channels_last)
+        self.second = torch.nn.Linear(4, 2)
         self.gain = torch.nn.Parameter(torch.ones(4))
         kind = cell["buffers"]
         self.norm = torch.nn.Identity() if kind == "none" else Norm(4)
@@ -58,12 +64,14 @@ class Net(torch.nn.Module):
             self.gain.add_(1.0)
         dtype = getattr(torch, "float32" if cell["dtype"] == "none" else cell["dtype"])
         for module in (self.first, self.second, self.norm):
-            module.to(dtype)
+            module.to(dtype)  # (memory formats stay)
         self.gain.data = self.gain.data.to(dtype)
 
     def forward(self, x: torch.Tensor, with_gain: bool = True) -> torch.Tensor:
         """Map (n, 3) to (n, 2)."""
-        hidden = self.norm(torch.tanh(self.first(x)))  # (behind the first bias, which norms would cancel)
+        if isinstance(self.first, torch.nn.Conv2d):
+            x = x[:, :, None, None] * torch.tensor([[1.0, 0.5], [-0.5, 0.25]], dtype=x.dtype)
+        hidden = self.norm(torch.tanh(self.first(x).flatten(1)))  # (behind the first bias, which norms would cancel)
         result: torch.Tensor = self.second(hidden * self.gain if with_gain else hidden)
         return result
 
@@ -108,6 +116,12 @@ class Run:
 
     def train(self) -> Run:
         """Run the whole script."""
+        self.begin()
+        self.take_steps(range(self.steps))
+        return self.end()
+
+    def begin(self) -> None:
+        """Make the optimizer, and meet the other ranks."""
         for part in self.parts:
             part.prepare(self)
         self.make_optimizer()
@@ -115,7 +129,12 @@ class Run:
             self.opt._async.worker_now()  # (ranks meet; from here on they may be late)
         self.path.append(self.weights())
         self.constants = [buffer.clone() for buffer in self.constant_buffers()]
-        for step in range(self.steps):
+        if self.ours and self.cell["middle"] == "elastic":
+            self.state = hvd.elastic.TorchState(model=self.net, optimizer=self.opt)
+
+    def take_steps(self, steps: range) -> None:
+        """Take steps, with what the script does in its middle."""
+        for step in steps:
             self.t = step
             self.hold()
             self.take_step()
@@ -124,6 +143,9 @@ class Run:
             if self.t in MIDDLE:
                 for part in self.parts:
                     part.middle(self)
+
+    def end(self) -> Run:
+        """Drain, and note what is left."""
         rounds = self.opt.rounds if self.ours else 0
         self.drain()
         self.look()
@@ -136,7 +158,7 @@ class Run:
 
     def hold(self) -> None:
         """Wait, on the last rank of an arm that allows it, for a later step of rank 0."""
-        if self.ours and self.arm.holdable and self.rank == self.arm.ranks - 1:
+        if self.ours and self.arm.holdable and self.rank == self.cell.ranks - 1:
             for own, other in HELD:
                 if self.t == own % self.steps and not self.done[other % self.steps].wait(PATIENCE):
                     self.report("others go on while a rank has not begun its step: they do not")
@@ -168,7 +190,7 @@ class Run:
 
     def loss(self) -> torch.Tensor:
         """Return the loss of this rank's batch; of the plain run the mean of the ranks' losses."""
-        voices = range(self.arm.ranks) if self.rank is None else [self.rank]
+        voices = range(self.cell.ranks) if self.rank is None else [self.rank]
         losses = list[torch.Tensor]()
         for voice in voices if self.arm.own else [0]:
             draw = np.random.default_rng([self.t, voice])
@@ -206,11 +228,9 @@ class Run:
 
     def wrapped(self, plain: torch.optim.Optimizer) -> Any:
         """Return an optimizer of ours."""
-        options = dict(self.arm.options)
+        options = options_of(self.cell, hvd, ProcessSet)
         for part in self.parts:
             options.update(part.options(self))
-        if self.arm.tiny:
-            options["bucket_cap_mb"] = TINY_MB
         named = [(name, p) for name, p in self.net.named_parameters() if not self.elsewhere(name)]
         return getattr(hvd, self.arm.wrapper)(
             plain, named_parameters=named, named_buffers=self.net.named_buffers(), **options
