@@ -1,6 +1,7 @@
 """Arguments of every wrapper in either binding: what comes of them, what is refused with which hint, Horovod's names.
 
-Each argument is refused once here, to see that it gets there; ``unit/test_options`` and ``unit/test_plan`` have the rules.
+Each argument is refused once here, to see that it gets there; the rules are tested in ``unit/test_options`` and
+``unit/test_plan``.
 """
 
 from __future__ import annotations

@@ -57,11 +57,6 @@ def test_several_optimizers_have_files_and_ports_of_their_own(made):
     assert found == [("0", Path("runs/m.0.prom"), 9000), ("1", Path("runs/m.1.prom"), 9004)]
 
 
-def test_one_optimizer_has_those_that_were_named(made):
-    begun(["adam"], prometheus="runs/m.prom", prometheus_port=9000)
-    assert made.made[0].options == {"every": 3, "prometheus": "runs/m.prom", "prometheus_port": 9000}
-
-
 def test_where_one_cannot_be_made_none_is_left(made, monkeypatch):
     monkeypatch.setattr(made, "taken", 9001)
     with pytest.raises(OSError, match="in use"):

@@ -13,7 +13,6 @@ from hvd_async.testing import Cluster
 from tests.conformance.leader_cases import leads
 from tests.conformance.leader_drive import TIMEOUT, in_step, wait_for_pulls
 from tests.conformance.leader_reference import Following, several
-from tests.conformance.reference import Array
 from tests.conformance.weight_ranks import SGD, Rank, TorchRank, also_graph, both
 
 PAIRS = Following("lsgd", several(4, 2), 3, 8)
@@ -37,34 +36,6 @@ def mean(one: Rank) -> list[float]:
 
 def set_mean(one: Rank, value: float) -> None:
     one.set_statistics(np.full(2, value), np.full(2, 10.0 * value))
-
-
-class SpiedLog(list[Any]):
-    """A executor's log that keeps the statistics that each pull was sent with, and those that steps took up."""
-
-    def __init__(self, executor: Any) -> None:
-        super().__init__()
-        self.executor, self.sent, self.taken = executor, dict[int, Array](), list[tuple[int, Array]]()
-        settle = executor.merge_statistics
-
-        def spied(own: Any, step: int, clip: Any) -> Any:
-            averages: list[Any] = []
-
-            def seen(vector: Any, one: Any, other: Any) -> Any:
-                averages.append(other)
-                return clip(vector, one, other)
-
-            settled = settle(own, step, seen)
-            if settled is not None:
-                self.taken.append((step, averages[0].numpy().copy()))
-            return settled
-
-        executor.merge_statistics = spied
-
-    def append(self, entry: Any) -> None:
-        if entry[0] == "sent":
-            self.sent[entry[1]] = self.executor._statistics.numpy().copy()
-        super().append(entry)
 
 
 # -- at pulls -------------------------------------------------------------------------------------------------
@@ -115,40 +86,6 @@ def test_statistics_that_are_not_finite_are_left_out(binding):
         # in the third step all go on with (1 + 4) / 2, which is what they send then too
         expected = [NAN, (1.0, NAN, 4.0)[rank], 2.5, 2.5, (7.0, 8.0, 9.0)[rank]]
         np.testing.assert_allclose(path, [[value, value] for value in expected], rtol=1e-6)
-
-
-@ALGORITHMS
-@pytest.mark.parametrize("sick", [(), (0, 1)], ids=str)
-def test_whatever_comes_late_a_step_takes_up_what_a_pull_has_averaged(following, sick):
-    """Over the ranks whose statistics were finite when they sent them: NaN of a rank goes nowhere."""
-    together = threading.Barrier(4)
-
-    def train(rank: int) -> SpiedLog:
-        one = normed(TorchRank, 4, rank, following)
-        log = one.worker().executor.log = SpiedLog(one.worker().executor)
-        together.wait(TIMEOUT)
-        for step in range(1, 41):
-            one.step(mean=[NAN, 1.0] if rank in sick and step % 3 else None)
-            if step % 5 == 0:  # 20 steps of all have made one more due
-                together.wait(TIMEOUT)
-                wait_for_pulls(one.worker(), step // 5)
-        one.opt.drain()
-        assert np.isfinite(one.statistics()).all()
-        return log
-
-    logs = Cluster(4, jitter=0.002).run(train)
-    for rank, log in enumerate(logs):
-        parts = {pull: sum(other.sent[pull] for other in logs if pull in other.sent) for pull in log.sent}
-        halves = [(pull, *np.split(total, 2)) for pull, total in parts.items()]
-        known = [(pull, sums / np.maximum(counts, 1)) for pull, sums, counts in halves if counts.any()]
-        assert log.taken
-        assert [step for step, _ in log.taken] == [entry[1] for entry in log if entry[0] == "averaged"]
-        for step, taken in log.taken:
-            sent = [entry[1] for entry in log[: log.index(("averaged", step))] if entry[0] == "sent"]
-            fits = [pull for pull, average in known if pull in sent and np.allclose(average, taken, rtol=1e-6)]
-            assert fits, f"rank {rank} takes up at step {step} what no pull has averaged"
-        if rank not in sick:
-            assert all((part[4:] == 1.0).all() for part in log.sent.values())
 
 
 @pytest.mark.parametrize("steps", [(9, 9, 9, 0), (0, 0, 30, 0)], ids=str)

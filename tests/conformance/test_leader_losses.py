@@ -1,4 +1,4 @@
-"""Training losses of ranks that follow a leader: which kinds, where they are recorded, and when the choice sees them."""
+"""Training losses of ranks that follow a leader: which kinds, where they are recorded, when the choice sees them."""
 
 from __future__ import annotations
 
@@ -274,25 +274,6 @@ def test_scale_loss_tells_it_as_in_keras_train_step():
         return events, float(weight)
 
     assert Cluster(1).run(train) == [(alternating([4.0, 1.0, 4.0]), 0.0)]
-
-
-def test_a_step_that_overflows_is_none():
-    """Its losses count with its next step."""
-
-    def train(rank: int) -> list[Any]:
-        opt = alone(keras.optimizers.LossScaleOptimizer(sgd(1.0), initial_scale=16.0))
-        one = Scalar(opt, graph=True)
-        for number in range(3):
-            spoilt = rank == 1 and number == 1
-            one.step(np.inf if spoilt else (1.0 + rank) * float(opt.scale_loss(tf.constant(1.0))), 3.0 * number)
-        own = float(one.weight)
-        opt.drain()
-        scale = float(opt.get_state()["dynamic_scale"])
-        return [own, float(one.weight), opt.stats().steps, opt.stats().mean_loss, scale]
-
-    first, second = Cluster(2).run(train)
-    assert first == [-3.0, -3.0, 3, 2.0, 16.0]
-    assert second == [-4.0, -3.0, 2, pytest.approx((1 + 0 + 3 + 1 + 6) / 5), 8.0]
 
 
 def fitted(

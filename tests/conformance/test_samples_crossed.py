@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from hvd_async.testing import InjectedError
-from tests.conformance.eager_ranks import INF, KERAS, MOMENTUM, TORCH, both
+from tests.conformance.eager_ranks import INF, KERAS, KERAS_GRAPH, MOMENTUM, TORCH, Binding, both
 from tests.conformance.sampled import VECTORS, Plan, check, rounds, train
 from tests.conformance.torch_ranks import ProcessSet
+from tests.conftest import LONG_RUN
 
 __all__ = ["rounds"]  # a fixture
 
@@ -21,24 +22,28 @@ EVEN = Plan(((3, 40, 1, 7), (8, 0, 250, 2), (1, 9, 5, 64), (30, 2, 0, 11)))
 UNEVEN = Plan(((3, 40, 1, 7), (), (8, 0)))
 
 
+JOBS: list[tuple[Plan, int | None, dict[str, Any]]] = [
+    (EVEN, None, {"quorum": "all"}),
+    (EVEN, None, {"quorum": "solo"}),
+    (EVEN, 2, {"quorum": "solo"}),
+    (EVEN, None, {"quorum": "majority"}),
+    (EVEN, 3, {"quorum": 2, "max_staleness": 8, "weight_prediction": 2}),
+    (EVEN, None, {"hierarchical": 2}),
+    (EVEN, None, {"hierarchical": 2, "quorum": "all"}),
+    (EVEN, None, {"quorum": "solo", "max_staleness": 0}),
+    (EVEN, 1, {"pace": "rounds", "grace": 0.002}),
+    (UNEVEN, None, {"quorum": "all"}),
+    (UNEVEN, 0, {"quorum": "solo"}),
+]
+TURNS = [(TORCH, *job) for job in JOBS[::2]] + [(KERAS, *job) for job in JOBS[1::2]]
+TURNS += [(TORCH, *JOBS[3]), (KERAS, *JOBS[2]), (KERAS_GRAPH, *JOBS[2])]
+
+
 @pytest.mark.parametrize(
-    ("plan", "slow", "options"),
-    [
-        (EVEN, None, {"quorum": "all"}),
-        (EVEN, None, {"quorum": "solo"}),
-        (EVEN, 2, {"quorum": "solo"}),
-        (EVEN, None, {"quorum": "majority"}),
-        (EVEN, 3, {"quorum": 2, "max_staleness": 8, "weight_prediction": 2}),
-        (EVEN, None, {"hierarchical": 2}),
-        (EVEN, None, {"hierarchical": 2, "quorum": "all"}),
-        (EVEN, None, {"quorum": "solo", "max_staleness": 0}),
-        (EVEN, 1, {"pace": "rounds", "grace": 0.002}),
-        (UNEVEN, None, {"quorum": "all"}),
-        (UNEVEN, 0, {"quorum": "solo"}),
-    ],
-    ids=str,
+    ("binding", "plan", "slow", "options"),
+    TURNS if not LONG_RUN else [(binding, *job) for binding in (TORCH, KERAS) for job in JOBS],
+    ids=lambda one: one.framework if isinstance(one, Binding) else str(one),
 )
-@both
 def test_each_round_is_the_references(binding, plan, slow, options, rounds):
     """Late gradients, hosts, ranks that end early or have no batch; momentum, which shows what moved in which round."""
     ends = train(binding, plan, slow=slow, case=MOMENTUM, options=lambda rank: options)

@@ -95,7 +95,7 @@ def test_a_root_that_is_gone_is_replaced():
 # -- ranks that leave -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("quorum", "first"), [("solo", 0), ("majority", 1), ("all", 0), (2, 1)])
+@pytest.mark.parametrize(("quorum", "first"), [("solo", 0), ("all", 1)])
 def test_a_rank_goes_on_after_the_other_has_left(first: int, quorum: Any):
     """Further than the staleness bound, with the divisor it had; what the other had produced is in."""
 
@@ -184,7 +184,7 @@ def test_dead_optimizers_are_forgotten_everywhere():
     assert not cluster.coordinator._machines  # (the last one: both have left)
 
 
-@pytest.mark.parametrize("wrapper", ["solo", "all", "sgp", "dpsgd", "adpsgd", "lsgd", "easgd"])
+@pytest.mark.parametrize("wrapper", ["solo", "dpsgd", "adpsgd", "lsgd"])
 def test_a_rank_discards_after_an_error_and_trains_another(wrapper: str):
     def train(rank: int) -> float:
         model, optimizer = make(wrapper, True, 0)

@@ -19,18 +19,6 @@ BUSY = 2**31
 """Clock cycles that the device is kept busy for: about a second."""
 
 
-def test_on_a_cpu_a_vector_is_as_it_was():
-    vector = torch.ones(3)
-    assert streams.record_ready(vector) is vector
-    assert streams.record_received(vector) is vector
-    assert streams.use_here(vector) is vector
-    assert streams.copy_to_host(vector) is vector
-    with streams.on_engine_stream_after(vector):
-        vector += 1
-    assert vector.tolist() == [2.0, 2.0, 2.0]
-    assert not hasattr(vector, streams.READY)
-
-
 def busy_after(vector: torch.Tensor) -> torch.cuda.Event:
     """Queue a second of work on this thread's stream; the event is of its end."""
     torch.cuda._sleep(BUSY)

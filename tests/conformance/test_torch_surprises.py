@@ -19,38 +19,6 @@ from tests.conformance.eager_ranks import MOMENTUM, UNIT
 from tests.conformance.torch_ranks import TorchTrainer, TorchVectors
 
 
-class Counting(torch.optim.Optimizer):
-    """Keeps a count in its groups, as schedule-free optimizers do; and has private methods of common names."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr, "k": 0})
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self._update(parameter, group["lr"])
-            group["k"] += 1
-
-    def _update(self, parameter: torch.Tensor, lr: float) -> None:
-        parameter.data -= lr * parameter.grad
-
-    _apply = _worker = _hand_over = _show = _finish = _share = _update
-
-
-def test_what_an_optimizer_keeps_in_its_groups_stays_and_its_private_methods_are_its_own():
-    def train(rank: int) -> tuple[list[float], int]:
-        one = TorchVectors([2], lambda parameters: Counting(parameters, lr=1.0), quorum="all")
-        for step in range(5):
-            one.set_rate(1.0 + rank + step / 8)  # ranks differ, so a round's numbers are written in
-            one.take(1.0)
-        one.opt.drain()
-        return one.weights().tolist(), one.opt.param_groups[0]["k"]
-
-    (first, k), (other, other_k) = Cluster(2).run(train)
-    assert first == other
-    assert k == other_k == 5
-
-
 def test_a_model_is_let_go_with_its_optimizer():
     def train(rank: int) -> bool:
         one = TorchVectors([2], UNIT, quorum="solo", compression=hvd.Compression.fp16)

@@ -80,47 +80,6 @@ def convert(one: Rank) -> None:
     first.data = first.data.contiguous(memory_format=PLAIN if memory_order(first) else LAST)
 
 
-# -- vectors ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_elements_have_the_parameters_memory_order_and_are_restored_bit_by_bit(dtype):
-    parameters = made()
-    vectors = vectors_of(parameters, dtype)
-    vector = vectors.read(parameters)
-    in_memory = [p.detach().permute(0, 2, 3, 1) if p.dim() == 4 else p.detach() for p in parameters]
-    assert vector.tolist() == torch.cat([t.reshape(-1) for t in in_memory]).to(dtype).tolist()
-    assert vectors.orders == ["channels_last", "", "", "", "", ""]
-    expected = [p.detach().clone() for p in parameters]
-    for parameter in parameters:
-        parameter.detach().zero_()
-    vectors.write(parameters, vector.clone())  # (in memory that it does not know)
-    assert all(map(torch.equal, parameters, expected))
-    vectors.write(parameters, vector.mul_(2.0))
-    assert all(torch.equal(p, 2.0 * before) for p, before in zip(parameters, expected, strict=True))
-
-
-def test_copies_do_not_reorder_elements_and_views_are_made_once():
-    parameters = made()
-    vectors = vectors_of(parameters)
-    vector = vectors.read(parameters)
-    parts = vectors.parts(vector)
-    assert [part.stride() for part in parts if part.numel()] == [p.stride() for p in parameters if p.numel()]
-    del vector
-    assert vectors.parts(vectors.read(parameters)) is parts
-
-
-def test_memory_is_reused_when_the_last_tensor_on_it_is_gone():
-    vectors = vectors_of(made())
-    first = vectors.empty()
-    where, view = first.data_ptr(), first.view(torch.uint8)[8:16]
-    del first
-    assert vectors.empty().data_ptr() != where
-    del view
-    again = vectors.empty()
-    assert where in {again.data_ptr(), vectors.empty().data_ptr(), vectors.empty().data_ptr()}
-
-
 # -- memory formats of ranks --------------------------------------------------------------------------------------
 
 

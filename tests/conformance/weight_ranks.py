@@ -5,7 +5,6 @@ They gossip, or follow a leader where they are given a ``Following``.
 
 from __future__ import annotations
 
-import abc
 import copy
 import dataclasses
 import functools
@@ -57,8 +56,12 @@ def values(state: Any) -> Any:
     return state.tolist() if hasattr(state, "tolist") else state
 
 
-class Rank(abc.ABC):
-    """One rank; each framework's subclass makes the model and takes a step.
+class Rank:
+    """One rank; each framework's subclass makes the model (``_wrap``), and has one vector of its weights.
+
+    ``take(gradient, loss, mean)`` is a step with a given gradient, after a loss is recorded and, of a normed rank, the
+    running mean of its statistics is set, and their variance to ten times as much. ``moments()`` is the optimizer's
+    state in the reference's form; ``through_a_file()`` a state as it comes back from a file without pickled code.
 
     Args:
         problem: its weights, data and optimizer: of ``least_squares``.
@@ -82,8 +85,17 @@ class Rank(abc.ABC):
     graph: ClassVar[bool] = False
     hvd: ClassVar[Any]
     horovod: ClassVar[Any]
-    process_set: ClassVar[Callable[..., Any]]
+    process_set = torch_ranks.ProcessSet
     parameters: list[Any]
+    _wrap: Any
+    take: Any
+    weights: Any
+    assign: Any
+    statistics: Any
+    set_statistics: Any
+    state: Any
+    load: Any
+    through_a_file: Any
 
     def __init__(
         self,
@@ -131,65 +143,6 @@ class Rank(abc.ABC):
         problem = cls.least_squares(cluster.size, case)
         seen = leader_drive.run(lambda rank: cls(problem, rank, following, **options), steps, cluster, together, behind)
         return problem, seen
-
-    # -- what a framework supplies ------------------------------------------------------------------------------
-
-    @abc.abstractmethod
-    def _wrap(self, make: Callable[[Any], Any] | None, normed: bool, wrapper: Any, options: dict[str, Any]) -> Any:
-        """Make the model and its wrapped optimizer."""
-
-    @classmethod
-    @abc.abstractmethod
-    def plain(cls) -> Any:
-        """An optimizer that is not wrapped, of a small model."""
-
-    @abc.abstractmethod
-    def take(self, gradient: Any, loss: Any = None, mean: Any = None) -> None:
-        """Take a step.
-
-        Args:
-            gradient: flat.
-            loss: to record; None: none.
-            mean: of a normed rank's batch; the running mean is set to it, the variance to ten times as much.
-        """
-
-    @abc.abstractmethod
-    def weights(self) -> Array:
-        """Flat, float64."""
-
-    @abc.abstractmethod
-    def assign(self, weights: Any) -> None:
-        """Set the weights."""
-
-    @abc.abstractmethod
-    def set_rate(self, rate: float) -> None:
-        """Set the learning rate."""
-
-    @abc.abstractmethod
-    def statistics(self) -> Array:
-        """A normed rank's mean and variance."""
-
-    @abc.abstractmethod
-    def set_statistics(self, mean: Any, variance: Any) -> None:
-        """Set them."""
-
-    @abc.abstractmethod
-    def state(self) -> dict[str, Any]:
-        """The optimizer's."""
-
-    @abc.abstractmethod
-    def load(self, state: dict[str, Any]) -> None:
-        """Take back what ``state`` gave."""
-
-    @abc.abstractmethod
-    def through_a_file(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state as it comes back from a file without pickled code."""
-
-    @abc.abstractmethod
-    def moments(self) -> State:
-        """The optimizer's state, in the reference's form."""
-
-    # -- one interface ------------------------------------------------------------------------------------------
 
     @property
     def mean(self) -> float:
@@ -258,7 +211,6 @@ class TorchRank(Rank):
 
     framework = "torch"
     hvd, horovod = hvd_async.torch, horovod.torch
-    process_set = torch_ranks.ProcessSet
 
     def __init__(self, *arguments: Any, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         self.parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((2,), (2, 2))]
@@ -332,7 +284,6 @@ class KerasRank(Rank):
 
     framework = "keras"
     hvd, horovod = hvd_async.tensorflow.keras, horovod.tensorflow
-    process_set = torch_ranks.ProcessSet
 
     def _wrap(self, make: Callable[[Any], Any] | None, normed: bool, wrapper: Any, options: dict[str, Any]) -> Any:
         shapes = ((2, 2), (2,))

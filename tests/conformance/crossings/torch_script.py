@@ -292,8 +292,9 @@ class Run:
         for before_, now in zip(self.constants, self.constant_buffers(), strict=True):
             if before_.dtype != now.dtype or before_.tolist() != now.tolist():
                 self.report("a buffer that is no statistic: changed")
-        if any(t.is_inference() for t in tensors):
-            self.report("tensors: of inference mode are left in the model")
+        states = [value for state in self.opt.state.values() for value in state.values() if torch.is_tensor(value)]
+        if any(t.is_inference() for t in [*tensors, *states]):
+            self.report("tensors: of inference mode are left in the model or the optimizer")
 
     def resumed_from(self, state: Mapping[str, Any], schedule: Any) -> None:
         """Make everything anew, from a state."""
