@@ -481,7 +481,9 @@ def test_process_sets_and_graphs_and_groups_of_them(binding):
                         make(binding, "LeaderOptimizer", process_set=trio, group=group)
                     continue
                 config = make(binding, "LeaderOptimizer", process_set=trio, group=group)._async.config
-                assert sorted(sum(map(list, config.groups), [])) == ([0] if rank == 1 else [0, 1, 2])
+                assert sorted(place for places in config.groups for place in places) == (
+                    [0] if rank == 1 else [0, 1, 2]
+                )
 
 
 # -- ranks that differ --------------------------------------------------------------------------------------------
@@ -506,7 +508,9 @@ DIFFERENCES: list[tuple[Any, Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("binding", "following", "other", "hint"), DIFFERENCES, ids=lambda one: ",".join(one) if one else None
+    ("binding", "following", "other", "hint"),
+    DIFFERENCES,
+    ids=lambda one: ",".join(one) if isinstance(one, dict) else getattr(one, "__name__", None),
 )
 def test_ranks_that_differ_are_told_so_everywhere(binding, following, other, hint):
     def work(rank: int) -> None:

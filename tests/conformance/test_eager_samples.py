@@ -54,6 +54,20 @@ def test_all_ranks_equal_one_large_batch(binding, options):
 
 
 @both
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_many_samples_do_not_overflow_and_count_exactly(binding, kind):
+    options = {"compression": getattr(binding.hvd.Compression, kind)}
+    for weights in trained(binding, lambda rank, step: 3**rank * 1000 + rank, **options):
+        expected = 6 * np.average([1.0, 2.0, 3.0], weights=[1000, 3001, 9002])
+        np.testing.assert_allclose(weights, [-expected, -expected, -2 * expected], rtol=1e-2)
+
+
+@both
+def test_a_round_without_samples_moves_nothing(binding):
+    assert trained(binding, lambda rank, step: 0) == [[0.0, 0.0, 0.0]] * 3
+
+
+@both
 def test_what_cannot_be_is_refused(binding):
     with scripted_engine(2):
         weighted, plain = (binding.vectors([1], UNIT, **o) for o in ({"weighting": "samples"}, {}))
