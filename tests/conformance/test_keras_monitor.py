@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +71,6 @@ def test_what_a_fit_that_raised_has_left_is_closed_by_the_next_one(made):
     assert broken.monitors == []
 
 
-def test_in_another_thread_they_go_on(made):
-    begun(["adam"])
-    thread = threading.Thread(target=MonitorCallback().on_train_begin)
-    thread.start()
-    thread.join(timeout=60.0)
-    assert [one.closed for one in made.made] == [False]
-
-
 def test_a_fit_around_another_one_opens_its_own_anew(made):
     outer = begun(["adam"])
     inner = MonitorCallback()
@@ -89,17 +80,6 @@ def test_a_fit_around_another_one_opens_its_own_anew(made):
     assert [one.closed for one in made.made] == [True, False]
     outer.on_train_end()
     assert made.made[1].closed
-
-
-def test_they_are_closed_also_where_the_last_meeting_fails(made, monkeypatch):
-    def fails(*_: Any) -> None:
-        raise RuntimeError("a rank is lost")
-
-    callback = begun(["adam"], compare=True)
-    monkeypatch.setattr(monitor.Draining, "on_train_end", fails)
-    with pytest.raises(RuntimeError, match="is lost"):
-        callback.on_train_end()
-    assert made.made[0].closed
 
 
 class Breaks(keras.callbacks.Callback):
