@@ -305,7 +305,10 @@ def test_what_cannot_be_wrapped(binding, wrapper):
         wrapped = [make(binding, other, **options) for other, options in WRAPPERS.items()]
         if binding == "keras":
             scaled = keras.optimizers.LossScaleOptimizer
-            wrapped += [scaled(wrapped[0]), make(binding, "EagerOptimizer", scaled(plain(binding)))]
+            hint = r"Write EagerOptimizer\(keras.optimizers.LossScaleOptimizer\(optimizer\)\)"
+            with pytest.raises(ReplicaStateError, match=hint):
+                scaled(wrapped[0])
+            wrapped += [scaled(wrapped[1]), make(binding, "EagerOptimizer", scaled(plain(binding)))]
         for one in wrapped:
             with pytest.raises(ValueError, match="already: wrap the plain one"):
                 make(binding, wrapper, one, **more)
@@ -375,8 +378,13 @@ def test_what_keras_steps_cannot_be(wrapper):
             opt.record_loss(1.0)
         opt.apply([tf.constant(1.0)], [weight])  # it goes on
         opt.drain()
+        return float(weight)
+
+    assert Cluster(1).run(train) == [-0.5]
+    with scripted_engine(2):
         other = make("keras", wrapper, keras_sgd(1.0), **WRAPPERS[wrapper])
         if wrapper == "EagerOptimizer":
+            weight = keras.Variable(0.0)
             weight.overwrite_with_gradient = True
             with pytest.raises(ValueError, match="float8"):
                 other.apply([tf.constant(1.0)], [weight])
@@ -384,10 +392,6 @@ def test_what_keras_steps_cannot_be(wrapper):
             other.build([half := keras.Variable(0.0, dtype="bfloat16")])
             with pytest.raises(ValueError, match="'mixed_float16' and 'mixed_bfloat16'"):
                 other.apply([tf.constant(1.0, tf.bfloat16)], [half])
-            other.discard()
-        return float(weight)
-
-    assert Cluster(1).run(train) == [-0.5]
 
 
 def test_a_variable_of_this_rank_needs_its_gradient_scaled():

@@ -250,7 +250,7 @@ class Run:
         draw = np.random.default_rng([self.t, voice])
         dtype = self.net.first.kernel.dtype
         inputs = tf.constant(draw.normal(size=(BATCH, 3)), dtype)
-        return inputs, tf.constant(draw.normal(size=(BATCH, 2)) + voice, dtype)
+        return inputs, tf.constant(draw.normal(size=(BATCH, 2)) + voice * self.arm.ranks / self.cell.ranks, dtype)
 
     def with_gain(self, voice: int) -> bool:
         """Return whether a rank uses ``gain`` in this step."""

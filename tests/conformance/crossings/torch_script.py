@@ -195,11 +195,15 @@ class Run:
         for voice in voices if self.arm.own else [0]:
             draw = np.random.default_rng([self.t, voice])
             inputs = torch.as_tensor(draw.normal(size=(BATCH, 3)), dtype=self.net.first.weight.dtype)
-            targets = torch.as_tensor(draw.normal(size=(BATCH, 2)) + voice, dtype=inputs.dtype)
+            targets = torch.as_tensor(draw.normal(size=(BATCH, 2)) + self.shift(voice), dtype=inputs.dtype)
             losses.append((self.net(inputs, self.with_gain(voice)) - targets).square().mean())
             if self.cell["training"] == "unused-on-a-rank" and voice == 0:  # (gains go on growing)
                 losses[-1] = losses[-1] - 0.3 * self.net.gain.sum()
         return sum(losses[1:], losses[0]) / len(losses)
+
+    def shift(self, voice: int) -> float:
+        """Return by what a rank's targets are larger than rank 0's; with hosts no larger than without."""
+        return voice * self.arm.ranks / self.cell.ranks
 
     def with_gain(self, voice: int) -> bool:
         """Return whether a rank uses ``gain`` in this step."""
