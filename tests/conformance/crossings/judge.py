@@ -183,6 +183,12 @@ def problems(cell: Cell, make: Callable[[Cell, int | None], Any], equivalent: Ca
         kept = np.mean([one.frozen[0] for one in runs], axis=0)
         if not np.allclose(runs[0].frozen[1], kept, rtol=1e-4 + tolerance, atol=1e-4 + tolerance):
             found.append("a frozen parameter is the ranks' mean after a drain: it has moved")
+    if cell["training"] == "freeze" and arm.algorithm in ("exact-diffusion", "noloco"):
+        held = np.array([one.frozen[0] for one in runs])
+        low, high = held.min(axis=0) - 1e-5, held.max(axis=0) + 1e-5
+        slack = 0.05 * (high - low) * (arm.algorithm == "noloco")  # (its slow weights are behind what ranks have)
+        if any((own < low - slack).any() or (own > high + slack).any() for one in runs for own in one.resting):
+            found.append("a frozen parameter is only mixed: it is not between what ranks had")
     pushes = arm.algorithm in ("sgp", "osgp")
     if cell["training"] != "unused-on-a-rank" and (arm.eager or pushes or cell["averages"] == "loop"):
         # (else hooks see a rank's own steps, and ranks may differ by more than a step changes)

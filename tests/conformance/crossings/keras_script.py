@@ -93,8 +93,9 @@ class Net(keras.Model):
         self(np.zeros((2, 3), "float32"), training=False)
         draw = np.random.default_rng(7)
         for variable in sorted(self.trainable_variables, key=lambda one: one.path):
-            low = 0.05 if constraint is not None and variable is self.first.kernel else -0.39
-            values = draw.uniform(low, 0.39, variable.shape)
+            bounded = constraint is not None and variable is self.first.kernel
+            low, high = (0.0, 0.1) if bounded and weights == "non-neg" else (0.05 if bounded else -0.39, 0.39)
+            values = draw.uniform(low, high, variable.shape)  # (some begin near the bound)
             if constraint is not None and variable is self.first.kernel:
                 values = np.asarray(constraint(tf.constant(values, "float32")))
             variable.assign(values)
@@ -148,6 +149,7 @@ class Run:
         self.rates: list[tuple[float, ...]] = []
         self.problems: list[str] = []
         self.frozen: list[Array] = []
+        self.resting: list[Array] = []
         self.statistics: list[tuple[Array, Array]] = []
         self.stats: Any = None
         self.t, self.rounds, self.steps = 0, 0, steps_of(cell)
@@ -221,6 +223,8 @@ class Run:
         self.look()
         self.path.append(self.weights())
         self.rates.append((float(self.rate()),))
+        if self.kept is not None:
+            self.resting.append(self.bias())
         if self.cell["averages"] == "loop":
             own = self.path[-1]
             self.average = own if self.average is None else 0.6 * self.average + 0.4 * own

@@ -127,7 +127,7 @@ def _arms() -> list[Arm]:
 ARMS: Mapping[str, Arm] = {arm.name: arm for arm in _arms()}
 FEW = (
     *("eager-all", "eager-ahead", "eager-solo", "eager-pace", "sgp-star-own", "osgp-own", "dpsgd-quasi-own"),
-    *("adpsgd-own", "exact-seldom-own", "noloco-own", "local", "diloco-own", "lsgd-own", "easgd-own"),
+    *("adpsgd-own", "exact-own", "noloco-own", "local", "diloco-own", "lsgd-own", "easgd-own"),
 )
 """Arms of an ordinary run: each mechanism once."""
 

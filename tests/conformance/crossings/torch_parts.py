@@ -362,6 +362,10 @@ class Freeze(Part):
     def prepare(self, run: Run) -> None:
         self.kept: Array | None = None
 
+    def after(self, run: Run) -> None:
+        if self.kept is not None:
+            run.resting.append(run.bias())
+
     def before(self, run: Run) -> None:
         if run.t == FROZEN[0]:
             if self.drains:

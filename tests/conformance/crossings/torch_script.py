@@ -89,6 +89,8 @@ class Run:
         path: the weights before the first step and after each.
         averages: a part's moving averages at the end.
         drained: bytes of weights, statistics and buffers after each drain.
+        frozen: the bias before it was frozen, and after the drain at the end.
+        resting: the bias after each step in which it is frozen.
         problems: what must not be, as a part or the script has found.
     """
 
@@ -104,6 +106,7 @@ class Run:
         self.drained: list[bytes] = []
         self.rates: list[tuple[float, ...]] = []
         self.frozen: list[Array] = []
+        self.resting: list[Array] = []
         self.problems: list[str] = []
         self.statistics: list[tuple[Array, Array]] = []
         self.stats: Any = None
