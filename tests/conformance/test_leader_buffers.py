@@ -88,21 +88,6 @@ def test_statistics_that_are_not_finite_are_left_out(binding):
         np.testing.assert_allclose(path, [[value, value] for value in expected], rtol=1e-6)
 
 
-@pytest.mark.parametrize("steps", [(9, 9, 9, 0), (0, 0, 30, 0)], ids=str)
-@ALGORITHMS
-def test_a_rank_without_a_batch_holds_no_average_up(following, steps):
-    """Its statistics are what they were at first; it takes part all the same."""
-
-    def train(rank: int) -> tuple[bytes, int]:
-        one = normed(TorchRank, 4, rank, following).train(steps[rank])
-        one.opt.drain()
-        return one.bits(), one.opt.stats().pulls
-
-    ends = Cluster(4).run(train, timeout=20)
-    assert len({bits for bits, _ in ends}) == 1
-    assert max(pulls for _, pulls in ends) > 0
-
-
 @also_graph
 def test_pulls_after_an_end_average_what_is_held_by_then(binding):
     """A rank that has not stepped since gives what the end has left it; what was on its way before a cut comes."""

@@ -32,23 +32,6 @@ ALGORITHMS = pytest.mark.parametrize("following", [PAIRS, ELASTIC], ids=["lsgd",
 
 
 @both
-@pytest.mark.parametrize("steps", [(12, 3, 0, 7), (0, 0, 0, 0)], ids=str)
-@pytest.mark.parametrize("following", [PAIRS, leads(1), ELASTIC], ids=["any", "1", "easgd"])
-def test_ranks_that_end_early_or_have_no_batch_hold_nobody_and_all_end_alike(binding, following, steps):
-    """At the weights of the rank with the lowest mean loss, bit by bit, or at the center."""
-    problem, seen = binding.run(following, steps, Cluster(4, jitter=0.001))
-    assert [own.stats.steps for own in seen] == list(steps)
-    if not any(steps):
-        assert seen[2].drained.tolist() == problem.start[2].tolist()
-        return
-    outcome = replay(problem, following, [own.log for own in seen])
-    check(outcome, seen)
-    if following is not ELASTIC:
-        best = min((means[-1], rank) for rank, means in enumerate(outcome.means) if means)[1]
-        assert seen[0].drained.tobytes() == seen[best].path[-1].tobytes()
-
-
-@both
 def test_ranks_of_a_process_set_follow_each_other_and_ranks_outside_step_by_themselves(binding):
     members = (0, 2, 3, 4)
     problem, together = binding.least_squares(4), threading.Barrier(4)

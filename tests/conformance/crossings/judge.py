@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -258,12 +257,3 @@ def _counts(cell: Cell, runs: Sequence[Any]) -> list[str]:
     elif arm.counts and any(one.rounds != steps_of(cell) for one in runs):
         found.append(f"opt.rounds is {runs[0].rounds} after {steps_of(cell)} steps")
     return found
-
-
-def pairs_of(cells: Sequence[Cell]) -> int:
-    """Return how many pairs of levels meet in some cells."""
-    met = set()
-    for cell in cells:
-        there = [("binding", cell.binding), ("arm", cell.arm), *cell.levels.items()]
-        met |= set(itertools.combinations(there, 2))
-    return len(met)
