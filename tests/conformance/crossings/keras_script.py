@@ -6,7 +6,6 @@ plain run is always eager: tracing takes most of a cell's time.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,25 +17,22 @@ import hvd_async.tensorflow.elastic as keras_elastic
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.tensorflow.variables import raw
 from tests.conformance import keras_ranks
+from tests.conformance.crossings.script import Script
 from tests.conformance.crossings.table import (
     ARMS,
     CONNECTED,
     FROZEN,
-    HELD,
     MIDDLE,
     MOVED_BY_ENDS,
-    PATIENCE,
     Cell,
     connects,
     drop_of,
     options_of,
-    steps_of,
     switched,
 )
 from tests.conformance.reference import Array
 from tests.conformance.torch_ranks import ProcessSet
 
-BATCH = 6
 RATE = {"sgd": 0.1, "momentum": 0.05, "nesterov": 0.05, "adam": 0.02, "adamw": 0.02}
 OPTIMIZERS: Mapping[str, Callable[..., Any]] = {
     "sgd": keras.optimizers.SGD,
@@ -131,84 +127,29 @@ class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
         return {"rate": self._rate}
 
 
-class Run:
-    """One run of the script on one rank.
-
-    Args:
-        cell: what crosses.
-        rank: which; None: the plain run.
-    Attributes: as of ``torch_script.Run``.
-    """
+class Run(Script):
+    """One run of the script in Keras."""
 
     def __init__(self, cell: Cell, rank: int | None) -> None:
-        self.cell, self.rank, self.arm = cell, rank, ARMS[cell.arm]
+        super().__init__(cell, rank)
         self.net = Net(cell)
-        self.path: list[Array] = []
-        self.averages: list[Array] = []
-        self.drained: list[bytes] = []
-        self.rates: list[tuple[float, ...]] = []
-        self.problems: list[str] = []
-        self.frozen: list[Array] = []
-        self.resting: list[Array] = []
-        self.statistics: list[tuple[Array, Array]] = []
-        self.stats: Any = None
-        self.t, self.rounds, self.steps = 0, 0, steps_of(cell)
-        self.done: list[threading.Event] = []
-        self.opt: Any = None
         self.kept: Array | None = None
         self.average: Array | None = None
 
     # -- what the script does ---------------------------------------------------------------------------------
 
-    def train(self) -> Run:
-        """Run the whole script."""
-        self.begin()
-        self.take_steps(range(self.steps))
-        return self.end()
+    def elastic_state(self) -> Any:
+        """Return an elastic job's."""
+        return keras_elastic.TensorFlowKerasState(self.net, self.opt)
 
-    def begin(self) -> None:
-        """Make the optimizer, and meet the other ranks."""
-        self.make_optimizer()
-        if self.ours and self.arm.holdable:
-            self.opt._async.worker_now()  # (ranks meet; from here on they may be late)
-        self.path.append(self.weights())
-        self.constants = [np.array(raw(v)) for v in self.constant_variables()]
-        if self.ours and self.cell["middle"] == "elastic":
-            self.state = keras_elastic.TensorFlowKerasState(self.net, self.opt)
-
-    def take_steps(self, steps: range) -> None:
-        """Take steps, with what the script does in its middle."""
-        for step in steps:
-            self.t = step
-            self.hold()
-            self.take_step()
-            if self.rank == 0:
-                self.done[self.t].set()
-            if self.t in MIDDLE:
-                self.middle()
-
-    def end(self) -> Run:
-        """Drain, and note what is left."""
-        rounds = self.opt.rounds if self.ours else 0
-        self.drain()
-        self.look()
-        if self.ours:
-            self.stats = self.opt.stats()
-            self.rounds += rounds
+    def note_averages(self) -> None:
+        """Note Keras' moving averages, before and after they are put in place, and those of the loop."""
         if self.cell["averages"].startswith("ema"):
             self.averages.append(np.concatenate([np.array(raw(a)).astype(float).ravel() for a in self.ema()]))
             self.opt.finalize_variable_values(self.net.trainable_variables)
             self.averages.append(self.weights())
         if self.average is not None:
             self.averages.append(self.average)
-        return self
-
-    def hold(self) -> None:
-        """Wait, on the last rank of an arm that allows it, for a later step of rank 0."""
-        if self.ours and self.arm.holdable and self.rank == self.cell.ranks - 1:
-            for own, other in HELD:
-                if self.t == own % self.steps and not self.done[other % self.steps].wait(PATIENCE):
-                    self.report("others go on while a rank has not begun its step: they do not")
 
     def take_step(self) -> None:
         """Take a step."""
@@ -216,7 +157,7 @@ class Run:
         self.freeze()
         if self.cell["rate"] == "by-hand" and self.t == drop_of(self.cell):
             self.opt.learning_rate = 0.1 * self.rate()
-        voices = [0] if not self.arm.own else range(self.cell.ranks) if self.rank is None else [self.rank]
+        voices = self.voices()
         self.step(tuple(map(self.batch, voices)), tuple(map(self.with_gain, voices)))
         if self.cell["weights"] == "clamp-between":
             self.net.first.kernel.assign(tf.clip_by_value(raw(self.net.first.kernel), -0.4, 0.4))
@@ -251,15 +192,8 @@ class Run:
 
     def batch(self, voice: int) -> tuple[Any, Any]:
         """Return a rank's batch."""
-        draw = np.random.default_rng([self.t, voice])
-        dtype = self.net.first.kernel.dtype
-        inputs = tf.constant(draw.normal(size=(BATCH, 3)), dtype)
-        return inputs, tf.constant(draw.normal(size=(BATCH, 2)) + voice * self.arm.ranks / self.cell.ranks, dtype)
-
-    def with_gain(self, voice: int) -> bool:
-        """Return whether a rank uses ``gain`` in this step."""
-        some = voice == 0 or self.t == 0 or self.t >= self.steps - 8
-        return {"unused": self.t % 3 == 0, "unused-on-a-rank": some}.get(self.cell["training"], True)
+        inputs, targets = self.draw(voice)
+        return tf.constant(inputs, self.net.first.kernel.dtype), tf.constant(targets, self.net.first.kernel.dtype)
 
     def freeze(self) -> None:
         """Freeze a variable, or let it be trained again, where the script does."""
@@ -345,11 +279,6 @@ class Run:
     # -- what it is made of -----------------------------------------------------------------------------------
 
     @property
-    def ours(self) -> bool:
-        """Whether an optimizer of ours is run."""
-        return self.rank is not None
-
-    @property
     def gain(self) -> slice:
         """Where the gains lie in the weights."""
         return slice(-4, None)
@@ -423,10 +352,9 @@ class Run:
         """Return the learning rate."""
         return float(np.array(self.opt.learning_rate))
 
-    def report(self, problem: str) -> None:
-        """Add to the problems, once."""
-        if self.ours and not any(problem.split(":")[0] in one for one in self.problems):
-            self.problems.append(f"{problem} (step {self.t})")
+    def constant_values(self) -> list[Array]:
+        """Return copies of variables that no training changes."""
+        return [np.array(raw(v)) for v in self.constant_variables()]
 
     def constant_variables(self) -> list[Any]:
         """Return variables that no training changes."""

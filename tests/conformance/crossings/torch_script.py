@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,14 +15,14 @@ import numpy as np
 import torch
 
 import hvd_async.torch as hvd
-from tests.conformance.crossings.table import ARMS, HELD, MIDDLE, PATIENCE, Cell, options_of, steps_of
+from tests.conformance.crossings.script import Script
+from tests.conformance.crossings.table import Cell, options_of
 from tests.conformance.crossings.torch_parts import BUFFERS, LEVELS, OPTIMIZERS, REFUSED, allowed, equivalent
 from tests.conformance.reference import Array
 from tests.conformance.torch_ranks import ProcessSet
 
 __all__ = ["LEVELS", "Run", "allowed", "equivalent"]
 torch.set_num_threads(1)
-BATCH = 6
 
 
 class Norm(torch.nn.BatchNorm1d):
@@ -76,95 +75,42 @@ class Net(torch.nn.Module):
         return result
 
 
-class Run:
-    """One run of the script on one rank.
-
-    Args:
-        cell: what crosses.
-        rank: which; None: the plain run.
+class Run(Script):
+    """One run of the script in torch.
 
     Attributes:
-        t: the step's index.
         seen: the weights that the last loss was computed with.
-        path: the weights before the first step and after each.
-        averages: a part's moving averages at the end.
-        drained: bytes of weights, statistics and buffers after each drain.
-        frozen: the bias before it was frozen, and after the drain at the end.
-        resting: the bias after each step in which it is frozen.
-        problems: what must not be, as a part or the script has found.
     """
 
     def __init__(self, cell: Cell, rank: int | None) -> None:
-        self.cell, self.rank, self.arm = cell, rank, ARMS[cell.arm]
+        super().__init__(cell, rank)
         self.net = Net(cell)
         self.parts = [
             kinds[level]() for factor, level in cell.levels.items() if level in (kinds := {**LEVELS[factor], **REFUSED})
         ]
-        self.path: list[Array] = []
         self.seen = np.zeros(0)
-        self.averages: list[Array] = []
-        self.drained: list[bytes] = []
-        self.rates: list[tuple[float, ...]] = []
-        self.frozen: list[Array] = []
-        self.resting: list[Array] = []
-        self.problems: list[str] = []
-        self.statistics: list[tuple[Array, Array]] = []
-        self.stats: Any = None
-        self.t, self.rounds, self.steps = 0, 0, steps_of(cell)
         self.schedule: Any = None
-        self.done: list[threading.Event] = []
-        self.opt: Any = None
 
     # -- what the script does ---------------------------------------------------------------------------------
 
-    def train(self) -> Run:
-        """Run the whole script."""
-        self.begin()
-        self.take_steps(range(self.steps))
-        return self.end()
-
     def begin(self) -> None:
-        """Make the optimizer, and meet the other ranks."""
         for part in self.parts:
             part.prepare(self)
-        self.make_optimizer()
-        if self.ours and self.arm.holdable:
-            self.opt._async.worker_now()  # (ranks meet; from here on they may be late)
-        self.path.append(self.weights())
-        self.constants = [buffer.clone() for buffer in self.constant_buffers()]
-        if self.ours and self.cell["middle"] == "elastic":
-            self.state = hvd.elastic.TorchState(model=self.net, optimizer=self.opt)
+        super().begin()
 
-    def take_steps(self, steps: range) -> None:
-        """Take steps, with what the script does in its middle."""
-        for step in steps:
-            self.t = step
-            self.hold()
-            self.take_step()
-            if self.rank == 0:
-                self.done[self.t].set()
-            if self.t in MIDDLE:
-                for part in self.parts:
-                    part.middle(self)
+    def elastic_state(self) -> Any:
+        """Return an elastic job's."""
+        return hvd.elastic.TorchState(model=self.net, optimizer=self.opt)
 
-    def end(self) -> Run:
-        """Drain, and note what is left."""
-        rounds = self.opt.rounds if self.ours else 0
-        self.drain()
-        self.look()
-        if self.ours:
-            self.stats = self.opt.stats()
-            self.rounds += rounds
+    def middle(self) -> None:
+        """Do what the script does in its middle."""
+        for part in self.parts:
+            part.middle(self)
+
+    def note_averages(self) -> None:
+        """Note the parts' moving averages."""
         for part in self.parts:
             self.averages += getattr(part, "final", list)()
-        return self
-
-    def hold(self) -> None:
-        """Wait, on the last rank of an arm that allows it, for a later step of rank 0."""
-        if self.ours and self.arm.holdable and self.rank == self.cell.ranks - 1:
-            for own, other in HELD:
-                if self.t == own % self.steps and not self.done[other % self.steps].wait(PATIENCE):
-                    self.report("others go on while a rank has not begun its step: they do not")
 
     def take_step(self) -> None:
         """Take a step."""
@@ -193,32 +139,16 @@ class Run:
 
     def loss(self) -> torch.Tensor:
         """Return the loss of this rank's batch; of the plain run the mean of the ranks' losses."""
-        voices = range(self.cell.ranks) if self.rank is None else [self.rank]
         losses = list[torch.Tensor]()
-        for voice in voices if self.arm.own else [0]:
-            draw = np.random.default_rng([self.t, voice])
-            inputs = torch.as_tensor(draw.normal(size=(BATCH, 3)), dtype=self.net.first.weight.dtype)
-            targets = torch.as_tensor(draw.normal(size=(BATCH, 2)) + self.shift(voice), dtype=inputs.dtype)
+        for voice in self.voices():
+            dtype = self.net.first.weight.dtype
+            inputs, targets = (torch.as_tensor(values, dtype=dtype) for values in self.draw(voice))
             losses.append((self.net(inputs, self.with_gain(voice)) - targets).square().mean())
             if self.cell["training"] == "unused-on-a-rank" and voice == 0:  # (gains go on growing)
                 losses[-1] = losses[-1] - 0.3 * self.net.gain.sum()
         return sum(losses[1:], losses[0]) / len(losses)
 
-    def shift(self, voice: int) -> float:
-        """Return by what a rank's targets are larger than rank 0's; with hosts no larger than without."""
-        return voice * self.arm.ranks / self.cell.ranks
-
-    def with_gain(self, voice: int) -> bool:
-        """Return whether a rank uses ``gain`` in this step."""
-        some = voice == 0 or self.t == 0 or self.t >= self.steps - 8
-        return {"unused": self.t % 3 == 0, "unused-on-a-rank": some}.get(self.cell["training"], True)
-
     # -- what parts use ---------------------------------------------------------------------------------------
-
-    @property
-    def ours(self) -> bool:
-        """Whether an optimizer of ours is run."""
-        return self.rank is not None
 
     def make_optimizer(self) -> None:
         """Make an optimizer for the model as it is, and have all parts begin."""
@@ -261,10 +191,9 @@ class Run:
         for part in self.parts:
             part.check(self)
 
-    def report(self, problem: str) -> None:
-        """Add to the problems, once."""
-        if self.ours and not any(problem.split(":")[0] in one for one in self.problems):
-            self.problems.append(f"{problem} (step {self.t})")
+    def constant_values(self) -> list[torch.Tensor]:
+        """Return copies of buffers that no training changes."""
+        return [buffer.clone() for buffer in self.constant_buffers()]
 
     def constant_buffers(self) -> list[torch.Tensor]:
         """Return buffers that no training changes."""
