@@ -694,6 +694,8 @@ IDLE: Mapping[str, Mapping[str, str]] = {
 def equivalent(cell: Cell) -> Cell:
     """Return a cell whose ranks' weights are the same: without what changes none, or with the same change elsewhere."""
     levels = {factor: IDLE.get(factor, {}).get(level, level) for factor, level in cell.levels.items()}
+    if cell["travel"] != "none":  # (elements in another order are rounded with others)
+        levels["memory"] = cell["memory"]
     writes = levels.get("gradients") in ("transform-write", "synchronize-write")
     if writes and cell["weights"] == "none" and ARMS[cell.arm].eager:
         levels |= {"gradients": "none", "weights": "decay-before"}
