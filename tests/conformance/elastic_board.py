@@ -24,11 +24,11 @@ class Board:
     def __init__(self, size: int) -> None:
         self.barrier, self.values = threading.Barrier(size), [None] * size
 
-    def gather(self, rank: int, value: Any) -> list[Any]:
-        """Return all ranks' values, through pickles."""
-        self.values[rank] = pickle.dumps(value)
+    def gather(self, rank: int, value: Any, pickles: bool = True) -> list[Any]:
+        """Return all ranks' values, through pickles or as copies."""
+        self.values[rank] = pickle.dumps(value) if pickles else copy.deepcopy(value)
         self.barrier.wait(60)
-        every = [pickle.loads(one) for one in self.values]
+        every = [pickle.loads(one) if pickles else copy.deepcopy(one) for one in self.values]
         self.barrier.wait(60)
         return every
 
@@ -53,7 +53,7 @@ class Exchange:
 
 class TorchExchange(Exchange, torch_elastic._Exchange):
     def tensors_of(self, root: int, tensors: Any, name: str) -> list[Any]:
-        return self.board.gather(self.rank, [t.detach() for t in tensors])[root]
+        return self.board.gather(self.rank, [t.detach() for t in tensors], pickles=False)[root]
 
     def state_of(self, root: int, optimizer: Any, name: str) -> Any:
         return self.board.gather(self.rank, copy.deepcopy(optimizer._wrapped_class.state_dict(optimizer)))[root]

@@ -23,7 +23,6 @@ from tests.conformance.crossings.table import (
     CONNECTED,
     FROZEN,
     MIDDLE,
-    MOVED_BY_ENDS,
     Cell,
     connects,
     drop_of,
@@ -142,6 +141,9 @@ class Run(Script):
         """Return an elastic job's."""
         return keras_elastic.TensorFlowKerasState(self.net, self.opt)
 
+    def after_reset(self) -> None:
+        self.trace()  # (as in the function that ``hvd.elastic.run`` decorates)
+
     def note_averages(self) -> None:
         """Note Keras' moving averages, before and after they are put in place, and those of the loop."""
         if self.cell["averages"].startswith("ema"):
@@ -224,10 +226,10 @@ class Run(Script):
             far = np.abs(np.linalg.norm(kernel, axis=0) - 1.0).max()
             if far > slack - 0.9999:
                 self.report(f"columns have unit norm: {far:.3g} off")
-        moved = self.arm.name.startswith(MOVED_BY_ENDS)
+        moved = self.cell.moved_by_ends
         if weights == "clamp-between" and len(self.path) > 1 and not moved and np.abs(kernel).max() > 0.4 * slack:
             self.report(f"weights are clamped to 0.4: they are {np.abs(kernel).max():.3g}")
-        if self.kept is None or (self.cell["training"] == "freeze" and (self.arm.mixes or self.arm.late)):
+        if self.kept is None or (self.cell["training"] == "freeze" and self.cell.moves_frozen):
             return
         overwrites = self.cell["averages"] == "ema-overwrite"  # (Keras itself overwrites frozen variables as well)
         if not overwrites and not np.allclose(self.bias(), self.kept, rtol=1e-5, atol=1e-6):
@@ -260,6 +262,7 @@ class Run(Script):
                 self.opt.discard()
                 self.rounds = 0
             self.net = Net(self.cell)
+            self.net.first.bias.trainable = self.kept is None
             for variable, own in zip(self.net.variables, weights, strict=True):
                 raw(variable).assign(own)
             self.make_optimizer(state)

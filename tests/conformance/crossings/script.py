@@ -100,6 +100,9 @@ class Script:
         self.note_averages()
         return self
 
+    def after_reset(self) -> None:
+        """Called among other ranks, in the middle of the script."""
+
     def hold(self) -> None:
         """Wait, on the last rank of an arm that allows it, for a later step of rank 0."""
         if self.ours and self.arm.holdable and self.rank == self.cell.ranks - 1:

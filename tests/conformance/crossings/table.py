@@ -161,6 +161,18 @@ class Cell:
         rounds = arm.eager or arm.algorithm in ("local", "slowmo", "diloco")
         return arm.plain and not (rounds and self["travel"] != "none")
 
+    @property
+    def moved_by_ends(self) -> bool:
+        """Whether a drain, which runs no hooks, brings what other ranks sent before their hooks: so do hosts' messages
+        that are late."""
+        return self.arm.startswith(MOVED_BY_ENDS) or (self["hosts"] != "none" and self.arm.startswith("osgp"))
+
+    @property
+    def moves_frozen(self) -> bool:
+        """Whether a parameter that is frozen between drains is mixed, or rounded, or moved by a late round."""
+        arm = ARMS[self.arm]
+        return arm.mixes or arm.late or self["travel"] != "none"
+
     def without(self, factor: str) -> Cell:
         """Return the cell with one factor absent."""
         return dataclasses.replace(self, levels={**self.levels, factor: "none"})

@@ -15,7 +15,6 @@ from tests.conformance.crossings.table import (
     CONNECTED,
     FROZEN,
     MIDDLE,
-    MOVED_BY_ENDS,
     STEPS,
     Arm,
     Cell,
@@ -128,7 +127,7 @@ class Clamp(Part):
         self.verify(run)
 
     def check(self, run: Run) -> None:
-        if not run.arm.name.startswith(MOVED_BY_ENDS):
+        if not run.cell.moved_by_ends:
             self.verify(run)
 
 
@@ -384,7 +383,7 @@ class Freeze(Part):
         run.net.first.bias.requires_grad_(self.kept is None)
 
     def check(self, run: Run) -> None:
-        if self.kept is None or (run.arm.mixes and not self.drains) or (run.arm.late and not self.drains):
+        if self.kept is None or (run.cell.moves_frozen and not self.drains):
             return  # (ranks whose weights differ are mixed; a late round has what its leader has frozen)
         if not np.allclose(run.bias(), self.kept, rtol=1e-5, atol=1e-6):
             run.report("a frozen parameter keeps its weights: it has moved")
