@@ -1,8 +1,7 @@
-"""Gossip in every binding: one interface of a rank, runs that are recorded, and what they must equal."""
+"""Ranks that gossip: options of every algorithm, runs that are recorded, and what they must equal."""
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,66 +10,36 @@ from typing import Any
 import numpy as np
 import pytest
 
-import hvd_async.tensorflow.keras as hvd_keras
-import hvd_async.torch as hvd_torch
 from hvd_async import mixing, topology
 from hvd_async.algorithms.gossip.config import ALGORITHMS
 from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.stats import GossipStats
 from hvd_async.testing import Cluster
 from tests.conformance import gossip_reference as reference
-from tests.conformance import keras_gossip_ranks, outer_reference, torch_gossip_ranks
-from tests.conformance.cases import CASES, Case
+from tests.conformance import outer_reference
 from tests.conformance.exact_diffusion_reference import exact_diffusion
 from tests.conformance.gossip_reference import Outcome, Problem
 from tests.conformance.host_pairs_reference import adpsgd_of_hosts
 from tests.conformance.noloco_reference import noloco
 from tests.conformance.outer_reference import Outer
+from tests.conformance.quasi_global_reference import Corrected
 from tests.conformance.reference import Array
+from tests.conformance.weight_ranks import Rank
 
-SGD, MOMENTUM, NESTEROV, ADAM = CASES[0], CASES[1], CASES[5], CASES[6]
-STILL = Case("still", "sgd", 0.0)
 STAR = {"algorithm": "sgp", "topology": "star"}
 """The graph on which push-sum weights are not 1."""
 LATE = {"algorithm": "osgp", "topology": "star", "max_staleness": 2}
 RING = {"algorithm": "dpsgd", "topology": "ring"}
+BASE = {"algorithm": "dpsgd", "topology": "base"}
 EXACT = {"algorithm": "exact-diffusion", "topology": "ring"}
 PAIRED = {"algorithm": "noloco", "topology": "random-pairs", "gossip_every": 3}
 PAIRS = {"algorithm": "adpsgd", "topology": "ring"}
 LOCAL = {"algorithm": "local", "average_every": 4}
 SLOWMO = {"algorithm": "slowmo", "average_every": 5, "max_staleness": 2, "fragments": 3}
 DILOCO = {"algorithm": "diloco", "average_every": 3, "max_staleness": 0, "fragments": 2}
-
-
-Rank = torch_gossip_ranks.GossipTrainer | keras_gossip_ranks.GossipTrainer
-"""One rank of a binding: least squares on six weights in two tensors. Both have the same methods."""
-
-
-@dataclass(frozen=True)
-class Binding:
-    """A framework, and how its steps are taken.
-
-    Attributes:
-        hvd: the module that a script imports.
-        make: makes a rank of (problem, rank, options of it and of ``GossipOptimizer``).
-    """
-
-    name: str
-    framework: str
-    hvd: Any
-    make: Callable[..., Rank]
-
-    def problem(self, size: int, case: Case = MOMENTUM) -> Problem:
-        """Return the training problem of so many ranks."""
-        return reference.least_squares(size, case, self.framework)
-
-
-TORCH = Binding("torch", "torch", hvd_torch, torch_gossip_ranks.GossipTrainer)
-KERAS = Binding("keras", "keras", hvd_keras, keras_gossip_ranks.GossipTrainer)
-GRAPH = Binding("keras-graph", "keras", hvd_keras, functools.partial(keras_gossip_ranks.GossipTrainer, graph=True))
-BINDINGS = [pytest.param(one, id=one.name) for one in (TORCH, KERAS)]
-both = pytest.mark.parametrize("binding", BINDINGS)
-also_graph = pytest.mark.parametrize("binding", [*BINDINGS, pytest.param(GRAPH, id=GRAPH.name)])
+ON = {"quasi_global": True}
+FEW = (STAR, LATE, RING | ON, EXACT, PAIRED, PAIRS, LOCAL, SLOWMO, DILOCO)
+"""Options of every mechanism."""
 
 
 def name(one: Any) -> str:
@@ -111,7 +80,7 @@ class Seen:
 
 def watch(rank: Rank) -> Seen:
     """Meet the other ranks, and record from now on what this one does."""
-    worker, seen = rank.opt._async.worker_now(), Seen()
+    worker, seen = rank.worker(), Seen()
     mix = worker.mix
 
     def spied_mix(before: Any, after: Any) -> Any:
@@ -138,50 +107,57 @@ def drain(rank: Rank, seen: Seen) -> Seen:
 
 
 def run(
-    binding: Binding, problem: Problem, steps: int | Sequence[int], cluster: Cluster | None = None, **options: Any
+    binding: Any,
+    problem: Problem,
+    steps: int | Sequence[int],
+    cluster: Cluster | None = None,
+    begin: Callable[[Rank], object] = lambda rank: None,
+    **options: Any,
 ) -> list[Seen]:
     """Train on all ranks.
 
     Args:
         steps: of each rank; or of all: then none is done while others still step, which send less then.
         cluster: another one than the plain.
+        begin: called with each rank before its first step.
         options: of the rank and of ``GossipOptimizer``.
     """
     size = len(problem.start)
     together = threading.Barrier(size)
 
     def work(rank: int) -> Seen:
-        trainer = binding.make(problem, rank, **options)
-        seen = watch(trainer)
+        one = binding(problem, rank, **options)
+        begin(one)
+        seen = watch(one)
         together.wait(30)  # (a message is logged from the first on)
-        train(trainer, seen, steps if isinstance(steps, int) else steps[rank])
+        train(one, seen, steps if isinstance(steps, int) else steps[rank])
         if isinstance(steps, int):
             together.wait(60)
-        return drain(trainer, seen)
+        return drain(one, seen)
 
     return (Cluster(size) if cluster is None else cluster).run(work)
 
 
-def expected(problem: Problem, seen: Sequence[Seen], options: dict[str, Any]) -> Outcome:
+def expected(problem: Any, seen: Sequence[Seen], options: dict[str, Any]) -> Outcome:
     """Replay by the reference the messages that a run took in; ``options`` of ``GossipOptimizer``."""
-    algorithm, steps = options.get("algorithm", "sgp"), len(seen[0].path)
+    algorithm, counts = options.get("algorithm", "sgp"), [len(own.path) for own in seen]
+    hosts, late = options.get("hierarchical", 1), options.get("max_staleness", int(algorithm == "osgp"))
+    problem = Corrected(problem) if options.get("quasi_global") else problem
     if algorithm == "allreduce":
-        return reference.allreduce(problem, steps)
+        return reference.allreduce(problem, counts[0])
     if ALGORITHMS[algorithm].outer is not None:
-        return outer_reference.train(problem, [len(own.path) for own in seen], outer_of(len(seen), options))
+        return outer_reference.train(problem, counts, outer_of(len(seen), options))
     if algorithm == "adpsgd":
-        logs, hosts = [own.log[: own.log.index(("drained",))] for own in seen], options.get("hierarchical", 1)
-        counts = [len(own.path) for own in seen]
+        logs = [own.log[: own.log.index(("drained",))] for own in seen]
         return reference.adpsgd(problem, logs) if hosts == 1 else adpsgd_of_hosts(problem, logs, hosts, counts)
     if algorithm == "exact-diffusion":
         (weights,) = mixing.matrices(topology.named(options["topology"], len(seen)), options.get("mixing", "uniform"))
         own = {"every": options.get("gossip_every", 1), "average_every": options.get("average_every", 0)}
-        return exact_diffusion(problem, (weights + np.eye(len(seen))) / 2, [len(one.path) for one in seen], **own)
+        return exact_diffusion(problem, (weights + np.eye(len(seen))) / 2, counts, **own)
     if algorithm == "noloco":
         plan = make_plan(len(seen), algorithm, options["topology"], gossip_every=options.get("gossip_every"))
-        return noloco(problem, plan.matrices, [len(one.path) for one in seen], plan.config)
-    hosts, late = options.get("hierarchical", 1), options.get("max_staleness", int(algorithm == "osgp"))
-    takes = [[list(messages) for _, messages in own.log[:steps]] for own in seen]
+        return noloco(problem, plan.matrices, counts, plan.config)
+    takes = [[list(messages) for _, messages in own.log[: counts[0]]] for own in seen]
     matrices = options.get("mixing", "uniform")
     if isinstance(matrices, str):
         chosen = topology.named(options["topology"], len(seen) // hosts, options.get("peers", 1))
@@ -189,7 +165,7 @@ def expected(problem: Problem, seen: Sequence[Seen], options: dict[str, Any]) ->
     return reference.gossip(
         problem,
         matrices,
-        steps,
+        counts[0],
         takes if hosts == 1 else None,
         algorithm="dpsgd" if algorithm == "dpsgd" else "sgp",
         max_staleness=late,
@@ -206,14 +182,16 @@ def outer_of(size: int, options: dict[str, Any]) -> Outer:
     return outer_reference.of_config(make_plan(size, **given).config)
 
 
-def check(outcome: Outcome, seen: Sequence[Seen]) -> None:
+def check(outcome: Outcome, seen: Sequence[Seen], within: float = 1e-5) -> None:
     """Models after each step, push-sum weights, and what a drain makes of them; the same bits everywhere. (Late
     messages under momentum may swing weights far out, by chance; hence a tolerance relative to them as well.)"""
+    close = {"rtol": within / 10, "atol": within}
     for rank, own in enumerate(seen):
-        np.testing.assert_allclose(own.path, outcome.path[rank], rtol=1e-6, atol=1e-5, err_msg=f"rank {rank}")
-        assert own.weight == pytest.approx(outcome.w[rank], abs=1e-9)
-        np.testing.assert_allclose(own.drained, outcome.drained(), rtol=1e-6, atol=1e-5)
+        np.testing.assert_allclose(own.path, outcome.path[rank] or np.zeros(0), **close, err_msg=f"rank {rank}")
+        np.testing.assert_allclose(own.drained, outcome.drained(), **close)
         assert own.drained.tobytes() == seen[0].drained.tobytes()
+        if len({len(one.path) for one in seen}) == 1:  # (who is done first gives its weight to the others)
+            assert own.weight == pytest.approx(outcome.w[rank], abs=1e-9)
 
 
 def check_mean(start: Array, seen: Sequence[Seen]) -> None:

@@ -62,23 +62,6 @@ def flat(tensors: Any) -> Array:
     return np.concatenate([np.asarray(t).reshape(-1) for t in tensors]).astype(np.float64)
 
 
-class ranks(tuple[int, ...]):  # noqa: N801  used like a function
-    """A process set: ``ranks(0, 2)``, as Horovod describes one and as in-memory collectives take it."""
-
-    def __new__(cls, *members: int) -> ranks:
-        return super().__new__(cls, members)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The members."""
-        return tuple(self)
-
-    @property
-    def process_set_id(self) -> int:
-        """A number of its own, not 0."""
-        return sum(1 << rank for rank in self)
-
-
 def apply_plainly(optimizer: Any, variables: Sequence[Any], gradient: Array) -> None:
     """A step of a plain optimizer with a flat gradient."""
     parts = np.split(gradient.astype(np.float32), np.cumsum([np.prod(v.shape, dtype=int) for v in variables])[:-1])

@@ -17,9 +17,7 @@ import hvd_async.torch
 from hvd_async.algorithms.eager.gradient_format import Tail, count_slots, largest_summand
 from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.runtime.process_sets import RankGroup
-from hvd_async.tensorflow import gradient_format
-from hvd_async.tensorflow.gradient_format import Codec, Terms, partition
-from hvd_async.tensorflow.variables import raw
+from hvd_async.tensorflow.gradient_format import Codec, partition
 from hvd_async.testing import Cluster
 from hvd_async.torch.gradient_format import Layout, make_wire
 from hvd_async.torch.gradient_format import slots as torch_slots
@@ -46,22 +44,6 @@ def test_buckets_fill_from_the_last_variable_up_to_the_cap():
     assert indices(partition(five, 1, None)) == [[4], [3], [2], [1], [0]]
 
 
-def test_dtypes_do_not_mix_and_half_precision_counts_as_single():
-    mixed = variables(10, 10, 10, 10, dtypes="sdhs")
-    buckets = partition(mixed, 100, None)
-    assert indices(buckets) == [[2, 3], [1], [0]]
-    assert [b.dtype for b in buckets] == [tf.float32, tf.float64, tf.float32]
-
-
-def test_groups_are_horovods():
-    five = variables(1, 1, 1, 1, 1)
-    assert indices(partition(five, 1e9, 2)) == [[3, 4], [0, 1, 2]]
-    assert indices(partition(five, 1e9, 9)) == [[4], [3], [2], [1], [0]]
-    assert indices(partition(five, 1e9, [[five[0], five[3]], [five[1]]])) == [[2, 4], [1], [0, 3]]
-    keras_own = keras.Variable([0.0])
-    assert indices(partition([raw(keras_own), *five], 1, [[keras_own, five[4]]]))[-1] == [0, 5]
-
-
 @pytest.mark.parametrize(
     ("pick", "hint"), [([[0, 1], [1]], "listed twice"), ([[0, None]], "not among the optimizer's variables")]
 )
@@ -69,17 +51,6 @@ def test_wrong_groups_say_what_is_wrong(pick, hint):
     two, stranger = variables(1, 1), tf.Variable([0.0])
     with pytest.raises(ValueError, match=hint):
         partition(two, 1e9, [[stranger if i is None else two[i] for i in group] for group in pick])
-
-
-def test_vectors_hold_gradients_in_the_variables_order_and_give_them_back():
-    three = variables(2, 3, 1)
-    layout = gradient_format.Layout(three, partition(three, 16, None), Terms(before=0.5, after=4.0, tail=Tail(3, 1)))
-    gradients = {0: tf.constant([1.0, 2.0]), 1: tf.constant([3.0, 4.0, 5.0])}
-    vectors = [layout.flatten(b, gradients) for b in range(len(layout))]
-    assert [v.numpy().tolist() for v in vectors] == [[1.5, 2.0, 2.5, 0, 0, 1, 0], [0.5, 1.0, 0, 1, 0]]
-    assert [g.numpy().tolist() for g in layout.averages(vectors)] == [[2.0, 4.0], [6.0, 8.0, 10.0], [0.0]]
-    assert layout.nbytes == (28, 20)
-    assert [layout.zeros(b).shape[0] for b in range(2)] == layout.elements
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 5, 9])
@@ -116,13 +87,6 @@ def test_float16_counts_are_exact_however_many_ranks_there_are(size):
             total += encoded[:2]
         assert np.isfinite(total).all()
         assert abs(encoded[0] - largest_summand(size)) <= 2**-10 * encoded[0]
-
-
-def test_a_group_of_torch_is_a_bucket():
-    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (6, 4, 1)]
-    layout = Layout(parameters, groups=[[parameters[2], parameters[0]]])
-    held = [{id(p) for p in bucket.parameters} for bucket in layout.buckets]
-    assert held == [{id(parameters[0]), id(parameters[2])}, {id(parameters[1])}]
 
 
 # -- overlap --------------------------------------------------------------------------------------------------

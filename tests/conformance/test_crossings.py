@@ -24,12 +24,17 @@ from tests.conformance.crossings.table import ARMS, FEW, Cell
 from tests.conftest import LONG_RUN
 
 CELLS = (
-    [*bindings.cells("torch", 3), *bindings.cells("keras", 2), *bindings.cells("keras-graph", 2)]
+    [
+        cell
+        for name, crossed in (("torch", 3), ("keras", 2), ("keras-graph", 2))
+        for cell in bindings.cells(name, crossed, seldom=())
+    ]
     if LONG_RUN
     else [
         *bindings.cells("torch", 2, FEW),
-        *bindings.cells("keras", 1, bindings.KERAS_FEW),
-        *bindings.cells("keras-graph", 1, bindings.GRAPH_FEW),
+        *bindings.cells("keras", 1, bindings.KERAS_FEW, ()),
+        *bindings.cells("keras-graph", 1, bindings.GRAPH_FEW, ()),
+        *(Cell("keras", arm, {"weights": level}) for arm in bindings.KERAS_FEW for level in ("non-neg", "unit-norm")),
     ]
 )
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,7 @@ import pytest
 import tensorflow as tf
 import torch
 
-import hvd_async.tensorflow.collectives
-import hvd_async.torch.horovod_collectives
-from hvd_async.runtime.process_sets import SingleRank
 from hvd_async.testing import Cluster
-from tests.conformance.drive import scripted_engine
 from tests.conformance.eager_ranks import KERAS, TINY, TORCH, UNIT, Binding, all_modes, both
 from tests.conformance.reference import Array
 from tests.conformance.torch_ranks import ProcessSet
@@ -123,15 +118,6 @@ def test_groups_travel_together_and_change_no_number(binding):
             assert buckets == count, options
 
 
-@both
-def test_num_groups_says_that_it_is_old(binding):
-    with scripted_engine(2), pytest.warns(DeprecationWarning, match="groups="):
-        binding.vectors(SIZES, UNIT, num_groups=2)
-    with scripted_engine(2), warnings.catch_warnings():
-        warnings.simplefilter("error", DeprecationWarning)
-        binding.vectors(SIZES, UNIT, groups=2)
-
-
 # -- compression ----------------------------------------------------------------------------------------------
 
 
@@ -215,17 +201,6 @@ def test_backward_passes_add_up(binding):
         assert opt.stats().gradients_produced == STEPS
 
 
-@both
-def test_a_pass_in_which_a_parameter_has_no_gradient(binding):
-    def train(rank: int) -> list[float]:
-        one = binding.vectors([1, 1], UNIT, quorum="all", backward_passes_per_step=2, bucket_cap_mb=TINY)
-        one.take_passes([[1.0, None], [2.0, 4.0]])
-        one.opt.drain()
-        return one.weights().tolist()
-
-    assert Cluster(2).run(train) == [[-3.0, -4.0]] * 2
-
-
 # -- process sets ---------------------------------------------------------------------------------------------
 
 
@@ -272,23 +247,3 @@ def test_a_rank_outside_the_process_set_steps_by_itself(binding, quorum, kind):
     assert rounds == 3
     for weights, _ in pairs:
         check(weights, expected([1], 1 / 2, 5) + expected([2], 1 / 2, 7))
-
-
-@pytest.mark.parametrize(
-    ("collectives", "tensor"),
-    [
-        (hvd_async.torch.horovod_collectives.HorovodCollectives, torch.tensor),
-        (hvd_async.tensorflow.collectives.HorovodCollectives, tf.constant),
-    ],
-    ids=["torch", "keras"],
-)
-def test_horovods_collectives_leave_a_lonely_rank_alone(collectives: type[Any], tensor: Callable[[Any], Any]):
-    one = object.__new__(collectives)  # (nothing of Horovod is needed for one rank)
-    given = tensor([1.0, 2.0])
-    halved = one.allreduce_sum(given, "mine", SingleRank(3), keep=True, scale=0.5)
-    assert halved.done()
-    assert halved.result().numpy().tolist() == [0.5, 1.0]
-    assert given.numpy().tolist() == [1.0, 2.0]
-    if tensor is torch.tensor:  # it is going to be changed
-        assert one.allreduce_sum(given, "mine", SingleRank(3), keep=True).result() is not given
-    assert one.broadcast(given, 3, "mine", SingleRank(3)).result().numpy().tolist() == [1.0, 2.0]

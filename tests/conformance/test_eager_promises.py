@@ -19,7 +19,6 @@ from tests.conformance.eager_ranks import (
     ADAM,
     KERAS,
     MOMENTUM,
-    NAN,
     SGD,
     TINY,
     TORCH,
@@ -35,20 +34,6 @@ RAISED = (ReplicaMismatchError, tf.errors.UnknownError)
 
 
 # -- the ranks meet -------------------------------------------------------------------------------------------
-
-
-@both
-def test_construction_does_not_communicate(binding):
-    """It may stand under ``if rank == 0``: the other ranks never hear of it."""
-
-    def train(rank: int) -> int:
-        kept = [binding.trainer(SGD)] if rank == 0 else []
-        trainer = binding.trainer(SGD, quorum="all")
-        trainer.train(rank, range(2))
-        trainer.opt.drain()
-        return len(kept) + trainer.opt.stats().rounds
-
-    assert Cluster(2).run(train) == [3, 2]
 
 
 @all_modes
@@ -205,59 +190,6 @@ def test_a_round_that_could_not_be_applied_stops_the_rank_for_good(binding):
 
 
 # -- ends -----------------------------------------------------------------------------------------------------
-
-
-class Norm:
-    """A model of batch norm alone, whose statistics are a rank's own."""
-
-    def __init__(self, binding: Binding, values: list[float], **options: Any) -> None:
-        if binding is TORCH:
-            model: Any = torch.nn.BatchNorm1d(2)
-            model.running_mean.copy_(torch.tensor(values))
-            model.num_batches_tracked.fill_(5 + int(values[1]))
-            self.mean, self.count = model.running_mean, model.num_batches_tracked
-            optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-            named = {"named_buffers": model.named_buffers()}
-        else:
-            model = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)])
-            self.mean, optimizer, named = model.layers[0].moving_mean, keras_sgd(0.1), {"model": model}
-            self.mean.assign(values)
-        self.opt = binding.hvd.EagerOptimizer(optimizer, **named | options)
-
-
-@both
-@pytest.mark.parametrize(
-    ("policy", "expected"), [("average", [2.0, 2.0, 2.0]), ("root", [1.0, 1.0, 1.0]), ("local", [1.0, 2.0, 3.0])]
-)
-def test_batch_norm_statistics_after_drain(binding, policy, expected):
-    def train(rank: int) -> float:
-        one = Norm(binding, [1.0, 1.0 + rank], buffers=policy)
-        one.opt.drain()
-        if binding is TORCH:  # an integer, of which rank 0's goes
-            assert one.count.dtype == torch.int64
-            assert one.count.item() == 6 + (rank if policy == "local" else 0)
-        return float(one.mean[1])
-
-    assert Cluster(3).run(train) == expected
-
-
-@both
-def test_batch_norm_statistics_of_a_rank_that_saw_nan_have_no_say(binding):
-    def train(rank: int) -> list[float]:
-        one = Norm(binding, [NAN, 1.0] if rank == 1 else [2.0 * rank, 4.0])
-        one.opt.drain()
-        return [float(one.mean[index]) for index in range(2)]
-
-    assert Cluster(3).run(train) == [[2.0, 4.0]] * 3
-
-
-def test_buffers_are_left_alone_if_not_named():
-    def train(rank: int) -> float:
-        one = Norm(TORCH, [0.0, 1.0 + rank], named_buffers=None)
-        one.opt.drain()
-        return float(one.mean[1])
-
-    assert Cluster(2).run(train) == [1.0, 2.0]
 
 
 @both

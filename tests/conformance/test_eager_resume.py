@@ -16,8 +16,7 @@ import pytest
 
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
 from hvd_async.testing import Cluster
-from tests.conformance.drive import scripted_engine
-from tests.conformance.eager_ranks import ADAM, KERAS, KERAS_GRAPH, MOMENTUM, SGD, TINY, TORCH, UNIT, Binding, both
+from tests.conformance.eager_ranks import MOMENTUM, SGD, TINY, UNIT, Binding, both
 
 
 def trained(
@@ -43,29 +42,6 @@ def trained(
         return saved, bits, trainer.opt
 
     return Cluster(len(steps)).run(train)
-
-
-@functools.cache
-def unbroken(binding: Binding) -> list[Any]:
-    """The bits of a job that nobody has broken off."""
-    return [bits for _, bits, _ in trained(binding, ADAM, [range(6)] * 2, quorum="all", bucket_cap_mb=TINY)]
-
-
-@pytest.mark.parametrize(
-    ("binding", "end"),
-    [
-        *(pytest.param(TORCH, end, id=f"torch-{end}") for end in ("drain", "cut", "nothing")),
-        *(pytest.param(KERAS, end, id=f"keras-{end}") for end in ("drain", "cut", "nothing")),
-        pytest.param(KERAS_GRAPH, "cut", id="keras-graph-cut"),
-    ],
-)
-def test_a_synchronous_job_that_is_resumed_ends_with_the_same_bits(binding, end):
-    options = {"quorum": "all", "bucket_cap_mb": TINY}
-    first = trained(binding, ADAM, [range(3)] * 2, end=end, **options)
-    states = [saved for saved, _, _ in first]
-    second = trained(binding, ADAM, [range(3, 6)] * 2, states if end == "cut" else states[:1], **options)
-    assert [bits for _, bits, _ in second] == unbroken(binding)
-    assert [(opt.rounds, opt.stats().rounds) for _, _, opt in second] == [(6, 3)] * 2
 
 
 @both
@@ -292,10 +268,3 @@ def test_a_state_that_lacks_gradients_says_how_many_or_that_other_ranks_may_have
     texts = Cluster(2).run(train)
     assert "other ranks may have some, which would be lost" in texts[0]
     assert "1 of this rank's would be lost" in texts[1]
-
-
-def test_a_state_of_another_keras_optimizer_is_refused():
-    with scripted_engine(2):
-        momentum, adam = KERAS.vectors([1], MOMENTUM), KERAS.vectors([1], ADAM)
-        with pytest.raises(ValueError, match="of another optimizer"):
-            adam.load(momentum.saved())

@@ -17,7 +17,7 @@ from hvd_async.algorithms.eager.gradient_format import EXACT, SAMPLE_DIGITS, Tai
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
 from tests.conformance.drive import scripted_engine
-from tests.conformance.eager_ranks import KERAS, MOMENTUM, NAN, TINY, TORCH, UNIT, Binding, all_modes, both
+from tests.conformance.eager_ranks import KERAS, NAN, TINY, TORCH, UNIT, Binding, all_modes, both
 from tests.conformance.reference import weighted
 from tests.conformance.sampled import VECTORS, Plan, taped, train
 from tests.conftest import examples
@@ -92,19 +92,6 @@ def test_what_cannot_be_is_refused(binding):
     assert Cluster(1).run(forgets)
 
 
-@both
-def test_whole_numbers_of_all_kinds_are_taken(binding):
-    def run(rank: int) -> list[float]:
-        one = binding.vectors([1], UNIT, weighting="samples")
-        for samples in (3, np.int32(3), np.uint8(3), binding.tensor(3)):
-            one.samples = samples
-            one.take(1.0)
-        one.opt.drain()
-        return one.weights().tolist()
-
-    assert Cluster(1).run(run) == [[-4.0]]
-
-
 # -- laws -----------------------------------------------------------------------------------------------------
 
 
@@ -140,12 +127,6 @@ def test_laws_for_any_numbers_of_samples_in_torch(samples, quorum):
     laws(TORCH, quorum, samples)
 
 
-@settings(max_examples=examples(12))
-@given(samples=RANKS, quorum=st.sampled_from(["all", "solo"]))
-def test_laws_for_any_numbers_of_samples_in_keras(samples, quorum):
-    laws(KERAS, quorum, samples)
-
-
 @settings(max_examples=examples(200))
 @given(st.data())
 def test_tails_are_exact_in_the_wires_dtype(data):
@@ -162,13 +143,6 @@ def test_tails_are_exact_in_the_wires_dtype(data):
         total = total + pending.to(total.dtype)
         expected = [expected[0] + gradients, expected[1] + gradients * samples]
     assert Tail(slots, 0, True).read(total.tolist(), 1.0) == Tally(*expected)
-
-
-def test_tails_add_up():
-    tails = [Tail(2, rank % 2, True).of(samples) for rank, samples in enumerate((2**32 - 1, 0, 5))]
-    assert Tail(2, 0, True).read([sum(one) * 0.25 for one in zip(*tails, strict=True)], 0.25) == (3, 2**32 + 4)
-    with pytest.raises(ValueError, match="too many: record fewer than"):
-        Tail(1, 0, True).of(2**32)
 
 
 # -- several passes -------------------------------------------------------------------------------------------
@@ -263,82 +237,7 @@ def test_samples_recorded_when_gradients_have_left_are_told():
     assert Cluster(1).run(run) == [[-1.0]]
 
 
-def test_a_step_in_torch_that_zero_grad_does_not_begin_has_its_own_samples():
-    def run(rank: int) -> list[float]:
-        one = TORCH.vectors([1], UNIT, quorum="all", weighting="samples", early=False)
-        for samples in ((4, 1), (1, 1))[rank]:
-            one.samples = samples
-            one.take(float(rank))
-        one.opt.drain()
-        weights: list[float] = one.weights().tolist()
-        return weights
-
-    np.testing.assert_allclose(Cluster(2).run(run), [[-1 / 5 - 1 / 2]] * 2, rtol=1e-6)
-
-
 # -- models, on batches of different sizes ---------------------------------------------------------------------
-
-SIZES = ((5, 1, 4), (2, 6, 1), (9, 3, 3))
-"""Numbers of samples of batches, by step and rank."""
-
-
-def images(binding: Binding, rank: int, step: int, size: int) -> tuple[Any, Any]:
-    random = np.random.default_rng([rank, step])
-    pictures = random.normal(size=(size, 5, 5, 1)).astype(np.float32)
-    labels = random.integers(0, 3, size)
-    if binding is TORCH:
-        return torch.as_tensor(pictures).reshape(size, 1, 5, 5), torch.as_tensor(labels)
-    return tf.constant(pictures), tf.constant(labels)
-
-
-def learned(binding: Binding, trainer: Any, optimizer: Any, batches: Any) -> Any:
-    """The weights after steps on these batches, the optimizer's or a plain one's."""
-    ours = hasattr(optimizer, "record_samples")
-    if binding is TORCH:
-        for pictures, labels in batches:
-            optimizer.zero_grad()
-            if ours:
-                optimizer.record_samples(len(pictures))
-            torch.nn.functional.cross_entropy(trainer.model(pictures), labels).backward()
-            optimizer.step()
-    else:
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-        @tf.function(reduce_retracing=True)
-        def step(pictures: tf.Tensor, labels: tf.Tensor) -> None:
-            with tf.GradientTape() as tape:
-                value = loss(labels, trainer.model(pictures, training=True))
-            if ours:
-                optimizer.record_samples(tf.shape(pictures)[0])
-            optimizer.apply(tape.gradient(value, trainer.parameters), trainer.parameters)
-
-        for pictures, labels in batches:
-            step(pictures, labels)
-        if ours:
-            assert step.experimental_get_tracing_count() <= 2
-    return trainer.weights()
-
-
-@both
-def test_a_model_trains_as_on_one_large_batch(binding):
-    """Keras' step is a ``tf.function``, traced for any size of a batch."""
-
-    def run(rank: int) -> Any:
-        trainer = binding.trainer(MOMENTUM, quorum="all", weighting="samples")
-        learned(binding, trainer, trainer.opt, [images(binding, rank, s, SIZES[s][rank]) for s in range(3)])
-        trainer.opt.drain()
-        return trainer.weights()
-
-    with scripted_engine(1):
-        reader = binding.trainer(MOMENTUM)
-    together = torch.cat if binding is TORCH else lambda parts: tf.concat(parts, 0)
-    large = [
-        [together(part) for part in zip(*(images(binding, rank, s, SIZES[s][rank]) for rank in range(3)), strict=True)]
-        for s in range(3)
-    ]
-    expected = learned(binding, reader, binding.plain(MOMENTUM, reader.parameters), large)
-    for weights in Cluster(3).run(run):
-        np.testing.assert_allclose(weights, expected, rtol=0, atol=2e-6)
 
 
 @both

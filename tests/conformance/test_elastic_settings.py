@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -17,59 +13,11 @@ import torch
 import hvd_async.tensorflow.elastic as keras_elastic
 import hvd_async.tensorflow.keras as hvd_keras
 import hvd_async.torch as hvd_torch
-import hvd_async.torch.elastic as torch_elastic
 from hvd_async.errors import ReplicaStateError
-from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster
+from tests.conformance.elastic_board import Board, Exchange, among_others, over_a_board, trained
 
 GAMMA = 0.9
-
-
-class Board:
-    """Where ranks as threads give each other values, in the order of their calls."""
-
-    def __init__(self, size: int) -> None:
-        self.barrier, self.values = threading.Barrier(size), [None] * size
-
-    def gather(self, rank: int, value: Any) -> list[Any]:
-        """Return all ranks' values, through pickles."""
-        self.values[rank] = pickle.dumps(value)
-        self.barrier.wait(60)
-        every = [pickle.loads(one) for one in self.values]
-        self.barrier.wait(60)
-        return every
-
-
-class Exchange:
-    """The collectives of an elastic state, over a board."""
-
-    board: Board
-
-    def __init__(self) -> None:
-        engine = local_engine()
-        self.rank, self.size = engine.rank, engine.size
-
-    def everyones(self, value: Any, name: str) -> list[Any]:
-        return self.board.gather(self.rank, value)
-
-    def object_of(self, root: int, value: Any, name: str) -> Any:
-        return self.board.gather(self.rank, value)[root]
-
-    def vector_of(self, root: int, vector: Any, name: str) -> Any:
-        return self.board.gather(self.rank, vector)[root]
-
-
-class TorchExchange(Exchange, torch_elastic._Exchange):
-    def tensors_of(self, root: int, tensors: Any, name: str) -> list[Any]:
-        return self.board.gather(self.rank, [t.detach() for t in tensors])[root]
-
-    def state_of(self, root: int, optimizer: Any, name: str) -> Any:
-        return self.board.gather(self.rank, copy.deepcopy(optimizer._wrapped_class.state_dict(optimizer)))[root]
-
-
-class KerasExchange(Exchange, keras_elastic._Exchange):
-    def tensors_of(self, root: int, tensors: Any, name: str) -> list[Any]:
-        return self.board.gather(self.rank, [np.asarray(t) for t in tensors])[root]
 
 
 class TorchJob:
@@ -124,41 +72,9 @@ class KerasJob:
 
 
 @pytest.fixture(autouse=True)
-def _over_a_board(monkeypatch):
-    for module, exchange in ((torch_elastic, TorchExchange), (keras_elastic, KerasExchange)):
-        monkeypatch.setattr(module, "_Exchange", exchange)
-        monkeypatch.setattr(module.LIFECYCLE, "elastic", False)
-
-
-def trained(size: int, work: Callable[[int], Any]) -> list[Any]:
-    """Return the results of jobs of ``n`` ranks, whose membership then changes."""
-    Exchange.board = Board(size)
-
-    def begun(rank: int) -> Any:
-        job = work(rank)
-        Exchange.board.barrier.wait(60)
-        return job
-
-    jobs = Cluster(size).run(begun)
-    for job in jobs:
-        job.opt._async.leave()
-    return jobs
-
-
-def among_others(size: int, jobs: list[Any], make: Callable[[], Any], work: Callable[[int, Any], Any]) -> list[Any]:
-    """Continue with ``n`` ranks: survivors and new ones."""
-    Exchange.board = Board(size)
-
-    def go_on(rank: int) -> Any:
-        if rank < len(jobs):
-            job = jobs[rank]
-            job.opt._async.rejoin()
-        else:
-            job = make()
-        job.state.sync()
-        return work(rank, job)
-
-    return Cluster(size).run(go_on)
+def _over_a_board():
+    with over_a_board():
+        yield
 
 
 KINDS = [
@@ -258,39 +174,6 @@ def test_a_new_rank_gets_the_backward_passes_of_a_step():
     np.testing.assert_allclose(seen, [weights] * 3, rtol=1e-5)
 
 
-class Counting(torch.optim.SGD):
-    """Counts its steps in the groups, and divides the rate by that number."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr=lr)
-        for group in self.param_groups:
-            group["k"] = 0
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["k"] += 1
-        return super().step(closure)
-
-
-def test_counters_stay_with_the_weights_they_belong_to():
-    """Survivors that keep their weights keep their own; a new rank gets those of the rank whose weights it takes."""
-
-    def make() -> Any:
-        return TorchJob(make=Counting, algorithm="adpsgd", max_local_steps=50)
-
-    def work(rank: int) -> Any:
-        one = make()
-        one.state.sync()
-        one.opt._async.worker_now()
-        for _ in range(3 if rank else 9):
-            one.step()
-        return one
-
-    seen = among_others(3, trained(2, work), make, lambda rank, one: one.opt.param_groups[0]["k"])
-    assert seen[:2] == [9, 3]
-    assert seen[2] in (3, 9)
-
-
 # -- a commit between two passes of a step -----------------------------------------------------------------------------
 
 
@@ -317,9 +200,9 @@ def test_a_commit_between_two_passes_is_refused_in_torch():
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "options"), [("EagerOptimizer", {"quorum": "all"}), ("GossipOptimizer", {"algorithm": "allreduce"})]
+    ("wrapper", "options", "twice"),
+    [("EagerOptimizer", {"quorum": "all"}, True), ("GossipOptimizer", {"algorithm": "allreduce"}, False)],
 )
-@pytest.mark.parametrize("twice", [False, True])
 def test_passes_before_a_change_of_the_ranks_count_in_keras(wrapper, options, twice):
     """A callback commits after every batch, so a step may be under way."""
     passes = 3

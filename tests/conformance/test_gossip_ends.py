@@ -1,7 +1,9 @@
-"""Ends of gossip in every binding: uneven ones, cuts, consensus, broken steps and drains, several optimizers."""
+"""Ends of gossip in every binding: drains, cuts, consensus, and what is broken off."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import gc
 import threading
 from typing import Any
@@ -9,57 +11,42 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_async import topology
-from hvd_async.errors import WaitTimeoutError
+from hvd_async.algorithms.gossip.outer_worker import OuterWorker
+from hvd_async.algorithms.gossip.rank import PushSumWorker
+from hvd_async.errors import ReplicaStateError, WaitTimeoutError
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster, InjectedError
 from tests.conformance import gossip_ranks as ranks
-from tests.conformance import gossip_reference as reference
+from tests.conformance import outer_reference
 from tests.conformance.gossip_ranks import (
+    DILOCO,
     EXACT,
-    GRAPH,
+    FEW,
     LATE,
-    MOMENTUM,
-    NESTEROV,
+    LOCAL,
+    ON,
+    PAIRED,
     PAIRS,
     RING,
-    SGD,
+    SLOWMO,
     STAR,
-    STILL,
-    Rank,
     Seen,
-    also_graph,
-    both,
     by_options,
 )
-from tests.conformance.torch_ranks import ProcessSet
-
-
-def bits(rank: Rank) -> bytes:
-    """Weights after a drain."""
-    rank.opt.drain()
-    return rank.weights().tobytes()
-
-
-# -- uneven steps, cuts -----------------------------------------------------------------------------------------
-
-
-@by_options(
-    LATE | {"compression": "int8"},
-    RING | {"compression": "fp16"},
-    EXACT | {"compression": "int8"},
-    LATE | {"hierarchical": 2},
-    LATE | {"hierarchical": 2, "compression": "int8", "average_every": 3},
-    PAIRS,
-    PAIRS | {"hierarchical": 2},
+from tests.conformance.weight_ranks import (
+    MOMENTUM,
+    NESTEROV,
+    SGD,
+    STILL,
+    KerasGraphRank,
+    KerasRank,
+    Rank,
+    TorchRank,
+    also_graph,
+    both,
 )
-@both
-def test_ranks_that_end_early_hold_nobody_up_and_lose_nothing(binding, options):
-    """Also one that had no batch at all."""
-    problem, steps = binding.problem(4, NESTEROV), [12, 3, 0, 7]
-    seen = ranks.run(binding, problem, steps, Cluster(4, jitter=0.001), **options)
-    assert [own.stats.steps for own in seen] == steps
-    ranks.check_mean(problem.start, seen)
+
+# -- drains and cuts --------------------------------------------------------------------------------------------
 
 
 @by_options(
@@ -68,43 +55,94 @@ def test_ranks_that_end_early_hold_nobody_up_and_lose_nothing(binding, options):
 @both
 def test_a_cut_after_uneven_steps_loses_nothing(binding, options):
     """Which edges were left out is known at one end only; copies of 8-bit messages must be the same at both."""
-    problem = binding.problem(3, NESTEROV)
+    problem = binding.least_squares(3, NESTEROV)
 
     def work(rank: int) -> Seen:
-        trainer = binding.make(problem, rank, **options)
-        seen = ranks.watch(trainer)
+        one = binding(problem, rank, **options)
+        seen = ranks.watch(one)
         for steps in ((6, 1, 3), (4, 4, 4), (0, 5, 2)):
-            ranks.train(trainer, seen, steps[rank])
-            trainer.opt.cut()
-        return ranks.drain(trainer, seen)
+            ranks.train(one, seen, steps[rank])
+            one.opt.cut()
+        return ranks.drain(one, seen)
 
     ranks.check_mean(problem.start, Cluster(3, jitter=0.001).run(work))
+
+
+@by_options(LOCAL, SLOWMO, DILOCO)
+@both
+def test_ranks_that_finish_early_and_several_drains(binding, options):
+    """The outer momentum goes on after a drain, and the anchor is where all ranks are then."""
+    problem, counts = binding.least_squares(3), ((9, 2, 5), (4, 4, 7))
+
+    def work(rank: int) -> list[bytes]:
+        one, found = binding(problem, rank, **options), []
+        for steps in counts:
+            one.train(steps[rank])
+            found.append(one.drained())
+        return found
+
+    outer = ranks.outer_of(3, options)
+    for end, steps in zip(ranks.alike(work), counts, strict=True):
+        outcome = outer_reference.train(problem, steps, outer)
+        np.testing.assert_allclose(np.frombuffer(end), outcome.drained(), rtol=0, atol=1e-5)
+        problem = problem.after(outcome)
+
+
+@by_options(
+    STAR | ON | {"gossip_every": 50},
+    EXACT | {"gossip_every": 50},
+    PAIRED | {"gossip_every": 50},
+    LOCAL | {"average_every": 50},
+    DILOCO | {"average_every": 50, "compression": "int8"},
+)
+@both
+def test_a_period_may_be_longer_than_the_training(binding, options):
+    """A drain leaves all at the mean all the same."""
+    problem = binding.least_squares(3)
+    seen = ranks.run(binding, problem, [6, 2, 4] if "quasi_global" not in options else 5, **options)
+    ranks.check_mean(problem.start, seen)
+
+
+@also_graph
+def test_a_drain_averages_the_momenta_and_begins_the_correction_anew(binding):
+    problem = binding.least_squares(3)
+
+    def work(rank: int) -> tuple[Any, ...]:
+        one = binding(problem, rank, **RING, **ON).train(5)
+        apart = one.moments().first
+        one.opt.drain()
+        return apart, one.moments().first, one.opt._async._correction.vector
+
+    apart, together, corrections = zip(*Cluster(3).run(work), strict=True)
+    assert np.abs(apart[0] - apart[1]).max() > 1e-2
+    np.testing.assert_allclose(together[0], np.mean(apart, axis=0), rtol=0, atol=1e-6)
+    assert len({own.tobytes() for own in together}) == 1
+    assert corrections == (None, None, None)
 
 
 @by_options(STAR, PAIRS)
 @both
 def test_weights_that_half_precision_cannot_hold_stay_with_their_rank(binding, options):
-    problem = binding.problem(3, STILL)
+    problem = binding.least_squares(3, STILL)
     problem.start[:, 1] = 1e5
 
     def work(rank: int) -> Any:
-        trainer = binding.make(problem, rank, compression="fp16", **options)
-        trainer.train(5).opt.cut()
-        return trainer.weights() * trainer.opt.stats().push_sum_weight
+        one = binding(problem, rank, compression="fp16", **options)
+        one.train(5).opt.cut()
+        return one.weights() * one.opt.stats().push_sum_weight
 
-    x = np.array(Cluster(3).run(work))
-    np.testing.assert_allclose(x.mean(axis=0), problem.start[0], rtol=1e-6)
+    np.testing.assert_allclose(np.mean(Cluster(3).run(work), axis=0), problem.start[0], rtol=1e-6)
 
 
 @both
 def test_large_finite_weights_are_no_reason_to_refuse(binding):
-    problem = binding.problem(2, STILL)
+    problem = binding.least_squares(2, STILL)
     problem.start[:] = 2e38  # their sum is infinite in float32
 
     def work(rank: int) -> Any:
-        trainer = binding.make(problem, rank)
-        trainer.step_with(np.zeros(6))
-        return trainer.weights()
+        one = binding(problem, rank)
+        one.take(np.zeros(6))
+        return one.weights()
 
     for weights in Cluster(2).run(work):
         np.testing.assert_allclose(weights, 2e38, rtol=1e-6)
@@ -120,37 +158,33 @@ def test_large_finite_weights_are_no_reason_to_refuse(binding):
         (STAR | {"compression": "int8"}, "root", [1.0, 1.0, 1.0]),
         (LATE | {"hierarchical": 3}, "local", [1.0, 2.0, 3.0]),
         (LATE, "average", [2.0, 2.0, 2.0]),
-        (PAIRS, "average", [2.0, 2.0, 2.0]),
         (PAIRS | {"hierarchical": 3}, "average", [2.0, 2.0, 2.0]),
     ],
-    ids=["sgp-average", "int8-root", "hosts-local", "osgp", "adpsgd", "host-pairs"],
+    ids=["sgp-average", "int8-root", "hosts-local", "osgp", "host-pairs"],
 )
 @both
 def test_consensus_shows_the_average_and_puts_everything_back(binding, options, policy, means):
-    problem = binding.problem(3, NESTEROV)
+    problem = binding.least_squares(3, NESTEROV)
 
     def work(rank: int) -> tuple[Any, ...]:
-        trainer = binding.make(problem, rank, normed=True, buffers=policy, **options)
-        trainer.mean = 1.0 + rank
-        seen = ranks.watch(trainer)
-        ranks.train(trainer, seen, 3 + rank)
-        distance = trainer.opt.consensus_distance()  # (with a cut)
-        own, weight = trainer.weights(), trainer.opt.stats().push_sum_weight
+        one = binding(problem, rank, normed=True, buffers=policy, **options)
+        one.mean = 1.0 + rank
+        seen = ranks.watch(one)
+        ranks.train(one, seen, 3 + rank)
+        distance = one.opt.consensus_distance()  # (with a cut)
+        own, weight = one.weights(), one.opt.stats().push_sum_weight
         for error in (None, KeyError):
-            try:
-                with trainer.opt.consensus():
-                    shown = trainer.weights()
-                    assert trainer.mean == means[rank]
-                    if error is not None:
-                        raise error
-            except KeyError:
-                assert error is KeyError
-            assert trainer.weights().tobytes() == own.tobytes()
-            assert trainer.mean == 1.0 + rank
-        ranks.train(trainer, seen, 2)  # training goes on
-        ranks.drain(trainer, seen)
-        assert trainer.mean == means[rank]
-        return own, weight, distance, shown, trainer.opt.consensus_distance(), seen
+            with contextlib.suppress(KeyError), one.opt.consensus():
+                shown = one.weights()
+                assert one.mean == means[rank]
+                if error is not None:
+                    raise error
+            assert one.weights().tobytes() == own.tobytes()
+            assert one.mean == 1.0 + rank
+        ranks.train(one, seen, 2)  # training goes on
+        ranks.drain(one, seen)
+        assert one.mean == means[rank]
+        return own, weight, distance, shown, one.opt.consensus_distance(), seen
 
     z, w, distances, shown, ends, seen = zip(*Cluster(3, jitter=0.001).run(work), strict=True)
     apart = float(np.sqrt(np.mean(np.sum((np.array(z) - np.mean(z, axis=0)) ** 2, axis=1))))
@@ -162,17 +196,55 @@ def test_consensus_shows_the_average_and_puts_everything_back(binding, options, 
     ranks.check_mean(problem.start, seen)
 
 
+@by_options(RING | ON, EXACT | {"compression": "int8"}, PAIRED, LOCAL, SLOWMO | {"compression": "int8"})
 @both
-def test_statistics_that_were_computed_anew_agree_in_consensus(binding):
-    def work(rank: int) -> float:
-        trainer = binding.make(binding.problem(3), rank, normed=True).train(1)
-        trainer.opt.drain()
-        trainer.mean = float(rank)
-        trainer.opt.drain()
-        with trainer.opt.consensus():
-            return trainer.mean
+def test_statistics_agree_in_consensus_and_after_a_drain(binding, options):
+    def work(rank: int) -> tuple[Any, ...]:
+        one = binding(binding.least_squares(3), rank, normed=True, **options)
+        one.mean = 1.0 + rank
+        one.train(4)
+        with one.opt.consensus():
+            shown = one.mean, one.weights().tobytes()
+        assert one.mean == 1.0 + rank
+        assert one.drained() == shown[1]
+        drained = one.mean
+        one.mean = drained + rank  # (computed anew)
+        one.opt.drain()
+        with one.opt.consensus():
+            return *shown, drained, one.mean
 
-    assert ranks.alike(work) == 1.0
+    mean, _, drained, again = ranks.alike(work)
+    assert (mean, drained, again) == (2.0, 2.0, 3.0)
+
+
+@by_options(LOCAL, SLOWMO, DILOCO)
+@both
+def test_consensus_is_what_a_drain_would_leave_and_changes_nothing(binding, options):
+    """Evaluations in mid-training leave what is under way for the step that is to take it; also of a rank that has
+    finished before others sent it."""
+    problem, steps = binding.least_squares(3), (9, 9, 7)
+
+    def run(looks: bool, most: int = 9) -> Any:
+        def train(rank: int) -> tuple[Any, ...]:
+            one, shown = binding(problem, rank, compression="int8", **options), []
+            for _ in range(min(most, 6)):
+                one.train(1)
+                if looks:
+                    with one.opt.consensus():
+                        shown.append(one.weights().tobytes())
+            one.train(max(0, min(most, steps[rank]) - 6))
+            with one.opt.consensus() if looks else contextlib.nullcontext():
+                shown.append(one.weights().tobytes())
+            return one.drained(), shown
+
+        return Cluster(3).run(train)
+
+    (end, shown), *others = run(True)
+    assert [own for _, own in others] == [shown] * 2
+    assert [own for own, _ in run(False)] == [end] * 3
+    for step in (1, 4, 6):
+        assert run(False, step)[0][0] == shown[step - 1]
+    assert shown[6] == end
 
 
 @both
@@ -180,67 +252,136 @@ def test_a_consensus_that_is_never_left_puts_nothing_back(binding):
     """An evaluation may be broken off, and other weights loaded after it."""
 
     def work(rank: int) -> bytes:
-        trainer = binding.make(binding.problem(2), rank).train(2)
-        context = trainer.opt.consensus()
+        one = binding(binding.least_squares(2), rank).train(2)
+        context = one.opt.consensus()
         context.__enter__()
-        trainer.assign([7.0] * 6)
+        one.assign([7.0] * 6)
         del context
         gc.collect()
-        assert trainer.weights().tolist() == [7.0] * 6
-        return bits(trainer.train(1))
+        assert one.weights().tolist() == [7.0] * 6
+        return one.train(1).drained()
 
     ranks.alike(work, 2)
+
+
+# -- what a script writes, loads and wraps ------------------------------------------------------------------------
 
 
 @by_options(STAR, RING, EXACT, PAIRS)
 @both
 def test_weights_that_were_changed_between_steps_stay_changed(binding, options):
     """EarlyStopping(restore_best_weights=True) does so, and clipping weights: the ranks' mean moves as much."""
-    problem = binding.problem(3, STILL)
+    problem = binding.least_squares(3, STILL)
 
     def work(rank: int) -> list[float]:
-        trainer = binding.make(problem, rank, **options)
+        one = binding(problem, rank, **options)
         for step in range(4):
-            trainer.train(1)
+            one.train(1)
             if rank == 2 and step > 1:
-                trainer.assign(trainer.weights() + 3.0 / trainer.opt.stats().push_sum_weight)
-        return np.frombuffer(bits(trainer)).tolist()
+                one.assign(one.weights() + 3.0 / one.opt.stats().push_sum_weight)
+        return np.frombuffer(one.drained()).tolist()
 
     np.testing.assert_allclose(ranks.alike(work), problem.start[0] + 3.0 * 2 / 3, rtol=0, atol=1e-5)
+
+
+@by_options(PAIRED, DILOCO)
+@both
+def test_weights_that_a_script_replaces_after_a_drain_are_the_slow_weights(binding, options):
+    """Also in a job that was resumed from a cut: the momentum does not take the replacement for a step."""
+    problem, saved = binding.least_squares(2, dataclasses.replace(STILL, momentum=0.0)), list[Any]([None] * 2)
+
+    def begin(rank: int) -> None:
+        one = binding(problem, rank, **options).train(2)
+        one.opt.cut()
+        saved[rank] = one.saved()
+
+    def go_on(rank: int) -> Any:
+        one = binding(problem, rank, **options).resume(saved[rank], 2).train(2)
+        one.opt.drain()
+        one.assign(np.arange(6.0))
+        one.opt._async.on_weights_replaced()
+        return one.train(9).weights()
+
+    Cluster(2).run(begin)
+    for weights in Cluster(2).run(go_on):
+        np.testing.assert_allclose(weights, np.arange(6.0), rtol=0, atol=1e-6)
+
+
+@both
+def test_two_optimizers_of_a_process_do_not_touch_each_other(binding):
+    """Each one ends where it ends alone, also where a step of one of them is a graph."""
+    options = (STAR | {"compression": "int8"}, RING)
+
+    def make(which: int, rank: int) -> Rank:
+        kind = KerasGraphRank if which == 0 and binding is KerasRank else binding
+        made: Rank = kind(binding.least_squares(3, (MOMENTUM, SGD)[which]), rank, **options[which])
+        return made
+
+    def together(rank: int) -> list[bytes]:
+        both = [make(0, rank), make(1, rank)]
+        for step in range(6):
+            both[0].train(1)
+            if step % 2:
+                both[1].train(1)
+        both[0].opt.drain()  # both
+        assert [one.opt.stats().steps for one in both] == [6, 3]
+        return [one.weights().tobytes() for one in both]
+
+    alone = [
+        ranks.alike(lambda rank, which=which: make(which, rank).train(6 - 3 * which).drained()) for which in (0, 1)
+    ]
+    assert ranks.alike(together) == alone
+
+
+def test_construction_does_not_communicate():
+    def work(rank: int) -> bytes:
+        kept = [KerasGraphRank(KerasGraphRank.least_squares(2), rank)] if rank == 0 else []
+        weights = KerasGraphRank(KerasGraphRank.least_squares(2), rank).train(2).drained()
+        assert len(kept) == 1 - rank
+        return weights
+
+    ranks.alike(work, 2)
 
 
 # -- steps and drains that are broken off -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [np.nan, -np.inf])
-@also_graph
-def test_a_step_that_makes_nan_is_refused_there_and_others_hear_of_it(binding, value):
+@pytest.mark.parametrize(
+    ("binding", "options"),
+    [
+        *((binding, options) for binding in (TorchRank, KerasRank) for options in FEW if options not in (LATE, PAIRS)),
+        (KerasGraphRank, STAR),
+    ],
+    ids=ranks.name,
+)
+def test_a_step_that_makes_nan_is_refused_there_and_others_hear_of_it(binding, options):
     failed = threading.Event()
+    value = np.nan if options is STAR else -np.inf
 
     def work(rank: int) -> None:
-        trainer = binding.make(binding.problem(3), rank, **STAR).train(2)
+        one = binding(binding.least_squares(3), rank, **options).train(2)
         if rank != 1:
             assert failed.wait(30)
             try:
-                trainer.train(9).opt.drain()
+                one.train(9).opt.drain()
             finally:
-                assert np.isfinite(trainer.weights()).all()
+                assert np.isfinite(one.weights()).all()
             return
         try:
-            trainer.step_with([0.0] * 5 + [value])
+            one.take([0.0] * 5 + [value])
         finally:
-            assert trainer.opt.stats().steps == 2  # (the worker has not seen it)
-            again = (lambda: trainer.step_with([0.0] * 6), trainer.opt.drain, trainer.opt.cut)
-            for call in (*again, trainer.opt.consensus_distance):
+            assert one.opt.stats().steps == 2  # (the worker has not seen it)
+            again = (lambda: one.take([0.0] * 6), one.opt.drain, one.opt.cut)
+            for call in (*again, one.opt.consensus_distance):
                 with pytest.raises(Exception, match=r"(?s)broken off: FloatingPointError.*restart from a checkpoint"):
                     call()
             failed.set()
 
     one, bad, other = Cluster(3).outcomes(work)
-    spoilt = "parameter 1" if binding.framework == "torch" else "x1 (2,) float32"
+    spoilt = "parameter 1" if binding is TorchRank else "x1 (2,) float32"
     assert f"NaN or infinite ({spoilt}" in str(bad)
     for outcome in (one, other):
-        assert isinstance(outcome, InjectedError) or binding is GRAPH
+        assert isinstance(outcome, InjectedError) or binding.graph
         assert "rank 1 on host host1 failed: " in str(outcome)
 
 
@@ -251,87 +392,77 @@ def test_no_step_between_a_broken_drain_and_its_repetition(binding):
 
     def work(rank: int) -> bytes:
         engine: Any = local_engine()
-        trainer = binding.make(binding.problem(2, SGD), rank, algorithm="osgp").train(2)
+        one = binding(binding.least_squares(2, SGD), rank, algorithm="osgp").train(2)
         if rank == 0:
             engine.timeout = 0.05
             with pytest.raises(WaitTimeoutError):
-                trainer.opt.drain()
+                one.opt.drain()
             engine.timeout = float("inf")
-            held = trainer.weights().tobytes()
+            held = one.weights().tobytes()
             with pytest.raises(Exception, match="broken off: call it again before the next step"):
-                trainer.train(1)
-            assert trainer.weights().tobytes() == held
+                one.train(1)
+            assert one.weights().tobytes() == held
             stalled.set()
         assert stalled.wait(30)
-        trainer.opt.drain()
-        return bits(trainer.train(2))
+        one.opt.drain()
+        return one.train(2).drained()
 
     ranks.alike(work, 2)
 
 
-# -- several optimizers, sets of ranks ----------------------------------------------------------------------------
+BROKEN = [
+    *((PushSumWorker, where, 3, {"algorithm": name, "topology": "ring", "gossip_every": 1})
+      for name in ("sgp", "osgp", "dpsgd", "exact-diffusion", "noloco") for where in ("_offer", "_await_messages")),
+    (PushSumWorker, "_offer", 1, {"algorithm": "dpsgd", "topology": "ring"}),
+    *((OuterWorker, where, 4 + (late if where != "_enter" else 0), SLOWMO | {"average_every": 4, "max_staleness": late})
+      for where, late in (("_enter", 2), ("_await", 0), ("_await", 2), ("_take", 0))),
+    (OuterWorker, "_await", 4, SLOWMO | {"average_every": 4, "max_staleness": 0, "compression": "int8"}),
+]  # fmt: skip
+"""Methods of a worker, and the step in which one of them is broken off on rank 0."""
 
 
-@both
-def test_two_optimizers_of_a_process_do_not_touch_each_other(binding):
-    """Each one ends where it ends alone, also where a step of one of them is a graph."""
-    options = (STAR | {"compression": "int8"}, RING)
+@pytest.mark.parametrize(("worker", "where", "broken_step", "options"), BROKEN, ids=ranks.name)
+def test_others_go_on_without_a_rank_whose_step_was_broken_off(monkeypatch, worker, where, broken_step, options):
+    """By an interrupt or a time limit; also when it had announced messages that it did not queue, or has entered an
+    average."""
+    real = getattr(worker, where)
 
-    def make(which: int, rank: int) -> Rank:
-        kind = GRAPH if which == 0 and binding.framework == "keras" else binding
-        return kind.make(binding.problem(3, (MOMENTUM, SGD)[which]), rank, **options[which])
+    def broken(self: Any, *args: Any) -> Any:
+        if self.engine.rank == 0 and self._step == broken_step:
+            raise WaitTimeoutError("a time limit")
+        return real(self, *args)
 
-    def together(rank: int) -> list[bytes]:
-        trainers = [make(0, rank), make(1, rank)]
-        for step in range(6):
-            trainers[0].train(1)
-            if step % 2:
-                trainers[1].train(1)
-        trainers[0].opt.drain()  # both
-        assert [trainer.opt.stats().steps for trainer in trainers] == [6, 3]
-        return [trainer.weights().tobytes() for trainer in trainers]
+    monkeypatch.setattr(worker, where, broken)
 
-    alone = [
-        ranks.alike(lambda rank: bits(make(0, rank).train(6))),
-        ranks.alike(lambda rank: bits(make(1, rank).train(3))),
-    ]
-    assert ranks.alike(together) == alone
+    def train(rank: int) -> Any:
+        one = TorchRank(TorchRank.least_squares(3, SGD), rank, **options)
+        if rank == 0:
+            with pytest.raises(WaitTimeoutError):
+                one.train(9)
+            with pytest.raises(ReplicaStateError, match="broken off"):
+                one.train(1)
+            one.opt.discard()
+            return None
+        one.train(9).opt.drain()
+        assert one.opt.stats().steps == 9
+        return one.weights().tolist()
 
-
-@by_options({"peers": 2}, {"algorithm": "dpsgd", "topology": topology.complete(3)})
-@both
-def test_ranks_of_a_process_set_gossip_among_themselves(binding, options):
-    trio, problem = ProcessSet(0, 2, 3), binding.problem(4, SGD)
-
-    def work(rank: int) -> tuple[Any, ...]:
-        trainer = binding.make(problem, rank, process_set=trio, **options).train(5 + 2 * (rank == 1))
-        every = binding.make(problem, rank).train(2)  # and all of them in another one
-        trainer.opt.drain()
-        every.opt.drain()
-        return trainer.weights(), trainer.opt.stats(), every.weights().tobytes()
-
-    results = Cluster(4).run(work)
-    members = [0, 2, 3]
-    inside = reference.Problem(problem.start[:3], lambda z, r, k: problem.gradient(z, members[r], k), SGD)
-    algorithm = options.get("algorithm", "sgp")
-    expected = reference.gossip(inside, [np.full((3, 3), 1 / 3)], 5, algorithm=algorithm).drained()
-    for rank in members:
-        np.testing.assert_allclose(results[rank][0], expected, rtol=0, atol=1e-5)
-        assert len(results[rank][1].waited_for) == 3
-    outside = reference.Problem(problem.start[:1], lambda z, _, k: problem.gradient(z, 1, k), SGD)
-    alone = reference.sgp(outside, ranks.graph("ring", 1), 7).drained()
-    np.testing.assert_allclose(results[1][0], alone, rtol=0, atol=1e-5)
-    assert (results[1][1].steps, results[1][1].messages_sent) == (7, 0)
-    assert len({every for _, _, every in results}) == 1
+    _, one, other = Cluster(3).run(train)
+    assert one == other
 
 
-def test_construction_does_not_communicate():
-    binding = GRAPH
+def test_a_rank_that_ends_between_two_steps_sends_nothing_more():
+    """D-PSGD's messages of its next step would be queued in the step that it does not take."""
+    queued: list[Any] = []
 
-    def work(rank: int) -> bytes:
-        kept = [binding.make(binding.problem(2), rank)] if rank == 0 else []
-        weights = bits(binding.make(binding.problem(2), rank).train(2))
-        assert len(kept) == 1 - rank
-        return weights
+    def train(rank: int) -> None:
+        one = TorchRank(TorchRank.least_squares(3, SGD), rank, **RING)
+        one.train(2).opt.drain()
+        if rank == 0:
+            one.worker()._exchanges.offer = lambda *message: queued.append(message)
+            one.opt.discard()
+        else:
+            one.train(2).opt.drain()
 
-    ranks.alike(work, 2)
+    Cluster(3).run(train)
+    assert not queued

@@ -10,98 +10,86 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
+from hvd_async.errors import ReplicaMismatchError
 from hvd_async.testing import Cluster
 from tests.conformance import gossip_ranks as ranks
-from tests.conformance import gossip_reference as reference
-from tests.conformance.drive import scripted_engine
-from tests.conformance.gossip_ranks import ADAM, EXACT, PAIRED, PAIRS, RING, STAR, Binding, Rank, Seen, both, by_options
+from tests.conformance import outer_reference
+from tests.conformance.gossip_ranks import (
+    DILOCO,
+    EXACT,
+    LOCAL,
+    ON,
+    PAIRED,
+    PAIRS,
+    RING,
+    SLOWMO,
+    STAR,
+    by_options,
+)
+from tests.conformance.weight_ranks import KerasRank, Rank, Saved, TorchRank, both, share
+from tests.covering import covering
 
 
 @functools.cache
-def states(binding: Binding, algorithm: str = "sgp", end: str = "cut") -> list[dict[str, Any]]:
+def states(binding: type[Rank], algorithm: str = "sgp", end: str = "cut") -> list[Saved]:
     """States that three ranks have saved after four steps."""
 
-    def work(rank: int) -> dict[str, Any]:
-        options = PAIRS if algorithm == "adpsgd" else STAR
-        trainer = binding.make(binding.problem(3), rank, **options).train(4)
-        getattr(trainer.opt, end)()
-        return trainer.saved()
+    def work(rank: int) -> Saved:
+        one = binding(binding.least_squares(3), rank, **(PAIRS if algorithm == "adpsgd" else STAR)).train(4)
+        getattr(one.opt, end)()
+        return one.saved()
 
     return Cluster(3).run(work)
 
 
-def share(state: dict[str, Any], name: str) -> Any:
-    """An entry of a rank's share of a state, in torch's form or in Keras'."""
-    return state["opt"]["hvd_async"][name] if "opt" in state else state[f"hvd_async.{name}"]
+# -- each rank's own, after cut() ---------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize("size", [1, 2, 5])
-@both
-def test_rank_0s_drained_state_resumes_at_any_size(binding, size):
-    """Weights, momentum, and the number of rounds; data goes on."""
-    state = states(binding, end="drain")[0]
-    problem = binding.problem(size)
-
-    def work(rank: int) -> tuple[Any, Any, Any]:
-        trainer = binding.make(problem, rank, **STAR).resumed(state, 4)
-        began, moments = trainer.weights(), trainer.moments()
-        assert trainer.opt.rounds == share(state, "rounds") > 0
-        trainer.train(3).opt.drain()
-        assert trainer.opt.rounds == share(state, "rounds") + trainer.opt.stats().rounds
-        return began, moments, trainer.weights()
-
-    seen = Cluster(size).run(work)
-    first, moments = seen[0][:2]
-    resumed = dataclasses.replace(
-        problem,
-        start=np.tile(first, (size, 1)),
-        gradient=lambda z, rank, step: problem.gradient(z, rank, 4 + step),
-        states=(reference.start(first)._replace(t=4, first=moments),) * size,
-    )
-    expected = reference.sgp(resumed, ranks.graph("star", size), 3).drained()
-    for began, _, weights in seen:
-        assert began.tolist() == first.tolist()
-        np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("steps", [(5, 5, 5), (3, 6, 4)], ids=["even", "uneven"])
-@by_options(
+CUT = [
     STAR,
     RING | {"compression": "int8"},
-    STAR | {"hierarchical": 3},
+    STAR | {"hierarchical": 3, "compression": "int8", "average_every": 3},
     PAIRS | {"hierarchical": 3},
-    STAR | {"average_every": 3},
     STAR | {"gossip_every": 3},
     PAIRED,
     EXACT,
     EXACT | {"compression": "int8", "gossip_every": 2},
     RING | {"gossip_every": 2},
-    RING | {"quasi_global": True},
-    STAR | {"quasi_global": True, "compression": "int8"},
-    STAR | {"hierarchical": 3, "compression": "int8", "average_every": 3},
+    RING | ON,
+    STAR | ON | {"compression": "int8"},
+    LOCAL,
+    SLOWMO,
+    DILOCO | {"compression": "int8"},
+    SLOWMO | {"compression": "bf16", "max_staleness": 4},
+]
+ROWS = covering([range(len(CUT)), ((5, 5, 5), (3, 6, 4)), (TorchRank, KerasRank)], 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "binding"),
+    [(CUT[place], *row) for place, *row in ROWS],
+    ids=lambda one: ranks.name(one) if isinstance(one, dict) else getattr(one, "__name__", str(one)),
 )
-@both
 def test_each_ranks_own_state_goes_on_as_if_nothing_had_been(binding, options, steps):
-    """Bit by bit, beside a job that made the cut and went on."""
-    problem, saved = binding.problem(3), list[Any]([None] * 3)
+    """Bit by bit, beside a job that made the cut and went on; averages were under way, and rates had fallen."""
+    problem, saved = binding.least_squares(3), list[Any]([None] * 3)
 
     def whole(rank: int) -> tuple[Any, ...]:
-        trainer = binding.make(problem, rank, **options).train(steps[rank])
-        trainer.opt.cut()
-        saved[rank] = trainer.saved()
-        return finish(trainer)
+        one = binding(problem, rank, **options).train(2)
+        one.set_rate(0.02)
+        one.train(steps[rank] - 2).opt.cut()
+        saved[rank] = one.saved()
+        return finish(one)
 
     def second(rank: int) -> tuple[Any, ...]:
-        trainer = binding.make(problem, rank, **options).resumed(saved[rank], steps[rank])
-        assert share(trainer.saved(), "cut")  # (what was loaded can be saved again)
-        return finish(trainer)
+        one = binding(problem, rank, **options).resume(saved[rank], steps[rank])
+        one.set_rate(0.02)
+        assert share(one.saved(), "cut")  # (what was loaded can be saved again)
+        return finish(one)
 
-    def finish(trainer: Rank) -> tuple[Any, ...]:
-        path = [trainer.train(1).weights().tobytes() for _ in range(5)]
-        weight = trainer.opt.stats().push_sum_weight
-        trainer.opt.drain()
-        return path, weight, trainer.weights().tobytes(), trainer.moments().tobytes()
+    def finish(one: Rank) -> tuple[Any, ...]:
+        path = [one.train(1).weights().tobytes() for _ in range(7)]
+        weight = one.opt.stats().push_sum_weight
+        return path, weight, one.drained(), one.moments().first.tobytes(), one.train(4).weights().tobytes()
 
     ends = Cluster(3).run(whole)
     assert Cluster(3).run(second) == ends
@@ -109,67 +97,114 @@ def test_each_ranks_own_state_goes_on_as_if_nothing_had_been(binding, options, s
         assert all(abs(share(state, "weight") - 1.0) > 0.01 for state in saved)
 
 
+@pytest.mark.parametrize(
+    "by_epoch", [{"peers": {0: 1, 1: 2}}, {"schedule": {0: "allreduce", 1: "dpsgd"}, "average_every": 3}], ids=str
+)
 @both
-def test_adpsgd_goes_on_from_each_ranks_own_state(binding):
-    """The reference does the same from the same weights and moments, in the order that the ranks have recorded."""
-    problem, together, saved = binding.problem(3), threading.Barrier(3), states(binding, "adpsgd")
+def test_a_cut_is_resumed_in_an_epoch_that_has_other_settings_than_the_first(binding, by_epoch):
+    """Bit by bit: the correction is there before ``set_epoch`` says that the plan has one."""
+    problem, saved = binding.least_squares(3), list[Any]([None] * 3)
 
-    def work(rank: int) -> tuple[Any, Any, Seen]:
-        trainer = binding.make(problem, rank, **PAIRS).resumed(saved[rank], 4)
-        first, moments = trainer.weights(), trainer.moments()
-        seen = ranks.watch(trainer)
+    def whole(rank: int) -> list[bytes]:
+        one = binding(problem, rank, **by_epoch, **ON)
+        one.opt.set_epoch(1)
+        one.train(4).opt.cut()
+        saved[rank] = one.saved()
+        return finish(one)
+
+    def second(rank: int) -> list[bytes]:
+        one = binding(problem, rank, **by_epoch, **ON).resume(saved[rank], 4)
+        one.opt.set_epoch(1)
+        return finish(one)
+
+    def finish(one: Rank) -> list[bytes]:
+        return [*(one.train(1).weights().tobytes() for _ in range(4)), one.drained(), one.moments().first.tobytes()]
+
+    ends = Cluster(3).run(whole)
+    assert Cluster(3).run(second) == ends
+
+
+@pytest.mark.parametrize(("before", "after"), [("int8", "none"), ("bf16", "int8")])
+@both
+def test_a_cut_may_be_resumed_with_another_compression(binding, before, after):
+    problem, saved = binding.least_squares(3), list[Any]([None] * 3)
+
+    def first(rank: int) -> None:
+        one = binding(problem, rank, compression=before, **LOCAL).train(6)
+        one.opt.cut()
+        saved[rank] = one.saved()
+
+    Cluster(3).run(first)
+    exact = outer_reference.train(problem, (12, 12, 12), ranks.outer_of(3, LOCAL)).drained()
+    for weights in Cluster(3).run(
+        lambda rank: binding(problem, rank, compression=after, **LOCAL).resume(saved[rank], 6).train(6).drained()
+    ):
+        np.testing.assert_allclose(np.frombuffer(weights), exact, rtol=0, atol=0.02)
+
+
+# -- rank 0's, after drain() --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 5])
+@by_options(STAR, STAR | ON, EXACT, PAIRED, LOCAL, SLOWMO, DILOCO)
+@both
+def test_rank_0s_drained_state_resumes_at_any_size(binding, options, size):
+    """Weights, momentum, that of an outer optimizer, and the number of rounds; data goes on."""
+    first, problem, together = binding.least_squares(3), binding.least_squares(size), threading.Barrier(size)
+
+    def save(rank: int) -> Saved:
+        one = binding(first, rank, **options).train(8)
+        one.opt.drain()
+        return one.saved()
+
+    state = Cluster(3).run(save)[0]
+
+    def work(rank: int) -> tuple[Any, ...]:
+        one = binding(problem, rank, **options).resume(state, 8)
+        assert one.opt.rounds == share(state, "rounds") > 0
+        began, moments = one.weights(), one.moments()
+        seen = ranks.watch(one)
         together.wait(30)
-        ranks.train(trainer, seen, 20)
-        return first, reference.start(first)._replace(t=4, first=moments), ranks.drain(trainer, seen)
+        ranks.train(one, seen, 6)
+        together.wait(60)
+        assert one.opt.rounds == share(state, "rounds") + one.opt.stats().rounds
+        return began, moments, ranks.drain(one, seen)
 
-    firsts, moments, seen = zip(*Cluster(3).run(work), strict=True)
-    assert np.abs(np.array(firsts) - firsts[0]).max() > 1e-3
+    began, moments, seen = zip(*Cluster(size).run(work), strict=True)
     resumed = dataclasses.replace(
         problem,
-        start=np.array(firsts),
-        gradient=lambda z, rank, step: problem.gradient(z, rank, 4 + step),
+        start=np.array(began),
+        gradient=lambda z, rank, step: problem.gradient(z, rank, 8 + step),
         states=moments,
     )
-    outcome = reference.adpsgd(resumed, [own.log[: own.log.index(("drained",))] for own in seen])
-    for rank, own in enumerate(seen):
-        np.testing.assert_allclose(own.path, outcome.path[rank], rtol=0, atol=1e-5)
-        np.testing.assert_allclose(own.drained, outcome.drained(), rtol=0, atol=1e-5)
+    if options in (SLOWMO, DILOCO):
+        outer = ranks.outer_of(3, options)
+        outer_reference.train(first, (8, 8, 8), outer)
+        ranks.check(outer_reference.train(resumed, [6] * size, outer), seen)
+    else:
+        ranks.check(ranks.expected(resumed, list(seen), options), seen)
 
 
+@by_options(RING | ON, EXACT, PAIRED, LOCAL, SLOWMO, DILOCO)
 @both
-def test_a_state_after_cut_goes_to_its_own_rank_and_size_only(binding):
-    saved = states(binding)
-    for size, rank, other in ((3, 0, 1), (3, 2, 0), (2, 1, 1), (1, 0, 0)):
-        said = rf"rank {other} of 3 after cut.*that rank.s own.*this is rank {rank} of {size}\. Load each .* save after"
-        with scripted_engine(size, rank):
-            trainer = binding.make(binding.problem(size), rank)
-            fresh = trainer.saved()
-            with pytest.raises(ValueError, match=said):
-                trainer.resumed(saved[other], 4)
-            trainer.assign(binding.problem(size).start[rank])
-            assert str(trainer.saved()) == str(fresh)  # nothing has changed
-    with scripted_engine(3, 1):
-        binding.make(binding.problem(3), 1).resumed(saved[1], 4)
+def test_an_earlier_state_may_be_loaded_in_the_same_job(binding, options):
+    """Weights and the optimizer's state, after a drain: training goes on from there, bit by bit as it did."""
+
+    def work(rank: int) -> list[list[bytes]]:
+        one = binding(binding.least_squares(3), rank, **options).train(5)
+        one.opt.drain()
+        state, paths = one.saved(), []
+        for _ in range(2):
+            one.resume(state, 5)
+            paths.append([one.train(1).weights().tobytes() for _ in range(7)])
+            one.opt.drain()
+        return paths
+
+    for first, again in Cluster(3).run(work):
+        assert first == again
 
 
-@both
-def test_what_cannot_be_saved_or_loaded_says_what_to_do(binding):
-    def work(rank: int) -> None:
-        trainer = binding.make(binding.problem(2), rank, **STAR)
-        fresh = trainer.saved()
-        trainer.train(2)
-        with pytest.raises(ReplicaStateError, match=r"on their way.*drain\(\).*rank 0's.*cut\(\)"):
-            trainer.saved()
-        with pytest.raises(ReplicaStateError, match=r"call drain\(\) before loading"):
-            trainer.resumed(fresh, 2)
-        trainer.opt.cut()
-        trainer.saved()
-        trainer.train(1).opt.drain()
-        trainer.resumed(trainer.saved(), 3)
-        trainer.train(1).opt.drain()  # the ranks meet anew
-        assert trainer.opt.stats().steps == 4
-
-    Cluster(2).run(work)
+# -- what is refused ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("who", [[0, 1, 2], [1]], ids=["adpsgd", "one-rank-only"])
@@ -178,10 +213,10 @@ def test_states_after_cut_that_do_not_fit_are_refused(binding, who):
     saved = states(binding)
 
     def work(rank: int) -> None:
-        trainer = binding.make(binding.problem(3), rank, **(PAIRS if len(who) > 1 else STAR))
+        one = binding(binding.least_squares(3), rank, **(PAIRS if len(who) > 1 else STAR))
         if rank in who:
-            trainer.resumed(saved[rank], 4)
-        trainer.train(1)
+            one.resume(saved[rank], 4)
+        one.train(1)
 
     for outcome in Cluster(3).outcomes(work):
         if len(who) > 1:
@@ -193,33 +228,32 @@ def test_states_after_cut_that_do_not_fit_are_refused(binding, who):
 
 
 @both
-def test_drained_states_go_from_one_wrapper_to_another_and_cut_ones_do_not(binding):
-    keras = binding.framework == "keras"
+def test_states_of_other_outer_optimizers_are_refused(binding):
+    def work(rank: int) -> tuple[Any, ...]:
+        def saved(end: str, **options: Any) -> Saved:
+            one = binding(binding.least_squares(2), rank, **options).train(5)
+            getattr(one.opt, end)()
+            state = one.saved()
+            one.opt.drain()
+            return state
 
-    def state_of(opt: Any) -> dict[str, Any]:
-        return dict(opt.get_state() if keras else opt.state_dict())
+        return saved("cut", **STAR), saved("cut", **SLOWMO), saved("drain", **SLOWMO)
 
-    def load(opt: Any, state: dict[str, Any]) -> None:
-        (opt.set_state if keras else opt.load_state_dict)(state)
+    cut = Cluster(2).run(work)
 
-    def work(rank: int) -> bytes:
-        trainer = binding.make(binding.problem(2, ADAM), rank, **STAR).train(2)
-        trainer.opt.drain()
-        eager = trainer.eager()
-        load(eager, state_of(trainer.opt))
-        assert eager.rounds == trainer.opt.rounds > 0
-        held = state_of(eager)
-        load(trainer.opt, held)
-        assert trainer.opt.rounds == eager.rounds
-        trainer.train(1).opt.cut()
-        with pytest.raises(ValueError, match=r"goes with this rank's own weights.*save it after drain\(\)"):
-            load(eager, state_of(trainer.opt))
-        trainer.opt.drain()
-        pending = {"hvd_async.versions.0": np.ones(2)}
-        if not keras:
-            pending = {"hvd_async": held["hvd_async"] | {"versions": [[1]]}}
-        with pytest.raises(ValueError, match=r"has gradients pending, which would be lost: save it after drain\(\)"):
-            load(trainer.opt, held | pending)
-        return trainer.weights().tobytes()
+    def resume(which: int, loads: Any, **options: Any) -> list[str]:
+        def train(rank: int) -> None:
+            one = binding(binding.least_squares(2), rank, **options)
+            if rank in loads:
+                one.resume(cut[rank][which], 5)
+            else:
+                one.assign(cut[rank][which][1])
+            one.train(1)
 
-    ranks.alike(work, 2)
+        return [str(one) for one in Cluster(2).outcomes(train)]
+
+    assert "by an algorithm without an anchor, which local needs" in resume(0, (0, 1), **LOCAL)[0]
+    other = SLOWMO | {"fragments": 2}
+    assert "averages of other fragments or another average_every" in resume(1, (0, 1), **other)[0]
+    assert all("outer momentum of slowmo" in one for one in resume(2, (0,), **SLOWMO))
+    assert resume(2, (0, 1), **SLOWMO) == ["None", "None"]

@@ -12,29 +12,32 @@ import pytest
 from hvd_async import topology
 from hvd_async.testing import Cluster
 from tests.conformance import gossip_ranks as ranks
+from tests.conformance import gossip_reference as reference
+from tests.conformance import outer_reference
 from tests.conformance.drive import scripted_engine
-from tests.conformance.gossip_ranks import MOMENTUM, NESTEROV, STAR, TORCH, Binding, Seen, also_graph, both
+from tests.conformance.gossip_ranks import STAR, Seen
 from tests.conformance.gossip_reference import Problem
+from tests.conformance.weight_ranks import MOMENTUM, NESTEROV, TorchRank, also_graph, both
 
 STEPS = 6
 COMPLETE = np.full((4, 4), 0.25)
 
 
-def segments(binding: Binding, problem: Problem, changes: Sequence[Any], **options: Any) -> list[list[Seen]]:
+def segments(binding: Any, problem: Problem, changes: Sequence[Any], **options: Any) -> list[list[Seen]]:
     """For each segment what each rank did in it; ``changes`` are called with the optimizer, before each."""
     together = threading.Barrier(len(problem.start))
 
     def work(rank: int) -> list[Seen]:
-        trainer, parts = binding.make(problem, rank, **options), list[Seen]()
+        one, parts = binding(problem, rank, **options), list[Seen]()
         for change in changes:
-            change(trainer.opt)
+            change(one.opt)
             if parts:
-                parts[-1].drained = trainer.weights()
-            parts.append(ranks.watch(trainer))
+                parts[-1].drained = one.weights()
+            parts.append(ranks.watch(one))
             together.wait(30)
-            ranks.train(trainer, parts[-1], STEPS)
+            ranks.train(one, parts[-1], STEPS)
             together.wait(30)  # (who is done is sent less)
-        ranks.drain(trainer, parts[-1])
+        ranks.drain(one, parts[-1])
         return parts
 
     return [list(part) for part in zip(*Cluster(len(problem.start)).run(work), strict=True)]
@@ -63,7 +66,7 @@ def test_one_algorithm_after_the_other(binding):
         chain[4], late | {"topology": "star", "mixing": "metropolis"}, late | {"topology": "exponential", "peers": 2},
         {"mixing": [COMPLETE]},
     ]  # fmt: skip
-    problem = binding.problem(4, NESTEROV)
+    problem = binding.least_squares(4, NESTEROV)
     changes = [lambda opt, one=one: opt.switch(**one) for one in chain]
     parts = segments(binding, problem, changes, topology="complete")
     check_segments(problem, parts, settings)
@@ -78,23 +81,14 @@ def test_one_algorithm_after_the_other(binding):
 @both
 def test_hosts_switch_with_their_compression_and_averages(binding, compression):
     """8-bit differences begin anew at the average of all ranks, so averages stay close to those of exact messages."""
-    chain: list[dict[str, Any]] = [
-        {"topology": "ring"},
-        {"algorithm": "dpsgd"},
-        {"algorithm": "adpsgd"},
-        {"algorithm": "sgp", "average_every": 0, "gossip_every": 2},
-    ]
-    if compression == "int8":  # (which adpsgd has not)
-        del chain[2]
     hosts = {"topology": "ring", "hierarchical": 2}
-    settings = [
-        hosts | {"average_every": 4},
-        hosts | {"algorithm": "dpsgd", "average_every": 4},
-        hosts | {"gossip_every": 2},
-    ]
-    if compression == "none":
-        settings.insert(2, hosts | {"algorithm": "adpsgd"})
-    problem, common = binding.problem(4, MOMENTUM), {"hierarchical": 2, "average_every": 4, "compression": compression}
+    chain: list[dict[str, Any]] = [{"topology": "ring"}, {"algorithm": "dpsgd"}, {"algorithm": "adpsgd"}]
+    chain += [{"algorithm": "sgp", "average_every": 0, "gossip_every": 2}]
+    settings = [hosts | {"average_every": 4}, hosts | {"algorithm": "dpsgd", "average_every": 4}]
+    settings += [hosts | {"algorithm": "adpsgd"}, hosts | {"gossip_every": 2}]
+    if compression == "int8":  # (which adpsgd has not)
+        del chain[2], settings[2]
+    problem, common = binding.least_squares(4), {"hierarchical": 2, "average_every": 4, "compression": compression}
     parts = segments(binding, problem, [lambda opt, one=one: opt.switch(**one) for one in chain], **common)
     if compression == "none":
         check_segments(problem, parts, settings)
@@ -106,8 +100,51 @@ def test_hosts_switch_with_their_compression_and_averages(binding, compression):
 
 
 @both
+def test_switches_between_outer_optimizers_and_others(binding):
+    """Momentum goes on where the outer optimizer is the same; another begins with none."""
+    problem = binding.least_squares(3)
+    chain: list[dict[str, Any]] = [
+        {"algorithm": "slowmo", "average_every": 4},
+        {"average_every": 3, "fragments": 2},
+        {"algorithm": "diloco", "fragments": 1, "max_staleness": 0},
+        {"algorithm": "sgp", "average_every": 0, "max_staleness": None},
+        {"algorithm": "local", "average_every": 2},
+        {"algorithm": "noloco", "average_every": 0, "outer_momentum": 0.2},
+    ]
+
+    def work(rank: int) -> tuple[list[Any], list[bytes]]:
+        one, found, ends = binding(problem, rank), list[Any](), list[bytes]()
+        for changes in chain:
+            one.opt.switch(**changes)
+            ends.append(one.weights().tobytes())
+            found.append(one.train(7).opt.settings)
+        return found, [*ends, one.drained()]
+
+    settings, ends = ranks.alike(work)
+    assert [one["algorithm"] for one in settings] == ["slowmo", "slowmo", "diloco", "sgp", "local", "noloco"]
+    assert (settings[1]["fragments"], settings[1]["outer_momentum"], settings[1]["max_staleness"]) == (2, 0.3, 1)
+    names = ("topology", "gossip_every", "outer_lr", "outer_momentum")
+    assert [settings[-1][name] for name in names] == ["random-pairs", 8, 0.7, 0.2]
+    slow = outer_reference.Outer("slowmo", 4, 2, 1, 1.0, 0.3, rate=lambda step: MOMENTUM.lr)
+    for place, outer in enumerate(
+        [slow, slow, outer_reference.Outer("diloco", 3, 0, 1, 0.7, 0.5), None, outer_reference.Outer("local", 2, 1)]
+    ):
+        if place == 1:
+            slow.every, slow.late, slow.fragments = 3, 1, 2
+        if outer is None:
+            outcome = reference.sgp(problem, ranks.graph("exponential", 3), 7)
+        else:
+            outcome = outer_reference.train(problem, (7, 7, 7), outer)
+        np.testing.assert_allclose(np.frombuffer(ends[place + 1]), outcome.drained(), rtol=0, atol=1e-5)
+        problem = problem.after(outcome)
+
+
+# -- by epoch -------------------------------------------------------------------------------------------------------
+
+
+@both
 def test_a_schedule_and_peers_by_epoch(binding):
-    problem, counts = binding.problem(5, MOMENTUM), list[int]()
+    problem, counts = binding.least_squares(5), list[int]()
 
     def enter(epoch: int) -> Any:
         def change(opt: Any) -> None:
@@ -128,6 +165,55 @@ def test_a_schedule_and_peers_by_epoch(binding):
     assert sorted(counts) == [STEPS * epoch for epoch in range(5) for _ in range(5)]
 
 
+@pytest.mark.parametrize(
+    ("options", "epochs"),
+    [
+        ({"algorithm": "local", "average_every": {0: 1, 1: 4}}, [("local", 1), ("local", 4), ("local", 4)]),
+        (
+            {"schedule": {0: "allreduce", 1: "local"}, "average_every": 4},
+            [("allreduce", 1), ("local", 4), ("local", 4)],
+        ),
+    ],
+    ids=["by epoch", "scheduled"],
+)
+@both
+def test_post_local_sgd_by_epoch(binding, options, epochs):
+    """Averages after each step, then after every fourth."""
+    problem = binding.least_squares(3)
+
+    def work(rank: int) -> tuple[Any, ...]:
+        one, settings = binding(problem, rank, **options), []
+        for epoch in range(3):
+            one.opt.set_epoch(epoch)
+            settings.append((one.opt.settings["algorithm"], one.opt.settings["average_every"]))
+            one.train(6)
+        return settings, one.drained()
+
+    settings, weights = ranks.alike(work)
+    assert settings == epochs
+    first = reference.allreduce(problem, 6)
+    expected = outer_reference.train(problem.after(first), (12, 12, 12), outer_reference.Outer("local", 4, 2)).drained()
+    np.testing.assert_allclose(np.frombuffer(weights), expected, rtol=0, atol=1e-5)
+
+
+@also_graph
+def test_only_some_epochs_may_have_quasi_global_momentum(binding):
+    problem = binding.least_squares(2)
+
+    def work(rank: int) -> tuple[Any, ...]:
+        one = binding(problem, rank, schedule={0: "allreduce", 1: "dpsgd", 2: "osgp"}, quasi_global=True)
+        found = []
+        for epoch in range(3):
+            one.opt.set_epoch(epoch)
+            one.train(3)
+            vector = one.opt._async._correction.vector
+            found.append((one.opt.settings.get("quasi_global"), vector is not None and bool(vector.any())))
+        one.opt.drain()
+        return tuple(found)
+
+    assert ranks.alike(work, 2) == ((None, False), (True, True), (None, False))
+
+
 @pytest.mark.parametrize("epochs", [False, True])
 @both
 def test_a_rank_that_had_no_batch_goes_on_with_the_others(binding, epochs):
@@ -138,12 +224,11 @@ def test_a_rank_that_had_no_batch_goes_on_with_the_others(binding, epochs):
             opt.switch(topology="ring")
 
     def work(rank: int) -> bytes:
-        trainer = binding.make(binding.problem(3), rank, schedule={1: "osgp"})
-        change(trainer.opt, 0)
-        trainer.train(0 if rank == 1 else 3)
-        change(trainer.opt, 1)
-        trainer.train(2).opt.drain()
-        return trainer.weights().tobytes()
+        one = binding(binding.least_squares(3), rank, schedule={1: "osgp"})
+        change(one.opt, 0)
+        one.train(0 if rank == 1 else 3)
+        change(one.opt, 1)
+        return one.train(2).drained()
 
     ranks.alike(work)
 
@@ -154,29 +239,26 @@ REFUSED = [
     ({"algorithm": "global"}, r"'global' is not known: take one of 'sgp'"),
     ({"topology": topology.ring(4)}, r"one of 4 ranks, and there are 3"),
     ({"algorithm": "dpsgd", "topology": "star"}, "take mixing='metropolis'"),
-    ({"peers": 3}, r"peers=3 at 3 ranks"),
     ({"max_staleness": 1}, r"never late; take 'osgp'"),
     ({"average_every": -1}, r"take 0 or more"),
-    ({"algorithm": "adpsgd", "max_local_steps": 0}, r"take 1 or more"),
 ]
 
 
 @both
 def test_settings_that_cannot_be_change_nothing(binding):
     def work(rank: int) -> tuple[Any, int]:
-        trainer = binding.make(binding.problem(3), rank)
+        one = binding(binding.least_squares(3), rank)
         for steps in (0, 2):  # before and after the first step
-            trainer.train(steps)
-            held = trainer.opt._async.worker, trainer.opt._async.plan, trainer.weights().tobytes()
+            one.train(steps)
+            held = one.opt.settings, one.weights().tobytes()
             for changes, hint in REFUSED:
                 with pytest.raises(ValueError, match=hint):
-                    trainer.opt.switch(**changes)
+                    one.opt.switch(**changes)
             for epoch in (-1, 1.0, True, "1"):
                 with pytest.raises(ValueError, match="is not the number of an epoch"):
-                    trainer.opt.set_epoch(epoch)
-            assert held == (trainer.opt._async.worker, trainer.opt._async.plan, trainer.weights().tobytes())
-        trainer.train(2).opt.drain()
-        return trainer.weights().tobytes(), trainer.opt.stats().messages_sent
+                    one.opt.set_epoch(epoch)
+            assert held == (one.opt.settings, one.weights().tobytes())
+        return one.train(2).drained(), one.opt.stats().messages_sent
 
     assert ranks.alike(work)[1] == 4
 
@@ -187,20 +269,19 @@ def test_settings_that_cannot_be_change_nothing(binding):
 @pytest.mark.parametrize(
     ("more", "settings"),
     [
-        ({"hierarchical": 2}, [("allreduce", 1, 0, 1), ("dpsgd", 0, 0, 2), ("adpsgd", 0, 0, 2), ("osgp", 0, 3, 2)]),
         (
             {"hierarchical": 2, "average_every": 10},
             [("allreduce", 1, 0, 1), ("dpsgd", 10, 0, 2), ("adpsgd", 0, 0, 2), ("osgp", 10, 3, 2)],
         ),
         ({"average_every": 10}, [("allreduce", 1, 0, 1), ("dpsgd", 10, 0, 1), ("adpsgd", 0, 0, 1), ("osgp", 10, 3, 1)]),
     ],
-    ids=["hierarchical", "both", "average_every"],
+    ids=["hosts", "ranks"],
 )
 def test_each_algorithm_of_a_schedule_takes_what_is_its_own(more, settings):
     options = {"schedule": {0: "allreduce", 1: "dpsgd", 2: "adpsgd", 3: "osgp"}, "mixing": "metropolis", **more}
 
     def work(rank: int) -> list[Any]:
-        opt = TORCH.make(TORCH.problem(4), rank, topology="ring", max_staleness=3, **options).opt
+        opt = TorchRank(TorchRank.least_squares(4), rank, topology="ring", max_staleness=3, **options).opt
         found = []
         for epoch in range(4):
             opt.set_epoch(epoch)
@@ -211,16 +292,12 @@ def test_each_algorithm_of_a_schedule_takes_what_is_its_own(more, settings):
     assert ranks.alike(work, 4) == settings
 
 
-def test_compression_is_of_the_epochs_whose_algorithm_has_it():
+def test_compression_and_peers_are_of_the_epochs_whose_algorithm_has_them():
+    """Also of a resumed job that begins in the middle of its schedule."""
     with scripted_engine(4):
-        opt = TORCH.make(TORCH.problem(4), 0, schedule={0: "allreduce", 5: "sgp"}, compression="int8").opt
+        schedule = {"schedule": {0: "allreduce", 5: "sgp"}, "compression": "int8", "peers": {5: 3}}
+        opt = TorchRank(TorchRank.least_squares(4), 0, **schedule).opt
         assert opt._async.plan.config.compression == "none"
-        opt.set_epoch(5)
-        assert opt._async.plan.config.compression == "int8"
-
-
-def test_a_resumed_job_begins_in_the_middle_of_its_schedule():
-    with scripted_engine(4):
-        opt = TORCH.make(TORCH.problem(4), 0, schedule={0: "allreduce", 3: "sgp"}, peers={3: 3}).opt
         opt.set_epoch(7)  # before the first step: nobody else hears of it
+        assert opt._async.plan.config.compression == "int8"
         assert (opt._async.plan.max_messages, len(opt._async.plan.matrices)) == (3, 1)

@@ -5,43 +5,16 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 
-import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.testing import Cluster
 from hvd_async.traces.format import read_trace
 from scripts.benchmarks.jobs import timed_keras
-from scripts.benchmarks.jobs.sequence_lengths_keras import HIDDEN, Lstm
-from scripts.benchmarks.support.clips import PIXELS
 from tests.conformance import keras_ranks  # noqa: F401  before anything has run in TensorFlow
 
 STEPS = 8
-
-
-def test_the_lstms_gradient_is_that_of_what_it_computes():
-    keras.utils.set_random_seed(0)
-    layer, frames, weights = Lstm(), tf.random.normal([3, 7, PIXELS]), tf.random.normal([3, HIDDEN])
-    layer.build(frames.shape)
-
-    def value():
-        return tf.reduce_sum(weights * tf.gather(layer(frames), [6, 3, 1], batch_dims=1))
-
-    with tf.GradientTape() as tape:
-        centre = value()
-    random, small = np.random.default_rng(0), 1e-3
-    for variable, gradient in zip(layer.variables, tape.gradient(centre, layer.variables), strict=True):
-        start = variable.numpy()
-        direction = random.standard_normal(start.shape).astype(np.float32)
-        sides = []
-        for sign in (1, -1):
-            variable.assign(start + sign * small * direction)
-            sides.append(float(value()))
-        variable.assign(start)
-        numeric = (sides[0] - sides[1]) / (2 * small)
-        np.testing.assert_allclose(float(tf.reduce_sum(gradient * direction)), numeric, rtol=0.02, atol=0.05)
 
 
 ALGORITHMS = {"all": "eager", "majority": "eager", "adpsgd": "adpsgd"}
@@ -84,18 +57,3 @@ def test_the_recorded_job_sleeps_as_its_schedule_says(monkeypatch, tmp_path, arm
     assert trace.work[1:, 0].mean() < trace.work[1:, 1].mean(), "waiting is no work"
     assert seconds[1] >= 0.04 * STEPS
     assert seconds == pytest.approx((trace.done[-1] - trace.begin[0]).tolist(), abs=0.5)
-
-
-def test_the_job_on_slow_links_has_as_many_megabytes_as_its_plan_says():
-    model, samples = timed_keras.made({"model": "network", "megabytes": 2.0})
-    assert 4 * model.count_params() == pytest.approx(2e6, rel=0.01)
-    assert samples == 1
-
-
-def test_ranks_begin_each_step_together_where_the_block_says_so():
-    met = []
-    timed = timed_keras.Scheduled(SimpleNamespace(barrier=lambda: met.append(len(met))), [0.0] * 3, barrier=True)
-    for step in range(3):
-        timed.on_train_batch_begin(step)
-        timed.on_train_batch_end(step)
-    assert met == [0, 1, 2]

@@ -19,7 +19,8 @@ import hvd_async.tensorflow as hvd_tensorflow
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.testing import Cluster
 from tests.conformance.drive import scripted_engine
-from tests.conformance.keras_ranks import LOSS, batch, conv_model, ranks
+from tests.conformance.keras_ranks import LOSS, batch, conv_model
+from tests.conformance.torch_ranks import ProcessSet
 
 SGD = keras.optimizers.SGD
 
@@ -161,7 +162,7 @@ def test_variables_are_broadcast_by_one_graph_for_models_alike(monkeypatch, capl
 
     monkeypatch.setattr("horovod.tensorflow.broadcast", broadcast)
     monkeypatch.setattr("hvd_async.tensorflow.functions.allgather_object", lambda own, **_: [own, own])
-    together = ranks(0, 1)
+    together = ProcessSet(0, 1)
     with caplog.at_level(logging.WARNING, logger="tensorflow"):
         for number in range(12):
             variables = [keras.Variable([0.0] * (1 + number // 6)), tf.Variable(number)]

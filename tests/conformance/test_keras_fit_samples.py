@@ -102,24 +102,6 @@ def test_without_a_callback_of_ours_fit_says_what_is_missing_and_nothing_is_half
         np.testing.assert_allclose(weights, large(), rtol=0, atol=2e-6)
 
 
-def test_a_model_is_fitted_again():
-    """Each batch is recorded once, by however many callbacks."""
-
-    def run(rank: int) -> tuple[Any, list[int]]:
-        model, recorded = conv_model(), list[int]()
-        model.compile(optimizer=wrapped(), loss=LOSS, jit_compile=False)
-        replica, options = model.optimizer._async.replica, {"batch_size": BATCH[rank], "shuffle": False, "verbose": 0}
-        note = replica.record_samples
-        replica.record_samples = lambda samples: (recorded.append(samples), note(samples))
-        for _ in range(2):
-            model.fit(*data(rank), **options, callbacks=[schedule(), schedule()])
-        return flat(model.trainable_variables), recorded
-
-    for rank, (weights, recorded) in enumerate(Cluster(2).run(run)):
-        np.testing.assert_allclose(weights, large(), rtol=0, atol=2e-6)
-        assert recorded == [[4, 4, 3], [2, 2, 1]][rank] * 2
-
-
 class Twice(keras.Model):
     """Two inputs by name, and a training step of its own, with ``GradientTape``."""
 

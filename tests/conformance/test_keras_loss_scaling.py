@@ -10,9 +10,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
-from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
-from tests.conformance.drive import scripted_engine
 from tests.conformance.keras_ranks import LOSS, KerasVectors, batch, flat
 
 both_modes = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
@@ -119,15 +117,6 @@ def test_fit_in_mixed_float16():
         assert scale == 2.0 ** (10 + 15 * rank - skipped)
 
 
-def test_loss_scaling_around_the_wrapper_is_refused_with_a_hint():
-    """Where ``compile()`` puts it there."""
-    hint = r"Write EagerOptimizer\(keras.optimizers.LossScaleOptimizer\(optimizer\)\)"
-    with scripted_engine(2):
-        model, opt = half_model(), hvd.EagerOptimizer(keras.optimizers.SGD(0.1))
-        with pytest.raises(ReplicaStateError, match=hint):
-            model.compile(optimizer=opt, loss=LOSS, jit_compile=False)
-
-
 def test_a_fixed_scale_is_taken_out_before_gradients_are_pending():
     """``loss_scale_factor=`` of any Keras optimizer; it may differ from rank to rank."""
 
@@ -138,18 +127,6 @@ def test_a_fixed_scale_is_taken_out_before_gradients_are_pending():
         return one.weights().tolist()
 
     assert Cluster(2).run(train) == [[-3.5]] * 2
-
-
-def test_an_overflow_in_one_of_several_backward_passes():
-    def train(rank: int) -> Any:
-        one = KerasVectors([1], scaling(4.0, growth=100), quorum="all", backward_passes_per_step=2)
-        for spoilt in (rank == 1, False, rank == 1, rank == 1):
-            one.take(INF if spoilt else float(one.opt.scale_loss(1.0)))
-        one.opt.drain()
-        return one.weights().tolist(), one.opt.stats().gradients_skipped
-
-    expected = momentum([(2.0 + 1.0) / 2, (2.0 + 0.0) / 2])
-    assert Cluster(2).run(train) == [([expected], 0), ([expected], 1)]
 
 
 def test_a_model_with_loss_scaling_is_saved_and_resumed_with_its_scale(tmp_path):

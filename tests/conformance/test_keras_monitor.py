@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +56,6 @@ def test_several_optimizers_have_files_and_ports_of_their_own(made):
     assert found == [("0", Path("runs/m.0.prom"), 9000), ("1", Path("runs/m.1.prom"), 9004)]
 
 
-def test_one_optimizer_has_those_that_were_named(made):
-    begun(["adam"], prometheus="runs/m.prom", prometheus_port=9000)
-    assert made.made[0].options == {"every": 3, "prometheus": "runs/m.prom", "prometheus_port": 9000}
-
-
 def test_where_one_cannot_be_made_none_is_left(made, monkeypatch):
     monkeypatch.setattr(made, "taken", 9001)
     with pytest.raises(OSError, match="in use"):
@@ -77,14 +71,6 @@ def test_what_a_fit_that_raised_has_left_is_closed_by_the_next_one(made):
     assert broken.monitors == []
 
 
-def test_in_another_thread_they_go_on(made):
-    begun(["adam"])
-    thread = threading.Thread(target=MonitorCallback().on_train_begin)
-    thread.start()
-    thread.join(timeout=60.0)
-    assert [one.closed for one in made.made] == [False]
-
-
 def test_a_fit_around_another_one_opens_its_own_anew(made):
     outer = begun(["adam"])
     inner = MonitorCallback()
@@ -94,17 +80,6 @@ def test_a_fit_around_another_one_opens_its_own_anew(made):
     assert [one.closed for one in made.made] == [True, False]
     outer.on_train_end()
     assert made.made[1].closed
-
-
-def test_they_are_closed_also_where_the_last_meeting_fails(made, monkeypatch):
-    def fails(*_: Any) -> None:
-        raise RuntimeError("a rank is lost")
-
-    callback = begun(["adam"], compare=True)
-    monkeypatch.setattr(observers.Draining, "on_train_end", fails)
-    with pytest.raises(RuntimeError, match="is lost"):
-        callback.on_train_end()
-    assert made.made[0].closed
 
 
 class Breaks(keras.callbacks.Callback):

@@ -17,6 +17,7 @@ from tensorflow.python.ops import script_ops
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.testing import Cluster
 from tests.conformance.keras_ranks import LOSS, batch
+from tests.conftest import LONG_RUN
 
 ONE_BUCKET, BUCKET_EACH = 25.0, 1e-9
 """MiB at which a bucket is full."""
@@ -82,7 +83,11 @@ OPTIMIZERS = {
 """Optimizers, and the number of py_functions in a step of each (``take_step`` of ``eager_methods`` and ``methods``)."""
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+FEW = ("all", "samples", "loss scale", "sgp", "lsgd")
+"""One of each kind of step, for an ordinary run: tracing takes long."""
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS if LONG_RUN else FEW)
 def test_a_step_has_the_expected_py_functions_and_they_can_run_on_a_gpu(name, monkeypatch):
     make, expected = OPTIMIZERS[name]
     calls: Counter[int] = Counter()

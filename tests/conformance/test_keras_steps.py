@@ -14,9 +14,6 @@ import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.runtime.lifecycle import local_engine
-from hvd_async.tensorflow.gradient_format import Layout, Terms, partition
-from hvd_async.tensorflow.gradient_replica import Feed
-from hvd_async.tensorflow.ops import as_op
 from hvd_async.testing import Cluster
 from tests.conformance.cases import SCHEDULES, SCRIPTS
 from tests.conformance.drive import ScriptedWorker, attach, scripted_engine, with_late_rank
@@ -58,19 +55,6 @@ def test_momentum_correction_follows_the_rounds_rate(graph):
 def halving() -> KerasVectors:
     """A rank with a weight whose velocity halves."""
     return KerasVectors([1], lambda _: keras.optimizers.SGD(1.0, momentum=0.5), quorum="all")
-
-
-def test_settings_change_on_all_ranks_after_a_drain():
-    def train(rank: int) -> list[float]:
-        one = halving()
-        one.take(1.0)
-        one.opt.drain()
-        one.opt.momentum = 0.25
-        one.take(0.0)
-        one.opt.drain()
-        return one.weights().tolist()
-
-    assert Cluster(2).run(train) == [[-1.25]] * 2
 
 
 def test_settings_changed_on_one_rank_are_noticed_with_a_hint():
@@ -190,46 +174,6 @@ def test_a_round_that_was_not_begun_is_applied_by_the_next_step():
     assert Cluster(1).run(train) == [([-1011.0], 3)]
 
 
-class Recorder:
-    """Stands for the worker: what a step hands over, early or in the end."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[int, Any]] = []
-        self.early: dict[int, Any] = {}
-
-    def hand_over(self, bucket: int, vector: Any) -> None:
-        assert bucket not in self.early
-        self.early[bucket] = vector
-
-    @property
-    def gone(self) -> frozenset[int]:
-        return frozenset(self.early)
-
-    def finish_step(self, vectors: dict[int, Any], hyper: Any) -> list[Any]:
-        everything = {**self.early, **vectors}
-        self.steps.append({b: None if v is None else v.numpy().tolist() for b, v in sorted(everything.items())})
-        self.early = {}
-        return []
-
-
-def test_a_step_that_is_broken_off_half_way_is_handed_over_once():
-    """An op of the graph failed after the first bucket had gone: the next pass brings the others."""
-    two, worker = [tf.Variable([0.0]), tf.Variable([0.0])], Recorder()
-    layout = Layout(two, partition(two, 1, None), Terms())
-    feed = Feed(layout, passes=1, average=False, nonfinite="skip")
-
-    def give(bucket: int, value: float) -> None:
-        feed.give(bucket, tf.constant([value, 1.0]), worker, scaled=False)  # type: ignore[arg-type]
-
-    give(0, 1.0)
-    give(0, 2.0)
-    give(1, 3.0)
-    feed.take(lambda: worker, [], scaled=False)  # type: ignore[arg-type,return-value]
-    give(0, 4.0)
-    feed.take(lambda: worker, [], scaled=False)  # type: ignore[arg-type,return-value]
-    assert worker.steps == [{0: [1, 1], 1: [3, 1]}, {0: [4, 1], 1: [0, 1]}]
-
-
 def test_horovods_failures_in_a_graph_are_recognisable_for_elastic():
     """horovod.tensorflow.elastic looks for UnknownError whose text has the word."""
     from horovod.common.exceptions import HorovodInternalError
@@ -269,26 +213,3 @@ def test_an_error_in_a_step_is_shown_with_the_users_own_lines() -> None:
     assert lines[-1].startswith("FloatingPointError: NaN or infinity in this rank's gradients")
     assert any("in train" in line for line in lines)
     assert len(lines) < 20
-
-
-# -- the graph ------------------------------------------------------------------------------------------------
-
-
-def nodes(function: Any) -> int:
-    """Count the nodes of a traced function and of all that it calls."""
-    graph = function.get_concrete_function().graph.as_graph_def()
-    return len(graph.node) + sum(len(each.node_def) for each in graph.library.function)
-
-
-def test_an_update_is_little_more_than_keras_own() -> None:
-    """Things that rounds bring now and then, such as frozen variables, are not in it."""
-    variables = [keras.Variable([float(i)] * 3, name=f"v{i}") for i in range(30)]
-    plain = keras.optimizers.Adam(0.1)
-    plain.build(variables)
-    own = nodes(tf.function(lambda: plain.apply([tf.ones([3])] * len(variables), variables), autograph=False))
-    with scripted_engine(2):
-        opt = hvd.EagerOptimizer(keras.optimizers.Adam(0.1))
-    opt.build(variables)
-    opt._async.replica.set_up(variables)
-    ours = nodes(opt._async.replica.update._inner)
-    assert ours < 1.4 * own

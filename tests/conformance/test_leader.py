@@ -14,8 +14,8 @@ from hvd_async.testing import Cluster
 from tests.conformance.cases import CASES
 from tests.conformance.leader_cases import ELASTIC, SCHEDULES
 from tests.conformance.leader_drive import check, check_leaders
-from tests.conformance.leader_ranks import MOMENTUM, SGD, KerasGraphRank, KerasRank, TorchRank
 from tests.conformance.leader_reference import NEVER_OLD, Following, drawn, replay, several
+from tests.conformance.weight_ranks import MOMENTUM, SGD, KerasGraphRank, KerasRank, TorchRank
 
 NESTEROV, DECAY, ADAM, ADAMW = CASES[2], CASES[5], CASES[6], CASES[7]
 DOUBLE = {"dtype": torch.float64}

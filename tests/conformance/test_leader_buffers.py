@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from typing import Any
 
@@ -13,9 +12,8 @@ import torch
 from hvd_async.testing import Cluster
 from tests.conformance.leader_cases import leads
 from tests.conformance.leader_drive import TIMEOUT, in_step, wait_for_pulls
-from tests.conformance.leader_ranks import BINDINGS, SGD, WITH_GRAPH, KerasGraphRank, LeaderRank, TorchRank
-from tests.conformance.leader_reference import ALL, Following, several
-from tests.conformance.reference import Array
+from tests.conformance.leader_reference import Following, several
+from tests.conformance.weight_ranks import SGD, Rank, TorchRank, also_graph, both
 
 PAIRS = Following("lsgd", several(4, 2), 3, 8)
 ELASTIC = Following("easgd", global_period=3)
@@ -24,54 +22,26 @@ ALGORITHMS = pytest.mark.parametrize("following", [PAIRS, ELASTIC], ids=["lsgd",
 NAN = float("nan")
 
 
-def normed(binding: Any, size: int, rank: int, following: Following, **options: Any) -> LeaderRank:
-    rank_: LeaderRank = binding(binding.least_squares(size, SGD), rank, following, normed=True, **options)
+def normed(binding: Any, size: int, rank: int, following: Following, **options: Any) -> Rank:
+    rank_: Rank = binding(binding.least_squares(size, SGD), rank, following, normed=True, **options)
     return rank_
 
 
-def mean(one: LeaderRank) -> list[float]:
+def mean(one: Rank) -> list[float]:
     """The mean that a rank holds; the variance is ten times as much."""
     first, second = np.split(one.statistics(), 2)
     np.testing.assert_allclose(second, 10.0 * first, rtol=1e-6)
     return [float(value) for value in first]
 
 
-def set_mean(one: LeaderRank, value: float) -> None:
+def set_mean(one: Rank, value: float) -> None:
     one.set_statistics(np.full(2, value), np.full(2, 10.0 * value))
-
-
-class SpiedLog(list[Any]):
-    """A executor's log that keeps the statistics that each pull was sent with, and those that steps took up."""
-
-    def __init__(self, executor: Any) -> None:
-        super().__init__()
-        self.executor, self.sent, self.taken = executor, dict[int, Array](), list[tuple[int, Array]]()
-        settle = executor.merge_statistics
-
-        def spied(own: Any, step: int, clip: Any) -> Any:
-            averages: list[Any] = []
-
-            def seen(vector: Any, one: Any, other: Any) -> Any:
-                averages.append(other)
-                return clip(vector, one, other)
-
-            settled = settle(own, step, seen)
-            if settled is not None:
-                self.taken.append((step, averages[0].numpy().copy()))
-            return settled
-
-        executor.merge_statistics = spied
-
-    def append(self, entry: Any) -> None:
-        if entry[0] == "sent":
-            self.sent[entry[1]] = self.executor._statistics.numpy().copy()
-        super().append(entry)
 
 
 # -- at pulls -------------------------------------------------------------------------------------------------
 
 
-@WITH_GRAPH
+@also_graph
 @ALGORITHMS
 def test_in_step_each_pull_averages_over_its_ranks_and_the_next_step_takes_it_up(binding, following):
     """By hand: the group's at its pulls, all ranks' at theirs."""
@@ -100,7 +70,7 @@ def test_in_step_each_pull_averages_over_its_ranks_and_the_next_step_takes_it_up
                 come[rank] = means[list(ranks)].mean(axis=0)
 
 
-@WITH_GRAPH
+@also_graph
 def test_statistics_that_are_not_finite_are_left_out(binding):
     """A rank's batch held NaN; where no rank's statistics are finite each keeps its own."""
 
@@ -118,56 +88,7 @@ def test_statistics_that_are_not_finite_are_left_out(binding):
         np.testing.assert_allclose(path, [[value, value] for value in expected], rtol=1e-6)
 
 
-@ALGORITHMS
-@pytest.mark.parametrize("sick", [(), (0, 1)], ids=str)
-def test_whatever_comes_late_a_step_takes_up_what_a_pull_has_averaged(following, sick):
-    """Over the ranks whose statistics were finite when they sent them: NaN of a rank goes nowhere."""
-    together = threading.Barrier(4)
-
-    def train(rank: int) -> SpiedLog:
-        one = normed(TorchRank, 4, rank, following)
-        log = one.worker().executor.log = SpiedLog(one.worker().executor)
-        together.wait(TIMEOUT)
-        for step in range(1, 41):
-            one.step(mean=[NAN, 1.0] if rank in sick and step % 3 else None)
-            if step % 5 == 0:  # 20 steps of all have made one more due
-                together.wait(TIMEOUT)
-                wait_for_pulls(one.worker(), step // 5)
-        one.opt.drain()
-        assert np.isfinite(one.statistics()).all()
-        return log
-
-    logs = Cluster(4, jitter=0.002).run(train)
-    for rank, log in enumerate(logs):
-        parts = {pull: sum(other.sent[pull] for other in logs if pull in other.sent) for pull in log.sent}
-        halves = [(pull, *np.split(total, 2)) for pull, total in parts.items()]
-        known = [(pull, sums / np.maximum(counts, 1)) for pull, sums, counts in halves if counts.any()]
-        assert log.taken
-        assert [step for step, _ in log.taken] == [entry[1] for entry in log if entry[0] == "averaged"]
-        for step, taken in log.taken:
-            sent = [entry[1] for entry in log[: log.index(("averaged", step))] if entry[0] == "sent"]
-            fits = [pull for pull, average in known if pull in sent and np.allclose(average, taken, rtol=1e-6)]
-            assert fits, f"rank {rank} takes up at step {step} what no pull has averaged"
-        if rank not in sick:
-            assert all((part[4:] == 1.0).all() for part in log.sent.values())
-
-
-@pytest.mark.parametrize("steps", [(9, 9, 9, 0), (0, 0, 30, 0)], ids=str)
-@ALGORITHMS
-def test_a_rank_without_a_batch_holds_no_average_up(following, steps):
-    """Its statistics are what they were at first; it takes part all the same."""
-
-    def train(rank: int) -> tuple[bytes, int]:
-        one = normed(TorchRank, 4, rank, following).train(steps[rank])
-        one.opt.drain()
-        return one.bits(), one.opt.stats().pulls
-
-    ends = Cluster(4).run(train, timeout=20)
-    assert len({bits for bits, _ in ends}) == 1
-    assert max(pulls for _, pulls in ends) > 0
-
-
-@WITH_GRAPH
+@also_graph
 def test_pulls_after_an_end_average_what_is_held_by_then(binding):
     """A rank that has not stepped since gives what the end has left it; what was on its way before a cut comes."""
     together = threading.Barrier(2)
@@ -192,29 +113,10 @@ def test_pulls_after_an_end_average_what_is_held_by_then(binding):
     assert Cluster(2).run(train) == [[5.5, 20.0, 12.75], [5.5, 5.5, 12.75]]
 
 
-@ALGORITHMS
-def test_bytes_of_averages_are_those_of_a_ring_of_the_pulls_ranks(following):
-    """8 numbers in float64: mean and variance of two features, and whether each is finite."""
-    looked = threading.Barrier(4)
-
-    def train(rank: int) -> None:
-        one = normed(TorchRank, 4, rank, following)
-        in_step(one, 8)
-        stats, received = one.opt.stats(), 0
-        looked.wait(30)  # (where a rank is gone, a pull is due sooner)
-        for _, group, leader in stats.history:
-            ranks = 4 if group == ALL else 2
-            received += int(2 * (ranks - 1) / ranks * 8 * 8)
-            received += int(2 * 3 / 4 * 6 * 4) if leader == -1 else 6 * 4 * (leader != rank)
-        assert stats.bytes_received == received > 0
-
-    Cluster(4).run(train)
-
-
 # -- at ends --------------------------------------------------------------------------------------------------
 
 
-@BINDINGS
+@both
 @pytest.mark.parametrize(
     ("following", "buffers", "expected"),
     [
@@ -240,30 +142,7 @@ def test_ends_show_averages_or_the_leaders_own_or_leave_each_rank_its_own(bindin
     assert Cluster(4).run(train) == [(value, 1.0 + rank, value) for rank, value in enumerate(expected)]
 
 
-@pytest.mark.parametrize("binding", [TorchRank, KerasGraphRank])
-def test_local_statistics_are_not_touched_by_pulls(binding):
-    def train(rank: int) -> list[float]:
-        one = normed(binding, 2, rank, dataclasses.replace(EACH_STEP, global_period=2), buffers="local")
-        in_step(one, 8)
-        return mean(one)
-
-    assert Cluster(2).run(train) == [[8 * 2.0**rank, 0.25 * 36] for rank in range(2)]
-
-
-@BINDINGS
-def test_nan_of_one_rank_is_left_out_of_what_ends_show(binding):
-    def train(rank: int) -> None:
-        one = normed(binding, 4, rank, PAIRS)
-        one.step(mean=NAN if rank == 1 else float(rank))
-        with one.opt.consensus():
-            assert mean(one) == pytest.approx([5 / 3] * 2)
-        one.opt.drain()
-        assert mean(one) == pytest.approx([5 / 3] * 2)
-
-    Cluster(4).run(train)
-
-
-@BINDINGS
+@both
 @pytest.mark.parametrize("version", ["0.2.0", "now", "other buffers"])
 def test_averages_that_no_step_has_taken_up_go_on_after_a_cut(binding, version):
     """A checkpoint of 0.2.0 has one flag for all statistics; one of other buffers leaves each rank its own."""
@@ -300,3 +179,38 @@ def test_averages_that_no_step_has_taken_up_go_on_after_a_cut(binding, version):
 def _copies(state: dict[str, Any]) -> dict[str, Any]:
     """The vectors of a saved state, by name."""
     return state["hvd_async"]["copies"] if "hvd_async" in state else state
+
+
+# -- torch's dtypes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kinds", [(torch.float64, torch.float16), (torch.float32, torch.int64)])
+def test_statistics_of_several_kinds(kinds):
+    """Floating ones are averaged each in its own kind, integers and empty ones are left alone."""
+
+    def train(rank: int) -> Any:
+        first, last = (torch.full((2, 3), 2 * rank + 1).to(kind) for kind in kinds)
+        named = [("a.running_mean", first), ("b.running_mean", torch.zeros(0)), ("c.running_mean", last)]
+        in_step(TorchRank(TorchRank.least_squares(2, SGD), rank, EACH_STEP, named_buffers=named), 2)
+        assert (first.dtype, last.dtype) == kinds
+        return first.tolist(), last.tolist()
+
+    for rank, (first, last) in enumerate(Cluster(2).run(train)):
+        assert first == [[2.0] * 3] * 2
+        assert last == [[2.0 if kinds[1].is_floating_point else 2 * rank + 1] * 3] * 2
+
+
+def test_counters_of_batches_are_the_ranks_own_until_the_leaders_are_taken():
+    def train(rank: int) -> list[int]:
+        count = torch.tensor(5 + rank)
+        following = Following("lsgd", several(2, 2), 1, 1, told=lambda z, own, step: 1.0 - own)
+        one = TorchRank(TorchRank.least_squares(2, SGD), rank, following, named_buffers=[("n", count)], buffers="local")
+        in_step(one, 2)
+        seen = [int(count)]
+        with one.opt.consensus():
+            seen.append(int(count))
+        seen.append(int(count))
+        one.opt.drain()
+        return [*seen, int(count)]
+
+    assert Cluster(2).run(train) == [[5, 6, 5, 6], [6, 6, 6, 6]]

@@ -4,109 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import threading
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
-import torch
 
-from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
-from hvd_async.runtime.lifecycle import local_engine
+from hvd_async.errors import ReplicaStateError
 from hvd_async.stats import LeaderStats
 from hvd_async.testing import Cluster, InjectedError, distance_to_leader
-from tests.conformance import keras_ranks
-from tests.conformance.cases import CASES
 from tests.conformance.leader_cases import ELASTIC, PAIRS, leads
 from tests.conformance.leader_drive import TIMEOUT, Seen, check, in_step
-from tests.conformance.leader_ranks import (
-    BINDINGS,
+from tests.conformance.leader_reference import Following, replay, several
+from tests.conformance.weight_ranks import (
     SGD,
-    WITH_GRAPH,
     KerasGraphRank,
     KerasRank,
     TorchRank,
+    also_graph,
+    both,
 )
-from tests.conformance.leader_reference import Following, replay, several
 
 ALGORITHMS = pytest.mark.parametrize("following", [PAIRS, ELASTIC], ids=["lsgd", "easgd"])
-CROSSED = pytest.mark.parametrize(
-    ("binding", "following"),
-    [
-        pytest.param(TorchRank, dataclasses.replace(PAIRS, local_pull=lambda step: 0.3 / step), id="torch-lsgd"),
-        pytest.param(KerasGraphRank, ELASTIC, id="keras-graph-easgd"),
-    ],
-)
 
 
 # -- drains ---------------------------------------------------------------------------------------------------
 
 
-@BINDINGS
-@pytest.mark.parametrize("steps", [(12, 3, 0, 7), (0, 0, 0, 0)], ids=str)
-@pytest.mark.parametrize("following", [PAIRS, leads(1), ELASTIC], ids=["any", "1", "easgd"])
-def test_ranks_that_end_early_or_have_no_batch_hold_nobody_and_all_end_alike(binding, following, steps):
-    """At the weights of the rank with the lowest mean loss, bit by bit, or at the center."""
-    problem, seen = binding.run(following, steps, Cluster(4, jitter=0.001))
-    assert [own.stats.steps for own in seen] == list(steps)
-    if not any(steps):
-        assert seen[2].drained.tolist() == problem.start[2].tolist()
-        return
-    outcome = replay(problem, following, [own.log for own in seen])
-    check(outcome, seen)
-    if following is not ELASTIC:
-        best = min((means[-1], rank) for rank, means in enumerate(outcome.means) if means)[1]
-        assert seen[0].drained.tobytes() == seen[best].path[-1].tobytes()
-
-
-@CROSSED
-def test_training_goes_on_after_a_drain_from_what_all_hold(binding, following):
-    """Nothing is left of targets or forces, counts begin anew, momentum and a step's number do not."""
-    problem, together = binding.least_squares(4), threading.Barrier(4)
-
-    def train(rank: int) -> tuple[Seen, list[Any]]:
-        one = binding(problem, rank, following)
-        seen, ends = Seen(one), []
-        together.wait(TIMEOUT)
-        for steps in ((5, 3, 9, 4), (2, 0, 1, 1), (7, 7, 7, 7), (0, 0, 0, 0)):
-            one.train(steps[rank]).opt.drain()
-            ends.append(one.weights())
-        return seen.drain(one), ends
-
-    seen, ends = zip(*Cluster(4, jitter=0.001).run(train), strict=True)
-    outcome = replay(problem, following, [own.log for own in seen])
-    check(outcome, seen)
-    assert len(outcome.drained) == 3  # (nothing to do in the last ones)
-    for own in ends:
-        for held, other, expected in zip(own, ends[0], [*outcome.drained, outcome.drained[-1]], strict=True):
-            assert held.tobytes() == other.tobytes()
-            np.testing.assert_allclose(held, expected, rtol=0, atol=1e-5)
-
-
-@BINDINGS
-def test_ranks_go_on_without_one_whose_optimizer_is_gone(binding):
-    """Nobody waits for it, it leads nobody any more, and its engine still takes part in their pulls."""
-
-    def train(rank: int) -> Any:
-        one = binding(binding.least_squares(3), rank, leads(2, Following("lsgd", several(3, 3), 1, 2)))
-        one.train(2).opt.drain()
-        if rank == 1:
-            del one
-            gc.collect()
-            engine: Any = local_engine()
-            engine.drain()
-            return None
-        one.train(5 if rank else 3).opt.drain()
-        return one.weights().tolist()
-
-    one, gone, other = Cluster(3).run(train)
-    assert gone is None
-    assert one == other
-
-
-@BINDINGS
+@both
 def test_ranks_of_a_process_set_follow_each_other_and_ranks_outside_step_by_themselves(binding):
     members = (0, 2, 3, 4)
     problem, together = binding.least_squares(4), threading.Barrier(4)
@@ -136,7 +61,7 @@ def by_place(entry: Any, ranks: tuple[int, ...]) -> Any:
 # -- consensus ------------------------------------------------------------------------------------------------
 
 
-@BINDINGS
+@both
 @pytest.mark.parametrize("following", [leads(2), ELASTIC], ids=["2", "easgd"])
 def test_consensus_shows_what_a_drain_would_leave_and_puts_everything_back(binding, following):
     """Also when what is done in it fails."""
@@ -161,24 +86,6 @@ def test_consensus_shows_what_a_drain_would_leave_and_puts_everything_back(bindi
     expected = centers[1] if following is ELASTIC else own[2]
     assert {one.tobytes() for one in (*shown, *drained)} == {expected.tobytes()}
     assert np.abs(np.array(own) - own[0]).max() > 1e-3
-
-
-@CROSSED
-def test_consensus_distance_is_numpys(binding, following):
-    def train(rank: int) -> tuple[Any, float, float]:
-        one = binding(binding.least_squares(4), rank, following)
-        assert one.opt.consensus_distance() == 0.0
-        distance = one.train(5).opt.consensus_distance()
-        own = one.weights()
-        one.opt.drain()
-        return own, distance, one.opt.consensus_distance()
-
-    models, distances, ends = zip(*Cluster(4).run(train), strict=True)
-    x = np.array(models)
-    expected = np.sqrt(np.mean(np.sum((x - x.mean(axis=0)) ** 2, axis=1)))
-    assert expected > 0.01
-    np.testing.assert_allclose(distances, expected, rtol=1e-6)
-    assert ends == (0.0,) * 4
 
 
 @ALGORITHMS
@@ -226,42 +133,7 @@ def test_counts_go_on_over_drains_cuts_and_loaded_states():
 # -- what must fit together, and what breaks ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("binding", "other"),
-    [
-        (TorchRank, {"algorithm": "easgd"}),
-        (TorchRank, {"global_period": 5}),
-        (TorchRank, {"local_period": 1}),
-        (TorchRank, {"local_pull": 0.2}),
-        (TorchRank, {"global_prox": lambda step: 0.1}),
-        (TorchRank, {"group": 1}),
-        (TorchRank, {"loss_window": 3}),
-        (TorchRank, {"lr_spread": "linear"}),
-        (TorchRank, {"buffers": "local"}),
-        (TorchRank, {"named_buffers": [("running_mean", torch.zeros(3))]}),
-        (KerasRank, {"global_period": 5}),
-        (KerasRank, {"group": 1}),
-        (KerasRank, {"backward_passes_per_step": 2}),
-        (KerasRank, {"model": keras.Sequential([keras.Input((1,)), keras.layers.BatchNormalization()])}),
-        (KerasRank, {"make": lambda variables: keras_ranks.plain(CASES[6])}),
-    ],
-    ids=lambda of: ",".join(of) if isinstance(of, dict) else of.framework,
-)
-def test_ranks_that_differ_are_told_so_everywhere(binding, other):
-    following = dataclasses.replace(PAIRS, groups=several(2, 2))
-
-    def train(rank: int) -> None:
-        options = dict(other) if rank else {}
-        own = dataclasses.replace(following, algorithm="easgd") if "algorithm" in options else following
-        binding(binding.least_squares(2, SGD), rank, own, **options).train(2)
-
-    cluster = Cluster(2)
-    for outcome in cluster.outcomes(train):
-        assert isinstance(outcome, ReplicaMismatchError)
-    assert cluster.board.count == 0  # no tensor has travelled
-
-
-@WITH_GRAPH
+@also_graph
 def test_a_strength_that_leaves_its_bounds_is_refused_before_any_weight_has_changed(binding):
     """At the very step that would use it, and training goes on once it is in them again."""
 

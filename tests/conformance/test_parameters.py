@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from typing import Any
@@ -13,6 +14,7 @@ import tensorflow as tf
 import torch
 
 from hvd_async.testing import Cluster
+from hvd_async.torch.testing import FakeGpu
 from tests.conformance.cases import SCRIPTS, Case
 from tests.conformance.drive import ScriptedWorker, attach, scripted_engine
 from tests.conformance.eager_ranks import INF, KERAS, KERAS_GRAPH, NAN, TINY, TORCH, UNIT, Binding, all_modes, both
@@ -218,22 +220,26 @@ def test_sparse_gradients_travel_as_dense_ones(binding):
     [
         pytest.param(TORCH, {}, id="torch"),
         pytest.param(TORCH, {"early": False}, id="torch-without-hooks"),
+        pytest.param(TORCH, {"gpu": True}, id="torch-on-a-fake-gpu"),
         pytest.param(KERAS, {}, id="keras"),
         pytest.param(KERAS_GRAPH, {}, id="keras-graph"),
     ],
 )
 def test_what_is_not_finite_is_left_out_and_counted(binding, options, quorum):
     """Three steps of rank 1: the bucket that has it goes empty, the other bucket as it is."""
-    bad = {1: NAN, 2: INF, 3: -INF}
+    bad, given = {1: NAN, 2: INF, 3: -INF}, dict(options)
+    gpu = FakeGpu().installed() if given.pop("gpu", False) else contextlib.nullcontext()
 
     def train(rank: int) -> tuple[list[float], Any]:
-        one = binding.vectors([2, 2], UNIT, quorum=quorum, bucket_cap_mb=TINY, **options)
+        one = binding.vectors([2, 2], UNIT, quorum=quorum, bucket_cap_mb=TINY, **given)
         for step in range(5):
             one.take([1.0, bad.get(step, 1.0) if rank else 1.0], [1.0, 1.0])
         one.opt.drain()
         return one.weights().tolist(), one.opt.stats()
 
-    for rank, (weights, stats) in enumerate(Cluster(2).run(train)):
+    with gpu:
+        ends = Cluster(2).run(train)
+    for rank, (weights, stats) in enumerate(ends):
         assert weights == [-3.5, -3.5, -5.0, -5.0]
         assert stats.gradients_skipped == 3 * rank
         assert stats.gradients_produced == 5  # of the bucket that had most

@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 
 from hvd_async.testing import Cluster
-from tests.conformance.simple_ranks import TorchRank, both, every_algorithm
+from tests.conformance.simple_ranks import KerasRank, TorchRank, both, every_algorithm
 
 ROUNDS = 6
 STEPS = 400
 """More than any algorithm needs."""
 
 
-@both
 @every_algorithm
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("made", "size"), [(TorchRank, 1), (TorchRank, 2), (KerasRank, 2)])
 def test_a_loop_until_so_many_rounds_ends(made, size, wrapper, options):
     def work(rank: int) -> tuple[int, int]:
         trainer = made(wrapper, options, rank)
@@ -33,13 +32,12 @@ def test_a_loop_until_so_many_rounds_ends(made, size, wrapper, options):
         assert rounds >= ROUNDS
 
 
-@both
 @every_algorithm
-def test_a_rank_that_is_left_alone_gets_to_its_rounds(made, wrapper, options):
+def test_a_rank_that_is_left_alone_gets_to_its_rounds(wrapper, options):
     """The other rank has run out of data after two steps."""
 
     def work(rank: int) -> int:
-        trainer = made(wrapper, options, rank)
+        trainer = TorchRank(wrapper, options, rank)
         opt, step = trainer.opt, trainer.step
         steps = 0
         while steps < (2 if rank else STEPS) and opt.rounds < 2 * ROUNDS:
@@ -72,20 +70,3 @@ def test_averages_of_drains_are_rounds(made, algorithm):
 
     counts = Cluster(2).run(work)
     assert counts[0] == counts[1] >= 3
-
-
-def test_rounds_go_on_after_a_checkpoint():
-    def work(rank: int) -> None:
-        first, resumed = (TorchRank("GossipOptimizer", {"algorithm": "local", "average_every": 2}) for _ in range(2))
-        for _ in range(5):
-            first.step()
-        first.opt.drain()
-        state, rounds = first.opt.state_dict(), first.opt.rounds
-        resumed.opt.load_state_dict(state)
-        assert resumed.opt.rounds == rounds > 0
-        for _ in range(2):
-            first.step()
-        first.opt.drain()
-        assert first.opt.rounds > rounds
-
-    Cluster(2).run(work)

@@ -141,18 +141,6 @@ def test_sparse_adam_gets_rounds_back_sparse():
         np.testing.assert_allclose(weights, flat(model.parameters()), rtol=0, atol=1e-5)
 
 
-def test_a_sparse_gradient_that_is_not_finite_is_named():
-    def train(rank: int) -> None:
-        model = embedding()
-        plain = torch.optim.SGD(model.parameters(), lr=1.0)
-        opt: Any = hvd.EagerOptimizer(plain, model.named_parameters(), nonfinite="raise")
-        (model(torch.tensor([1])).sum() * float("nan")).backward()
-        with pytest.raises(FloatingPointError, match="weight"):
-            opt.step()
-
-    Cluster(1).run(train)
-
-
 # -- channels last --------------------------------------------------------------------------------------------
 
 
@@ -171,28 +159,6 @@ class Convolution(TorchTrainer):
         images = numbers(rank, step, size=(2, 3, 4, 4)).to(memory_format=self.memory_format)
         self.model(images).square().mean().backward()
         return flat(p.grad for p in self.parameters)
-
-
-def test_gradients_lie_in_memory_as_their_parameters_do():
-    def train(rank: int, memory_format: torch.memory_format) -> tuple[Any, Any]:
-        seen = []
-        one = Convolution(
-            memory_format,
-            MOMENTUM,
-            quorum="all",
-            round_transform=lambda parameters: seen.append([(p.stride(), p.grad.stride()) for p in parameters]),
-        )
-        one.train(rank, range(5))
-        one.opt.drain()
-        return one.weights(), seen
-
-    last = Cluster(2).run(lambda rank: train(rank, torch.channels_last))
-    first = Cluster(2).run(lambda rank: train(rank, torch.contiguous_format))
-    for (weights, seen), (others, _) in zip(last, first, strict=True):
-        np.testing.assert_allclose(weights, others, rtol=0, atol=1e-6)
-        assert len(seen) == 5
-        assert seen[0][0] == ((12, 1, 6, 3), (12, 1, 6, 3))
-        assert all(own == gradient for each in seen for own, gradient in each)
 
 
 def test_ranks_whose_parameters_lie_otherwise_in_memory_are_refused():

@@ -13,7 +13,6 @@ import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
 from tests.conformance.cases import Case
-from tests.conformance.eager_ranks import TORCH
 from tests.conformance.torch_ranks import (
     TINY,
     TorchTrainer,
@@ -22,7 +21,6 @@ from tests.conformance.torch_ranks import (
     batch,
     conv_model,
     flat,
-    hand_overs,
     plain,
 )
 
@@ -160,47 +158,3 @@ def test_with_a_scaler_the_scaler_steps():
         assert trainer.opt.stats().steps == 0
 
     Cluster(1).run(train)
-
-
-def test_a_scaler_that_is_disabled_changes_nothing():
-    def train(rank: int) -> Any:
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
-        trainer = TorchTrainer(MOMENTUM, quorum="all", scaler=scaler)
-        for step in range(3):
-            trainer.opt.zero_grad()
-            scaler.scale(loss(trainer.model, rank, step)).backward()
-            scaler.step(trainer.opt)
-            scaler.update()
-        trainer.opt.drain()
-        return trainer.weights()
-
-    expected = TORCH.averaged(MOMENTUM, [2] * 3)
-    for weights in Cluster(2).run(train):
-        np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-6)
-
-
-def test_bfloat16_autocast_needs_no_scaler():
-    def train(rank: int) -> tuple[Any, int]:
-        trainer = TorchTrainer(MOMENTUM, quorum="all", bucket_cap_mb=TINY)
-        log = hand_overs(trainer.opt)
-        for step in range(4):
-            trainer.opt.zero_grad()
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                value = loss(trainer.model, rank, step)
-            value.backward()
-            trainer.opt.step()
-        trainer.opt.drain()
-        return flat(trainer.model.parameters()), len(log)
-
-    model = conv_model()
-    optimizer = plain(MOMENTUM, model.parameters())
-    for step in range(4):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            value = (loss(model, 0, step) + loss(model, 1, step)) / 2
-        value.backward()
-        optimizer.step()
-    outcomes = Cluster(2).run(train)
-    assert outcomes[0][0].tobytes() == outcomes[1][0].tobytes()
-    np.testing.assert_allclose(outcomes[0][0], flat(model.parameters()), rtol=0, atol=5e-3)
-    assert [early for _, early in outcomes] == [16, 16]

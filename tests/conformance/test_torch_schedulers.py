@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import hvd_async.torch as hvd
 from hvd_async.testing import Cluster
 from tests.conformance.cases import SCRIPTS, Case, Script
-from tests.conformance.torch_ranks import TorchTrainer, TorchVectors, flat, quadratic, wrap_scripted
+from tests.conformance.torch_ranks import TorchTrainer, TorchVectors, quadratic, wrap_scripted
 
 
 def test_groups_keep_their_own_hyperparameters():
@@ -171,27 +169,3 @@ def test_a_scheduler_made_before_the_wrapper_outlives_a_loaded_state():
         return one.rate()
 
     assert Cluster(2).run(train) == [0.125, 0.125]
-
-
-def test_a_moving_average_by_step_hook_is_the_same_on_all_ranks():
-    late = threading.Event()
-
-    def train(rank: int) -> Any:
-        trainer = TorchTrainer(Case("momentum", "sgd", 0.1, momentum=0.9))
-        average = AveragedModel(trainer.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        trainer.opt.register_step_post_hook(lambda *_: average.update_parameters(trainer.model))
-        trainer.opt._async.worker_now()
-        if rank == 2:
-            assert late.wait(60)
-        for step in range(6):
-            trainer.train(rank, range(step, step + 1))
-            if rank == 0 and step == 3:
-                late.set()
-        trainer.opt.drain()
-        assert int(average.n_averaged) == trainer.opt.stats().rounds_applied
-        return flat(average.parameters()), flat(trainer.model.parameters())
-
-    ends = Cluster(3, jitter=0.001).run(train)
-    for average, weights in ends:
-        assert average.tobytes() == ends[0][0].tobytes()
-        assert average.tobytes() != weights.tobytes()

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
 
-import hvd_async.torch as hvd
-from hvd_async.testing import Cluster
 from hvd_async.torch import hyperparameters, streams
 from hvd_async.torch.gradient_format import Layout
 from hvd_async.torch.gradient_replica import Checks
-from hvd_async.torch.testing import FakeGpu
 
 on_gpu = [
     pytest.mark.gpu,
@@ -21,95 +17,6 @@ on_gpu = [
 ]
 BUSY = 2**31
 """Clock cycles that the device is kept busy for: about a second."""
-
-
-def test_on_a_cpu_a_vector_is_as_it_was():
-    vector = torch.ones(3)
-    assert streams.record_ready(vector) is vector
-    assert streams.record_received(vector) is vector
-    assert streams.use_here(vector) is vector
-    assert streams.copy_to_host(vector) is vector
-    with streams.on_engine_stream_after(vector):
-        vector += 1
-    assert vector.tolist() == [2.0, 2.0, 2.0]
-    assert not hasattr(vector, streams.READY)
-
-
-class Stream:
-    """A stream of torch.cuda, as far as ``follow`` looks at it."""
-
-    def __init__(self, device: str) -> None:
-        self.device, self.waited_for = device, []
-
-    def wait_stream(self, other: Stream) -> None:
-        self.waited_for.append(other)
-
-
-class OnDevice:
-    """A tensor on a GPU, as far as ``follow`` looks at it."""
-
-    is_cuda, device = True, "cuda:0"
-
-
-class RecordingEngine:
-    """Runs what is posted at once, as on a thread of its own: ``thread`` says whose turn it is."""
-
-    def __init__(self, thread: list[str]) -> None:
-        self.posts, self._thread = 0, thread
-
-    def call_soon(self, command: Callable[[], None]) -> None:
-        self.posts += 1
-        self._thread[0] = "engine"
-        command()
-        self._thread[0] = "training"
-
-
-def test_the_engine_follows_the_training_threads_stream_when_it_changes(monkeypatch):
-    first, second, thread = Stream("cuda:0"), Stream("cuda:0"), ["training"]
-    current = {"training": first, "engine": first}
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[thread[0]])
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.update(engine=stream))
-    engine = RecordingEngine(thread)
-    streams.bind_training_stream(engine, [torch.ones(3)])
-    assert engine.posts == 0, "nothing is on a GPU"
-    for stream, posts in ((first, 1), (first, 1), (second, 2), (second, 2), (first, 3)):
-        current["training"] = stream
-        before = current["engine"]
-        streams.bind_training_stream(engine, [OnDevice(), OnDevice()])
-        assert (engine.posts, current["engine"]) == (posts, stream)
-        assert before is stream or stream.waited_for[-1] is before, "what the engine has left there comes first"
-    streams.bind_training_stream(another := RecordingEngine(thread), [OnDevice()])
-    assert another.posts == 1, "each engine is told"
-
-
-@pytest.mark.parametrize(
-    "wrapper", [hvd.EagerOptimizer, hvd.GossipOptimizer, hvd.LeaderOptimizer], ids=["eager", "gossip", "leader"]
-)
-def test_the_engine_is_told_wherever_the_training_thread_comes_by(monkeypatch, wrapper):
-    """In a drain too, which may be on another stream than the steps."""
-    told = []
-    monkeypatch.setattr(streams, "bind_training_stream", lambda engine, tensors: told.append(engine))
-
-    def train(rank: int) -> None:
-        parameter = torch.nn.Parameter(torch.zeros(3))
-        options = {"group": 1} if wrapper is hvd.LeaderOptimizer else {}
-        opt = wrapper(torch.optim.SGD([parameter], lr=0.1), **options)
-
-        def step() -> None:
-            opt.zero_grad()
-            loss = (parameter - 1).square().sum()
-            loss.backward()
-            if wrapper is hvd.LeaderOptimizer:
-                opt.record_loss(loss)
-            opt.step()
-
-        for call in (step, step, opt.consensus_distance, opt.cut, step, opt.drain):
-            before = len(told)
-            call()
-            assert len(told) > before, call
-
-    with FakeGpu().installed():
-        Cluster(1).run(train)
 
 
 def busy_after(vector: torch.Tensor) -> torch.cuda.Event:

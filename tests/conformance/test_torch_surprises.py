@@ -12,43 +12,11 @@ import pytest
 import torch
 
 import hvd_async.torch as hvd
-from hvd_async.errors import ReplicaMismatchError, ReplicaStateError, WaitTimeoutError
+from hvd_async.errors import ReplicaStateError, WaitTimeoutError
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster
 from tests.conformance.eager_ranks import MOMENTUM, UNIT
 from tests.conformance.torch_ranks import TorchTrainer, TorchVectors
-
-
-class Counting(torch.optim.Optimizer):
-    """Keeps a count in its groups, as schedule-free optimizers do; and has private methods of common names."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr, "k": 0})
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self._update(parameter, group["lr"])
-            group["k"] += 1
-
-    def _update(self, parameter: torch.Tensor, lr: float) -> None:
-        parameter.data -= lr * parameter.grad
-
-    _apply = _worker = _hand_over = _show = _finish = _share = _update
-
-
-def test_what_an_optimizer_keeps_in_its_groups_stays_and_its_private_methods_are_its_own():
-    def train(rank: int) -> tuple[list[float], int]:
-        one = TorchVectors([2], lambda parameters: Counting(parameters, lr=1.0), quorum="all")
-        for step in range(5):
-            one.set_rate(1.0 + rank + step / 8)  # ranks differ, so a round's numbers are written in
-            one.take(1.0)
-        one.opt.drain()
-        return one.weights().tolist(), one.opt.param_groups[0]["k"]
-
-    (first, k), (other, other_k) = Cluster(2).run(train)
-    assert first == other
-    assert k == other_k == 5
 
 
 def test_a_model_is_let_go_with_its_optimizer():
@@ -62,17 +30,6 @@ def test_a_model_is_let_go_with_its_optimizer():
         return alive() is None
 
     assert Cluster(2).run(train) == [True, True]
-
-
-def test_groups_in_another_order_are_refused():
-    def train(rank: int) -> None:
-        def groups(ps: list[Any]) -> list[list[Any]]:
-            return [[ps[0], ps[2 if rank else 1]], [ps[1 if rank else 2], ps[3]]]
-
-        with pytest.raises(ReplicaMismatchError, match="buckets"):
-            TorchVectors([3] * 4, UNIT, groups=groups).opt.drain()
-
-    Cluster(2).run(train)
 
 
 @pytest.mark.parametrize("broken_off", ["step", "drain"])

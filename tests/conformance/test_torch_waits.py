@@ -2,51 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from hvd_async.algorithms.eager.gradient_format import ReducedRound, Tail
 from hvd_async.torch import horovod_collectives as collectives
-from hvd_async.torch import hyperparameters
-from hvd_async.torch.gradient_format import Layout
-
-DEVICE = torch.device("meta")
-
-
-class NothingComesFromTheHost(TorchDispatchMode):
-    """Raises where a tensor on the CPU takes part: on a GPU it would be copied there, and that waits."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        assert all(tensor.device == DEVICE for tensor in tensors), f"{function} takes a tensor from the host"
-        return function(*args, **(kwargs or {}))
-
-
-def parameters() -> list[torch.nn.Parameter]:
-    """A convolution in channels last, a matrix, a bias, a scale, a number."""
-    tensors = [torch.empty(4, 3, 3, 3).to(memory_format=torch.channels_last), torch.empty(5, 2)]
-    tensors += [torch.empty(5), torch.empty(1), torch.empty(())]
-    return [torch.nn.Parameter(tensor.to(DEVICE)) for tensor in tensors]
-
-
-def test_gradients_are_handed_over_and_rounds_shown():
-    layout = Layout(mine := parameters(), tail=Tail(3, 1))
-    for parameter in mine:
-        parameter.grad = torch.empty_like(parameter)
-    with NothingComesFromTheHost():
-        vector = layout.vector(0, 0.5)
-        layout.set_gradients(ReducedRound(1, (vector,), [], (3,)), 0.25, set())
-    assert [p.grad.stride() for p in mine] == [p.stride() for p in mine]
-
-
-def test_hyperparameters_are_read():
-    optimizer = torch.optim.SGD(parameters(), lr=0.1, momentum=0.9)
-    assert hyperparameters.read(optimizer.param_groups)[0]["momentum"] == 0.9
-    assert "params" not in hyperparameters.read(optimizer.param_groups)[0]
 
 
 class Clock:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {
     "hvd_async": House(files=233, lines=42_550, tokens=253_600, functions=3_220, median_body=3, single_importer=53),
     "scripts": House(files=128, lines=15_450, tokens=116_700, functions=975, median_body=4, single_importer=4),
-    "tests": House(files=353, lines=60_000, tokens=519_500, functions=4_985, median_body=5, single_importer=32),
+    "tests": House(files=332, lines=55_450, tokens=477_500, functions=4_520, median_body=5, single_importer=30),
     "docs": House(files=27, lines=5_050),
 }
 """The sizes that were reached, rounded up; of ``median_body``, which is to rise, the least value.

@@ -42,14 +42,17 @@ KERAS_FEW = (
 """Arms of Keras' eager steps in an ordinary run."""
 GRAPH_FEW = ("eager-all", "eager-ahead", "eager-solo", "sgp-own", "dpsgd-quasi-own", "local", "lsgd-own")
 """Arms of graphs in an ordinary run: each family, and each kind of step."""
+SELDOM = {"drain", "consensus", "zeroed", "loop", "sgd", "transform-touch", "bool", "integer", "uint16", "reassigned"}
+"""Levels that only a long run crosses with all others: another level does what they do, and more."""
 
 
-def cells(binding: str, crossed: int, arms: Iterable[str] = ARMS) -> list[Cell]:
+def cells(binding: str, crossed: int, arms: Iterable[str] = ARMS, seldom: Iterable[str] = SELDOM) -> list[Cell]:
     """Return few cells in which all levels of any ``crossed`` factors meet, the arm being one of them."""
     own = BINDINGS[binding]
     factors = {"arm": list(arms)}
     for factor, levels in own.levels.items():
-        factors[factor] = [*([] if factor == "optimizer" else ["none"]), *levels]
+        without = [] if factor == "optimizer" else ["none"]
+        factors[factor] = [*without, *(level for level in levels if level not in set(seldom))]
     rows = cover(factors, crossed, own.allowed)
     return [Cell(binding, row.pop("arm"), row) for row in rows]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +11,8 @@ import torch
 
 from hvd_async.runtime.interfaces import Handle
 from hvd_async.testing import Cluster, InjectedError, MemoryCollectives
-from tests.conformance.crossings.table import ARMS, FALLS, STEPS, Cell, drop_of, steps_of
+from tests.conformance.crossings.table import ARMS, FALLS, MIDDLE, STEPS, Cell, drop_of, steps_of
+from tests.conformance.elastic_board import among_others, over_a_board, trained
 
 SUMMED = {"float16", "bfloat16", "int32", "int64", "float32", "float64"}
 """Dtypes of vectors that the library can sum by Horovod. (bfloat16 by an alltoall.)"""
@@ -101,7 +101,37 @@ def run_ranks(cell: Cell, make: Callable[[Cell, int | None], Any]) -> Sequence[A
             for event in done:  # (also of a rank that has failed: nobody waits for it)
                 event.set()
 
-    return Cluster(ARMS[cell.arm].ranks, wrap=like_horovod).outcomes(work, LIMIT)
+    if cell["middle"] == "elastic":
+        return run_elastic(cell, make, done)
+    *runs, last = Cluster(cell.ranks + (cell["set"] != "none"), wrap=like_horovod).outcomes(work, LIMIT)
+    if cell["set"] == "none" or isinstance(last, BaseException):
+        return [*runs, last]
+    runs[0].problems += [f"outside of the process set {problem}" for problem in last.problems]
+    return runs
+
+
+def run_elastic(cell: Cell, make: Callable[[Cell, int | None], Any], done: list[threading.Event]) -> Sequence[Any]:
+    """Run a cell's script with a change of the ranks in its middle, after which they are the same ones."""
+
+    def first(rank: int) -> Any:
+        one = make(cell, rank)
+        one.done = done
+        one.begin()
+        one.state.sync()
+        one.take_steps(range(MIDDLE[0] + 1))
+        return one
+
+    def rest(rank: int, one: Any) -> Any:
+        one.after_reset()
+        one.take_steps(range(MIDDLE[0] + 1, one.steps))
+        return one.end()
+
+    try:
+        with over_a_board():
+            jobs = trained(cell.ranks, first, LIMIT, wrap=like_horovod)
+            return among_others(cell.ranks, jobs, lambda: None, rest, LIMIT, wrap=like_horovod)
+    except Exception as error:  # noqa: BLE001  it is judged
+        return [error]
 
 
 def problems(cell: Cell, make: Callable[[Cell, int | None], Any], equivalent: Callable[[Cell], Cell]) -> list[str]:
@@ -125,7 +155,7 @@ def problems(cell: Cell, make: Callable[[Cell, int | None], Any], equivalent: Ca
             found.append("weights are not finite")
         if one.drained != runs[0].drained:
             found.append("replicas differ after a drain, or in consensus()")
-    if arm.plain:
+    if cell.plain:
         for one in runs:
             for step, (own, due) in enumerate(zip(one.path, plain.path, strict=True)):
                 if not np.allclose(own, due, **alike):
@@ -139,7 +169,7 @@ def problems(cell: Cell, make: Callable[[Cell, int | None], Any], equivalent: Ca
     else:
         found += _near(cell, plain, runs)
     other = equivalent(cell)
-    if other.id != cell.id and not arm.plain and not arm.late:
+    if other.id != cell.id and not cell.plain and not arm.late:
         for one, due in zip(runs, run_ranks(other, make), strict=True):
             if isinstance(due, BaseException):
                 found.append(f"{other.id} raises {type(due).__name__}: {due}")
@@ -153,6 +183,13 @@ def problems(cell: Cell, make: Callable[[Cell, int | None], Any], equivalent: Ca
         kept = np.mean([one.frozen[0] for one in runs], axis=0)
         if not np.allclose(runs[0].frozen[1], kept, rtol=1e-4 + tolerance, atol=1e-4 + tolerance):
             found.append("a frozen parameter is the ranks' mean after a drain: it has moved")
+    undisturbed = cell["travel"] == cell["middle"] == "none"
+    if cell["training"] == "freeze" and arm.algorithm in ("exact-diffusion", "noloco") and undisturbed:
+        held = np.array([one.frozen[0] for one in runs])
+        low, high = held.min(axis=0) - 1e-5, held.max(axis=0) + 1e-5
+        slack = 0.05 * (high - low) * (arm.algorithm == "noloco")  # (its slow weights are behind what ranks have)
+        if any((own < low - slack).any() or (own > high + slack).any() for one in runs for own in one.resting):
+            found.append("a frozen parameter is only mixed: it is not between what ranks had")
     pushes = arm.algorithm in ("sgp", "osgp")
     if cell["training"] != "unused-on-a-rank" and (arm.eager or pushes or cell["averages"] == "loop"):
         # (else hooks see a rank's own steps, and ranks may differ by more than a step changes)
@@ -215,19 +252,10 @@ def _counts(cell: Cell, runs: Sequence[Any]) -> list[str]:
     arm, found = ARMS[cell.arm], []
     if arm.eager and cell["middle"] not in ("resume", "cut", "anew", "zeroed-discarded"):
         produced = sum(one.stats.gradients_produced for one in runs)
-        if any(one.stats.gradients_applied != produced for one in runs) or produced != steps_of(cell) * arm.ranks:
+        if any(one.stats.gradients_applied != produced for one in runs) or produced != steps_of(cell) * cell.ranks:
             found.append(f"gradients are lost: {produced} were produced")
     if any(one.rounds < 1 for one in runs):
         found.append("opt.rounds is 0")
     elif arm.counts and any(one.rounds != steps_of(cell) for one in runs):
         found.append(f"opt.rounds is {runs[0].rounds} after {steps_of(cell)} steps")
     return found
-
-
-def pairs_of(cells: Sequence[Cell]) -> int:
-    """Return how many pairs of levels meet in some cells."""
-    met = set()
-    for cell in cells:
-        there = [("binding", cell.binding), ("arm", cell.arm), *cell.levels.items()]
-        met |= set(itertools.combinations(there, 2))
-    return len(met)

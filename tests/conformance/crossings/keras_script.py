@@ -6,7 +6,6 @@ plain run is always eager: tracing takes most of a cell's time.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,24 +13,25 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import hvd_async.tensorflow.elastic as keras_elastic
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.tensorflow.variables import raw
 from tests.conformance import keras_ranks
+from tests.conformance.crossings.script import Script
 from tests.conformance.crossings.table import (
     ARMS,
+    CONNECTED,
     FROZEN,
-    HELD,
     MIDDLE,
-    MOVED_BY_ENDS,
-    PATIENCE,
-    TINY_MB,
     Cell,
+    connects,
     drop_of,
-    steps_of,
+    options_of,
+    switched,
 )
 from tests.conformance.reference import Array
+from tests.conformance.torch_ranks import ProcessSet
 
-BATCH = 6
 RATE = {"sgd": 0.1, "momentum": 0.05, "nesterov": 0.05, "adam": 0.02, "adamw": 0.02}
 OPTIMIZERS: Mapping[str, Callable[..., Any]] = {
     "sgd": keras.optimizers.SGD,
@@ -88,8 +88,9 @@ class Net(keras.Model):
         self(np.zeros((2, 3), "float32"), training=False)
         draw = np.random.default_rng(7)
         for variable in sorted(self.trainable_variables, key=lambda one: one.path):
-            low = 0.05 if constraint is not None and variable is self.first.kernel else -0.39
-            values = draw.uniform(low, 0.39, variable.shape)
+            bounded = constraint is not None and variable is self.first.kernel
+            low, high = (0.0, 0.1) if bounded and weights == "non-neg" else (0.05 if bounded else -0.39, 0.39)
+            values = draw.uniform(low, high, variable.shape)  # (some begin near the bound)
             if constraint is not None and variable is self.first.kernel:
                 values = np.asarray(constraint(tf.constant(values, "float32")))
             variable.assign(values)
@@ -125,69 +126,32 @@ class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
         return {"rate": self._rate}
 
 
-class Run:
-    """One run of the script on one rank.
-
-    Args:
-        cell: what crosses.
-        rank: which; None: the plain run.
-    Attributes: as of ``torch_script.Run``.
-    """
+class Run(Script):
+    """One run of the script in Keras."""
 
     def __init__(self, cell: Cell, rank: int | None) -> None:
-        self.cell, self.rank, self.arm = cell, rank, ARMS[cell.arm]
+        super().__init__(cell, rank)
         self.net = Net(cell)
-        self.path: list[Array] = []
-        self.averages: list[Array] = []
-        self.drained: list[bytes] = []
-        self.rates: list[tuple[float, ...]] = []
-        self.problems: list[str] = []
-        self.frozen: list[Array] = []
-        self.statistics: list[tuple[Array, Array]] = []
-        self.stats: Any = None
-        self.t, self.rounds, self.steps = 0, 0, steps_of(cell)
-        self.done: list[threading.Event] = []
-        self.opt: Any = None
         self.kept: Array | None = None
         self.average: Array | None = None
 
     # -- what the script does ---------------------------------------------------------------------------------
 
-    def train(self) -> Run:
-        """Run the whole script."""
-        self.make_optimizer()
-        if self.ours and self.arm.holdable:
-            self.opt._async.worker_now()  # (ranks meet; from here on they may be late)
-        self.path.append(self.weights())
-        self.constants = [np.array(raw(v)) for v in self.constant_variables()]
-        for step in range(self.steps):
-            self.t = step
-            self.hold()
-            self.take_step()
-            if self.rank == 0:
-                self.done[self.t].set()
-            if self.t in MIDDLE:
-                self.middle()
-        rounds = self.opt.rounds if self.ours else 0
-        self.drain()
-        self.look()
-        if self.ours:
-            self.stats = self.opt.stats()
-            self.rounds += rounds
+    def elastic_state(self) -> Any:
+        """Return an elastic job's."""
+        return keras_elastic.TensorFlowKerasState(self.net, self.opt)
+
+    def after_reset(self) -> None:
+        self.trace()  # (as in the function that ``hvd.elastic.run`` decorates)
+
+    def note_averages(self) -> None:
+        """Note Keras' moving averages, before and after they are put in place, and those of the loop."""
         if self.cell["averages"].startswith("ema"):
             self.averages.append(np.concatenate([np.array(raw(a)).astype(float).ravel() for a in self.ema()]))
             self.opt.finalize_variable_values(self.net.trainable_variables)
             self.averages.append(self.weights())
         if self.average is not None:
             self.averages.append(self.average)
-        return self
-
-    def hold(self) -> None:
-        """Wait, on the last rank of an arm that allows it, for a later step of rank 0."""
-        if self.ours and self.arm.holdable and self.rank == self.arm.ranks - 1:
-            for own, other in HELD:
-                if self.t == own % self.steps and not self.done[other % self.steps].wait(PATIENCE):
-                    self.report("others go on while a rank has not begun its step: they do not")
 
     def take_step(self) -> None:
         """Take a step."""
@@ -195,13 +159,15 @@ class Run:
         self.freeze()
         if self.cell["rate"] == "by-hand" and self.t == drop_of(self.cell):
             self.opt.learning_rate = 0.1 * self.rate()
-        voices = [0] if not self.arm.own else range(self.arm.ranks) if self.rank is None else [self.rank]
+        voices = self.voices()
         self.step(tuple(map(self.batch, voices)), tuple(map(self.with_gain, voices)))
         if self.cell["weights"] == "clamp-between":
             self.net.first.kernel.assign(tf.clip_by_value(raw(self.net.first.kernel), -0.4, 0.4))
         self.look()
         self.path.append(self.weights())
         self.rates.append((float(self.rate()),))
+        if self.kept is not None:
+            self.resting.append(self.bias())
         if self.cell["averages"] == "loop":
             own = self.path[-1]
             self.average = own if self.average is None else 0.6 * self.average + 0.4 * own
@@ -228,15 +194,8 @@ class Run:
 
     def batch(self, voice: int) -> tuple[Any, Any]:
         """Return a rank's batch."""
-        draw = np.random.default_rng([self.t, voice])
-        dtype = self.net.first.kernel.dtype
-        inputs = tf.constant(draw.normal(size=(BATCH, 3)), dtype)
-        return inputs, tf.constant(draw.normal(size=(BATCH, 2)) + voice, dtype)
-
-    def with_gain(self, voice: int) -> bool:
-        """Return whether a rank uses ``gain`` in this step."""
-        some = voice == 0 or self.t == 0 or self.t >= self.steps - 8
-        return {"unused": self.t % 3 == 0, "unused-on-a-rank": some}.get(self.cell["training"], True)
+        inputs, targets = self.draw(voice)
+        return tf.constant(inputs, self.net.first.kernel.dtype), tf.constant(targets, self.net.first.kernel.dtype)
 
     def freeze(self) -> None:
         """Freeze a variable, or let it be trained again, where the script does."""
@@ -267,10 +226,10 @@ class Run:
             far = np.abs(np.linalg.norm(kernel, axis=0) - 1.0).max()
             if far > slack - 0.9999:
                 self.report(f"columns have unit norm: {far:.3g} off")
-        moved = self.arm.name.startswith(MOVED_BY_ENDS)
+        moved = self.cell.moved_by_ends
         if weights == "clamp-between" and len(self.path) > 1 and not moved and np.abs(kernel).max() > 0.4 * slack:
             self.report(f"weights are clamped to 0.4: they are {np.abs(kernel).max():.3g}")
-        if self.kept is None or (self.cell["training"] == "freeze" and (self.arm.mixes or self.arm.late)):
+        if self.kept is None or (self.cell["training"] == "freeze" and self.cell.moves_frozen):
             return
         overwrites = self.cell["averages"] == "ema-overwrite"  # (Keras itself overwrites frozen variables as well)
         if not overwrites and not np.allclose(self.bias(), self.kept, rtol=1e-5, atol=1e-6):
@@ -281,6 +240,8 @@ class Run:
         level = self.cell["middle"]
         if level == "drain":
             self.drain()
+        elif level == "switch" and self.ours:
+            self.opt.switch(**switched(self.cell, back=self.t != MIDDLE[0]))
         elif level == "consensus" and self.ours:
             own = self.weights()
             with self.opt.consensus():
@@ -301,6 +262,7 @@ class Run:
                 self.opt.discard()
                 self.rounds = 0
             self.net = Net(self.cell)
+            self.net.first.bias.trainable = self.kept is None
             for variable, own in zip(self.net.variables, weights, strict=True):
                 raw(variable).assign(own)
             self.make_optimizer(state)
@@ -318,11 +280,6 @@ class Run:
                 self.opt.learning_rate = rate
 
     # -- what it is made of -----------------------------------------------------------------------------------
-
-    @property
-    def ours(self) -> bool:
-        """Whether an optimizer of ours is run."""
-        return self.rank is not None
 
     @property
     def gain(self) -> slice:
@@ -373,9 +330,7 @@ class Run:
 
     def wrapped(self, plain: Any) -> Any:
         """Return an optimizer of ours."""
-        options = dict(self.arm.options)
-        if self.arm.tiny:
-            options["bucket_cap_mb"] = TINY_MB
+        options = options_of(self.cell, hvd, ProcessSet)
         if self.cell["gradients"] == "transform" and self.arm.eager:
             options["round_transform"] = clip
         if self.cell["buffers"] != "none":
@@ -400,10 +355,9 @@ class Run:
         """Return the learning rate."""
         return float(np.array(self.opt.learning_rate))
 
-    def report(self, problem: str) -> None:
-        """Add to the problems, once."""
-        if self.ours and not any(problem.split(":")[0] in one for one in self.problems):
-            self.problems.append(f"{problem} (step {self.t})")
+    def constant_values(self) -> list[Array]:
+        """Return copies of variables that no training changes."""
+        return [np.array(raw(v)) for v in self.constant_variables()]
 
     def constant_variables(self) -> list[Any]:
         """Return variables that no training changes."""
@@ -456,12 +410,14 @@ LEVELS: Mapping[str, Mapping[str, Any]] = {
     "rate": dict.fromkeys(["drop", "warm-up", "by-hand"]),
     "buffers": dict.fromkeys(["norm", "dropout", *BUFFERS]),
     "dtype": dict.fromkeys(["float64", "bfloat16"]),
-    "middle": dict.fromkeys(["drain", "consensus", "resume", "cut", "anew"]),
+    **{factor: dict.fromkeys(levels) for factor, levels in CONNECTED.items()},
+    "middle": dict.fromkeys(["drain", "consensus", "resume", "cut", "anew", "switch", "elastic"]),
 }
 """By factor and level."""
 IDLE: Mapping[str, Mapping[str, str]] = {
     "averages": {"ema": "none", "loop": "none"},
     "buffers": {"dropout": "none", **dict.fromkeys(BUFFERS, "norm")},
+    "set": {"set": "none"},
 }
 """Levels that change no weights, and the level that does as much."""
 
@@ -474,6 +430,8 @@ def equivalent(cell: Cell) -> Cell:
 def allowed(levels: Mapping[str, str]) -> bool:
     """Return whether levels may meet (those of "arm" among them) in a cell that runs to its end."""
     arm = ARMS.get(levels.get("arm", ""))
+    if not connects(levels):
+        return False
     if arm is None:
         return True
     if levels.get("dtype") == "bfloat16" and not arm.eager:

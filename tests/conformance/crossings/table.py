@@ -126,9 +126,8 @@ def _arms() -> list[Arm]:
 
 ARMS: Mapping[str, Arm] = {arm.name: arm for arm in _arms()}
 FEW = (
-    *("eager-all", "eager-all-buckets", "eager-ahead", "eager-solo", "eager-pace"),
-    *("allreduce-own", "sgp-star-own", "osgp-own", "dpsgd", "dpsgd-quasi-own", "adpsgd-own"),
-    *("exact-seldom-own", "noloco-own", "local", "diloco-own", "lsgd-own", "easgd-own"),
+    *("eager-all", "eager-ahead", "eager-solo", "eager-pace", "sgp-star-own", "osgp-own", "dpsgd-quasi-own"),
+    *("adpsgd-own", "exact-own", "noloco-own", "local", "diloco-own", "lsgd-own", "easgd-own"),
 )
 """Arms of an ordinary run: each mechanism once."""
 
@@ -150,6 +149,30 @@ class Cell:
         there = [f"{factor}={level}" for factor, level in self.levels.items() if level != "none"]
         return "/".join([self.binding, self.arm, *there])
 
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that share the optimizer."""
+        return ARMS[self.arm].ranks * (1 if self["hosts"] == "none" else 2)
+
+    @property
+    def plain(self) -> bool:
+        """Whether weights are a plain run's: as the arm says, where no gradients or averages are rounded."""
+        arm = ARMS[self.arm]
+        rounds = arm.eager or arm.algorithm in ("local", "slowmo", "diloco")
+        return arm.plain and not (rounds and self["travel"] != "none")
+
+    @property
+    def moved_by_ends(self) -> bool:
+        """Whether a drain, which runs no hooks, brings what other ranks sent before their hooks: so do hosts' messages
+        that are late."""
+        return self.arm.startswith(MOVED_BY_ENDS) or (self["hosts"] != "none" and self.arm.startswith("osgp"))
+
+    @property
+    def moves_frozen(self) -> bool:
+        """Whether a parameter that is frozen between drains is mixed, or rounded, or moved by a late round."""
+        arm = ARMS[self.arm]
+        return arm.mixes or arm.late or self["travel"] != "none"
+
     def without(self, factor: str) -> Cell:
         """Return the cell with one factor absent."""
         return dataclasses.replace(self, levels={**self.levels, factor: "none"})
@@ -166,6 +189,61 @@ def steps_of(cell: Cell) -> int:
 def drop_of(cell: Cell) -> int:
     """Return the step before which the rate falls, of a cell in which it does."""
     return steps_of(cell) // 2
+
+
+def options_of(cell: Cell, hvd: Any, process_set: Callable[..., Any]) -> dict[str, Any]:
+    """Return arguments of the factory: those of the arm, and of how ranks are connected.
+
+    Args:
+        hvd: the binding's namespace.
+        process_set: makes one of ranks.
+    """
+    options = dict(ARMS[cell.arm].options)
+    if ARMS[cell.arm].tiny:
+        options["bucket_cap_mb"] = TINY_MB
+    if cell["travel"] != "none":
+        options["compression"] = getattr(hvd.Compression, cell["travel"])
+    if cell["hosts"] != "none":
+        options["hierarchical"] = 2
+    if cell["set"] != "none":
+        options["process_set"] = process_set(*range(cell.ranks))
+    return options
+
+
+CONNECTED: Mapping[str, Sequence[str]] = {"travel": ["bf16", "int8"], "hosts": ["hosts"], "set": ["set"]}
+"""Factors of all bindings: what messages are compressed to, hosts of two ranks, a rank outside of a process set."""
+OTHER = {"algorithm": "sgp", "average_every": 0, "max_staleness": None}
+"""Settings that "switch" takes up in the middle of a script, before it goes back to those of the arm."""
+
+
+def switched(cell: Cell, back: bool) -> dict[str, Any]:
+    """Return the settings to switch to: other ones, or back to the arm's."""
+    options = ARMS[cell.arm].options
+    if not back:
+        return {"algorithm": "allreduce"} if options["algorithm"] == "sgp" else dict(OTHER)
+    own = {"average_every": 0, "max_staleness": None, **options}
+    return {name: value for name, value in own.items() if name != "quasi_global"}
+
+
+def connects(levels: Mapping[str, str]) -> bool:
+    """Return whether an arm may have these levels of ``CONNECTED``, "switch" and "elastic" in the middle."""
+    arm, middle = ARMS.get(levels.get("arm", "")), levels.get("middle", "none")
+    travel, hosts, inside = (levels.get(factor, "none") for factor in CONNECTED)
+    if middle == "elastic" and (hosts != "none" or inside != "none"):
+        return False  # (process sets and hosts of an elastic job are told to it anew)
+    if arm is None:
+        return True
+    if travel != "none" and (arm.wrapper == "LeaderOptimizer" or arm.algorithm == "allreduce"):
+        return False
+    exact = levels.get("weights") in ("prune", "unit-norm") or levels.get("training") == "freeze-at-drain"
+    if travel != "none" and arm.mixes and exact:
+        return False  # (what rounding leaves out of one message is in a later one: weights move a little)
+    if travel == "int8" and (arm.eager or arm.algorithm == "adpsgd"):
+        return False
+    mixes = arm.algorithm in ("sgp", "osgp", "dpsgd", "adpsgd") and not arm.options.get("quasi_global")
+    if hosts != "none" and not (mixes or (arm.eager and "pace" not in arm.options)):
+        return False
+    return middle != "switch" or (arm.wrapper == "GossipOptimizer" and arm.algorithm not in ("noloco", "adpsgd"))
 
 
 def parse(text: str) -> Cell:

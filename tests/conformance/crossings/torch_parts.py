@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tests.conformance.crossings.table import ARMS, FROZEN, MIDDLE, MOVED_BY_ENDS, STEPS, Arm, Cell, drop_of
+from tests.conformance.crossings.table import (
+    ARMS,
+    CONNECTED,
+    FROZEN,
+    MIDDLE,
+    STEPS,
+    Arm,
+    Cell,
+    connects,
+    drop_of,
+    switched,
+)
 from tests.conformance.reference import Array
 
 if TYPE_CHECKING:
@@ -116,7 +127,7 @@ class Clamp(Part):
         self.verify(run)
 
     def check(self, run: Run) -> None:
-        if not run.arm.name.startswith(MOVED_BY_ENDS):
+        if not run.cell.moved_by_ends:
             self.verify(run)
 
 
@@ -350,6 +361,10 @@ class Freeze(Part):
     def prepare(self, run: Run) -> None:
         self.kept: Array | None = None
 
+    def after(self, run: Run) -> None:
+        if self.kept is not None:
+            run.resting.append(run.bias())
+
     def before(self, run: Run) -> None:
         if run.t == FROZEN[0]:
             if self.drains:
@@ -368,7 +383,7 @@ class Freeze(Part):
         run.net.first.bias.requires_grad_(self.kept is None)
 
     def check(self, run: Run) -> None:
-        if self.kept is None or (run.arm.mixes and not self.drains) or (run.arm.late and not self.drains):
+        if self.kept is None or (run.cell.moves_frozen and not self.drains):
             return  # (ranks whose weights differ are mixed; a late round has what its leader has frozen)
         if not np.allclose(run.bias(), self.kept, rtol=1e-5, atol=1e-6):
             run.report("a frozen parameter keeps its weights: it has moved")
@@ -459,6 +474,24 @@ class DrainInInference(Part):
     def middle(self, run: Run) -> None:
         mode = torch.inference_mode if run.t == MIDDLE[0] else torch.no_grad
         run.drain(mode)
+
+
+class EndsInInference(Part):
+    """A cut and the distance to the consensus in inference mode."""
+
+    def middle(self, run: Run) -> None:
+        if run.ours:
+            with torch.inference_mode():
+                run.opt.cut() if run.t == MIDDLE[0] else run.opt.consensus_distance()
+
+
+class Switch(Part):
+    """Another algorithm for a few steps, which is switched to in inference mode."""
+
+    def middle(self, run: Run) -> None:
+        if run.ours:
+            with torch.inference_mode():
+                run.opt.switch(**switched(run.cell, back=run.t != MIDDLE[0]))
 
 
 class Early(Part):
@@ -571,13 +604,26 @@ class AnotherPart(Part):
 
     def before(self, run: Run) -> None:
         other = torch.optim.SGD(run.net.second.parameters(), lr=0.05)
-        inputs = torch.linspace(-1, 1, 6, dtype=run.net.first.weight.dtype).view(2, 3)
-        hidden = torch.tanh(inputs @ run.net.first.weight.detach()[:1].T * 0.0 + 0.3).expand(2, 4)
+        hidden = torch.full((2, 4), 0.3, dtype=run.net.first.weight.dtype)
         other.zero_grad()
         (run.net.second(hidden) - 1.0).square().mean().backward()
         other.step()
         for parameter in run.net.second.parameters():
             parameter.grad = None
+
+
+class ChannelsLast(Part):
+    """Weights in another memory format, which they keep, as gradients do that hooks see."""
+
+    def begin(self, run: Run) -> None:
+        run.opt.register_step_pre_hook(lambda *_: self.compare(run))
+
+    def compare(self, run: Run) -> None:
+        """Report another format."""
+        weight = run.net.first.weight
+        tensors = [weight] if weight.grad is None else [weight, weight.grad]
+        if not all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors):
+            run.report("weights and gradients keep their memory format: they do not")
 
 
 LEVELS: Mapping[str, Mapping[str, type[Part]]] = {
@@ -608,6 +654,8 @@ LEVELS: Mapping[str, Mapping[str, type[Part]]] = {
     "rate": {"drop": Drop, "warm-up": WarmUp, "one-cycle": OneCycle, "by-hand": ByHand},
     "buffers": dict.fromkeys(["norm", *BUFFERS, "reassigned"], Part),
     "dtype": dict.fromkeys(["float64", "bfloat16"], Part),
+    "memory": {"convolution": Part, "channels-last": ChannelsLast},
+    **{factor: dict.fromkeys(levels, Part) for factor, levels in CONNECTED.items()},
     "middle": {
         "drain": Drain,
         "drain-inference": DrainInInference,
@@ -620,6 +668,9 @@ LEVELS: Mapping[str, Mapping[str, type[Part]]] = {
         "zeroed": Zeroed,
         "zeroed-discarded": ZeroedAndDiscarded,
         "another-part": AnotherPart,
+        "ends-inference": EndsInInference,
+        "switch": Switch,
+        "elastic": Part,
     },
 }
 """By factor and level."""
@@ -632,6 +683,8 @@ IDLE: Mapping[str, Mapping[str, str]] = {
     "averages": {"hook": "none", "loop": "none"},
     "gradients": {"synchronize-touch": "none", "transform-touch": "none"},
     "buffers": dict.fromkeys([*BUFFERS, "reassigned"], "norm"),
+    "memory": {"channels-last": "convolution"},
+    "set": {"set": "none"},
     "middle": {"drain-inference": "drain", "consensus-inference": "consensus"},
 }
 """Levels that change no weights, and the level that does as much."""
@@ -640,6 +693,8 @@ IDLE: Mapping[str, Mapping[str, str]] = {
 def equivalent(cell: Cell) -> Cell:
     """Return a cell whose ranks' weights are the same: without what changes none, or with the same change elsewhere."""
     levels = {factor: IDLE.get(factor, {}).get(level, level) for factor, level in cell.levels.items()}
+    if cell["travel"] != "none":  # (elements in another order are rounded with others)
+        levels["memory"] = cell["memory"]
     writes = levels.get("gradients") in ("transform-write", "synchronize-write")
     if writes and cell["weights"] == "none" and ARMS[cell.arm].eager:
         levels |= {"gradients": "none", "weights": "decay-before"}
@@ -651,6 +706,8 @@ def allowed(levels: Mapping[str, str]) -> bool:
     arm: Arm | None = ARMS.get(levels.get("arm", ""))
     optimizer, dtype = levels.get("optimizer"), levels.get("dtype")
     training, buffers = levels.get("training"), levels.get("buffers")
+    if not connects(levels):
+        return False
     if arm is not None:
         if arm.late and levels.get("weights") == "clamp-between":
             return False  # (of ranks that have seen other rounds: a limit, see docs/limits.md)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,13 +15,14 @@ import numpy as np
 import torch
 
 import hvd_async.torch as hvd
-from tests.conformance.crossings.table import ARMS, HELD, MIDDLE, PATIENCE, TINY_MB, Cell, steps_of
+from tests.conformance.crossings.script import Script
+from tests.conformance.crossings.table import Cell, options_of
 from tests.conformance.crossings.torch_parts import BUFFERS, LEVELS, OPTIMIZERS, REFUSED, allowed, equivalent
 from tests.conformance.reference import Array
+from tests.conformance.torch_ranks import ProcessSet
 
 __all__ = ["LEVELS", "Run", "allowed", "equivalent"]
 torch.set_num_threads(1)
-BATCH = 6
 
 
 class Norm(torch.nn.BatchNorm1d):
@@ -43,7 +43,12 @@ class Net(torch.nn.Module):
 
     def __init__(self, cell: Cell) -> None:
         super().__init__()
-        self.first, self.second = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)
+        self.first: torch.nn.Linear | torch.nn.Conv2d = torch.nn.Linear(3, 4)
+        if cell["memory"] != "none":
+            self.first = torch.nn.Conv2d(3, 4, 2)
+        if cell["memory"] == "channels-last":
+            self.first.to(memory_format=torch.channels_last)
+        self.second = torch.nn.Linear(4, 2)
         self.gain = torch.nn.Parameter(torch.ones(4))
         kind = cell["buffers"]
         self.norm = torch.nn.Identity() if kind == "none" else Norm(4)
@@ -58,88 +63,54 @@ class Net(torch.nn.Module):
             self.gain.add_(1.0)
         dtype = getattr(torch, "float32" if cell["dtype"] == "none" else cell["dtype"])
         for module in (self.first, self.second, self.norm):
-            module.to(dtype)
+            module.to(dtype)  # (memory formats stay)
         self.gain.data = self.gain.data.to(dtype)
 
     def forward(self, x: torch.Tensor, with_gain: bool = True) -> torch.Tensor:
         """Map (n, 3) to (n, 2)."""
-        hidden = self.norm(torch.tanh(self.first(x)))  # (behind the first bias, which norms would cancel)
+        if isinstance(self.first, torch.nn.Conv2d):
+            x = x[:, :, None, None] * torch.tensor([[1.0, 0.5], [-0.5, 0.25]], dtype=x.dtype)
+        hidden = self.norm(torch.tanh(self.first(x).flatten(1)))  # (behind the first bias, which norms would cancel)
         result: torch.Tensor = self.second(hidden * self.gain if with_gain else hidden)
         return result
 
 
-class Run:
-    """One run of the script on one rank.
-
-    Args:
-        cell: what crosses.
-        rank: which; None: the plain run.
+class Run(Script):
+    """One run of the script in torch.
 
     Attributes:
-        t: the step's index.
         seen: the weights that the last loss was computed with.
-        path: the weights before the first step and after each.
-        averages: a part's moving averages at the end.
-        drained: bytes of weights, statistics and buffers after each drain.
-        problems: what must not be, as a part or the script has found.
     """
 
     def __init__(self, cell: Cell, rank: int | None) -> None:
-        self.cell, self.rank, self.arm = cell, rank, ARMS[cell.arm]
+        super().__init__(cell, rank)
         self.net = Net(cell)
         self.parts = [
             kinds[level]() for factor, level in cell.levels.items() if level in (kinds := {**LEVELS[factor], **REFUSED})
         ]
-        self.path: list[Array] = []
         self.seen = np.zeros(0)
-        self.averages: list[Array] = []
-        self.drained: list[bytes] = []
-        self.rates: list[tuple[float, ...]] = []
-        self.frozen: list[Array] = []
-        self.problems: list[str] = []
-        self.statistics: list[tuple[Array, Array]] = []
-        self.stats: Any = None
-        self.t, self.rounds, self.steps = 0, 0, steps_of(cell)
         self.schedule: Any = None
-        self.done: list[threading.Event] = []
-        self.opt: Any = None
 
     # -- what the script does ---------------------------------------------------------------------------------
 
-    def train(self) -> Run:
-        """Run the whole script."""
+    def begin(self) -> None:
         for part in self.parts:
             part.prepare(self)
-        self.make_optimizer()
-        if self.ours and self.arm.holdable:
-            self.opt._async.worker_now()  # (ranks meet; from here on they may be late)
-        self.path.append(self.weights())
-        self.constants = [buffer.clone() for buffer in self.constant_buffers()]
-        for step in range(self.steps):
-            self.t = step
-            self.hold()
-            self.take_step()
-            if self.rank == 0:
-                self.done[self.t].set()
-            if self.t in MIDDLE:
-                for part in self.parts:
-                    part.middle(self)
-        rounds = self.opt.rounds if self.ours else 0
-        self.drain()
-        self.look()
-        if self.ours:
-            self.stats = self.opt.stats()
-            self.rounds += rounds
+        super().begin()
+
+    def elastic_state(self) -> Any:
+        """Return an elastic job's."""
+        return hvd.elastic.TorchState(model=self.net, optimizer=self.opt)
+
+    def middle(self) -> None:
+        """Do what the script does in its middle."""
+        for part in self.parts:
+            part.middle(self)
+
+    def note_averages(self) -> None:
+        """Note the parts' moving averages."""
         for part in self.parts:
             self.averages += getattr(part, "final", list)()
-        return self
-
-    def hold(self) -> None:
-        """Wait, on the last rank of an arm that allows it, for a later step of rank 0."""
-        if self.ours and self.arm.holdable and self.rank == self.arm.ranks - 1:
-            for own, other in HELD:
-                if self.t == own % self.steps and not self.done[other % self.steps].wait(PATIENCE):
-                    self.report("others go on while a rank has not begun its step: they do not")
 
     def take_step(self) -> None:
         """Take a step."""
@@ -168,28 +139,16 @@ class Run:
 
     def loss(self) -> torch.Tensor:
         """Return the loss of this rank's batch; of the plain run the mean of the ranks' losses."""
-        voices = range(self.arm.ranks) if self.rank is None else [self.rank]
         losses = list[torch.Tensor]()
-        for voice in voices if self.arm.own else [0]:
-            draw = np.random.default_rng([self.t, voice])
-            inputs = torch.as_tensor(draw.normal(size=(BATCH, 3)), dtype=self.net.first.weight.dtype)
-            targets = torch.as_tensor(draw.normal(size=(BATCH, 2)) + voice, dtype=inputs.dtype)
+        for voice in self.voices():
+            dtype = self.net.first.weight.dtype
+            inputs, targets = (torch.as_tensor(values, dtype=dtype) for values in self.draw(voice))
             losses.append((self.net(inputs, self.with_gain(voice)) - targets).square().mean())
             if self.cell["training"] == "unused-on-a-rank" and voice == 0:  # (gains go on growing)
                 losses[-1] = losses[-1] - 0.3 * self.net.gain.sum()
         return sum(losses[1:], losses[0]) / len(losses)
 
-    def with_gain(self, voice: int) -> bool:
-        """Return whether a rank uses ``gain`` in this step."""
-        some = voice == 0 or self.t == 0 or self.t >= self.steps - 8
-        return {"unused": self.t % 3 == 0, "unused-on-a-rank": some}.get(self.cell["training"], True)
-
     # -- what parts use ---------------------------------------------------------------------------------------
-
-    @property
-    def ours(self) -> bool:
-        """Whether an optimizer of ours is run."""
-        return self.rank is not None
 
     def make_optimizer(self) -> None:
         """Make an optimizer for the model as it is, and have all parts begin."""
@@ -206,11 +165,9 @@ class Run:
 
     def wrapped(self, plain: torch.optim.Optimizer) -> Any:
         """Return an optimizer of ours."""
-        options = dict(self.arm.options)
+        options = options_of(self.cell, hvd, ProcessSet)
         for part in self.parts:
             options.update(part.options(self))
-        if self.arm.tiny:
-            options["bucket_cap_mb"] = TINY_MB
         named = [(name, p) for name, p in self.net.named_parameters() if not self.elsewhere(name)]
         return getattr(hvd, self.arm.wrapper)(
             plain, named_parameters=named, named_buffers=self.net.named_buffers(), **options
@@ -234,10 +191,9 @@ class Run:
         for part in self.parts:
             part.check(self)
 
-    def report(self, problem: str) -> None:
-        """Add to the problems, once."""
-        if self.ours and not any(problem.split(":")[0] in one for one in self.problems):
-            self.problems.append(f"{problem} (step {self.t})")
+    def constant_values(self) -> list[torch.Tensor]:
+        """Return copies of buffers that no training changes."""
+        return [buffer.clone() for buffer in self.constant_buffers()]
 
     def constant_buffers(self) -> list[torch.Tensor]:
         """Return buffers that no training changes."""
@@ -272,8 +228,9 @@ class Run:
         for before_, now in zip(self.constants, self.constant_buffers(), strict=True):
             if before_.dtype != now.dtype or before_.tolist() != now.tolist():
                 self.report("a buffer that is no statistic: changed")
-        if any(t.is_inference() for t in tensors):
-            self.report("tensors: of inference mode are left in the model")
+        states = [value for state in self.opt.state.values() for value in state.values() if torch.is_tensor(value)]
+        if any(t.is_inference() for t in [*tensors, *states]):
+            self.report("tensors: of inference mode are left in the model or the optimizer")
 
     def resumed_from(self, state: Mapping[str, Any], schedule: Any) -> None:
         """Make everything anew, from a state."""

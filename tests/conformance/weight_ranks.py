@@ -1,8 +1,10 @@
-"""Ranks that follow a leader, one interface for all bindings: least squares on two parameters, an optimizer by case."""
+"""Ranks with weights of their own, one interface for all bindings: least squares on six weights in two tensors.
+
+They gossip, or follow a leader where they are given a ``Following``.
+"""
 
 from __future__ import annotations
 
-import abc
 import copy
 import dataclasses
 import functools
@@ -20,16 +22,18 @@ import torch
 
 import hvd_async.tensorflow.keras
 import hvd_async.torch
-from hvd_async.algorithms.leader.rank import LeaderWorker
 from hvd_async.testing import Cluster
 from tests.conformance import gossip_reference, keras_ranks, leader_drive, torch_ranks
 from tests.conformance.cases import CASES, Case
 from tests.conformance.gossip_reference import Problem
 from tests.conformance.leader_drive import Seen
 from tests.conformance.leader_reference import Following
-from tests.conformance.reference import Array
+from tests.conformance.reference import Array, State
 
-SGD, MOMENTUM = CASES[0], CASES[1]
+SGD, MOMENTUM, NESTEROV, ADAM = CASES[0], CASES[1], CASES[5], CASES[6]
+STILL = Case("still", "sgd", 0.0)
+Saved = tuple[dict[str, Any], Array, Array]
+"""A script's checkpoint: the optimizer's state, weights and statistics."""
 
 
 @functools.cache
@@ -52,16 +56,20 @@ def values(state: Any) -> Any:
     return state.tolist() if hasattr(state, "tolist") else state
 
 
-class LeaderRank(abc.ABC):
-    """One rank; each framework's subclass makes the model and takes a step.
+class Rank:
+    """One rank; each framework's subclass makes the model (``_wrap``), and has one vector of its weights.
+
+    ``take(gradient, loss, mean)`` is a step with a given gradient, after a loss is recorded and, of a normed rank, the
+    running mean of its statistics is set, and their variance to ten times as much. ``moments()`` is the optimizer's
+    state in the reference's form; ``through_a_file()`` a state as it comes back from a file without pickled code.
 
     Args:
         problem: its weights, data and optimizer: of ``least_squares``.
         rank: its place among the ranks that share the optimizer.
-        following: whom it follows, and how.
-        make: makes another optimizer than the problem's, of the parameters (Keras' has no use for them).
+        following: the leader that it follows, and how; None: it gossips.
+        make: makes another optimizer than the problem's, of the parameters.
         normed: whether it has batch-norm statistics of two features; see ``forward``.
-        wrapper: another one than ``LeaderOptimizer``.
+        wrapper: another one than ``LeaderOptimizer`` or ``GossipOptimizer``.
         options: others of the wrapper.
 
     Attributes:
@@ -69,6 +77,7 @@ class LeaderRank(abc.ABC):
         hvd, horovod: modules.
         process_set: makes a set of ranks.
         opt: wrapped.
+        before: the weights with which the last step began.
         path: the weights after each step.
     """
 
@@ -76,23 +85,35 @@ class LeaderRank(abc.ABC):
     graph: ClassVar[bool] = False
     hvd: ClassVar[Any]
     horovod: ClassVar[Any]
-    process_set: ClassVar[Callable[..., Any]]
+    process_set = torch_ranks.ProcessSet
+    parameters: list[Any]
+    _wrap: Any
+    take: Any
+    weights: Any
+    assign: Any
+    statistics: Any
+    set_statistics: Any
+    state: Any
+    load: Any
+    through_a_file: Any
 
     def __init__(
         self,
         problem: Problem,
         rank: int,
-        following: Following,
+        following: Following | None = None,
         make: Callable[[Any], Any] | None = None,
         normed: bool = False,
-        wrapper: str = "LeaderOptimizer",
+        wrapper: str = "",
         **options: Any,
     ) -> None:
-        leads = wrapper == "LeaderOptimizer"
+        wrapper = wrapper or ("GossipOptimizer" if following is None else "LeaderOptimizer")
+        self.leads = wrapper == "LeaderOptimizer"
+        own = Following() if following is None else following
         self.problem, self.rank = problem, rank
-        self.following = following if leads else dataclasses.replace(following, told=lambda *_: None)
+        self.following = own if self.leads else dataclasses.replace(own, told=lambda *_: None)
         self.path: list[Array] = []
-        given = following.options() if leads else {}
+        given = own.options() if self.leads else {}
         self.opt = self._wrap(make, normed, getattr(self.hvd, wrapper), {**given, **options})
         self.assign(problem.start[rank])
 
@@ -123,72 +144,27 @@ class LeaderRank(abc.ABC):
         seen = leader_drive.run(lambda rank: cls(problem, rank, following, **options), steps, cluster, together, behind)
         return problem, seen
 
-    # -- what a framework supplies ------------------------------------------------------------------------------
+    @property
+    def mean(self) -> float:
+        """Mean of a normed rank's statistics; its variance is set with it."""
+        return float(self.statistics()[0])
 
-    @abc.abstractmethod
-    def _wrap(self, make: Callable[[Any], Any] | None, normed: bool, wrapper: Any, options: dict[str, Any]) -> Any:
-        """Make the model and its wrapped optimizer."""
+    @mean.setter
+    def mean(self, value: float) -> None:
+        self.set_statistics(np.full(2, value), np.full(2, 10.0 * value))
 
-    @classmethod
-    @abc.abstractmethod
-    def plain(cls) -> Any:
-        """An optimizer that is not wrapped, of a small model."""
-
-    @abc.abstractmethod
-    def take(self, gradient: Array, loss: Any = None, mean: Any = None) -> None:
-        """Take a step.
-
-        Args:
-            gradient: flat.
-            loss: to record; None: none.
-            mean: of a normed rank's batch; the running mean is set to it, the variance to ten times as much.
-        """
-
-    @abc.abstractmethod
-    def weights(self) -> Array:
-        """Flat, float64."""
-
-    @abc.abstractmethod
-    def assign(self, weights: Any) -> None:
-        """Set the weights."""
-
-    @abc.abstractmethod
-    def statistics(self) -> Array:
-        """A normed rank's mean and variance."""
-
-    @abc.abstractmethod
-    def set_statistics(self, mean: Any, variance: Any) -> None:
-        """Set them."""
-
-    @abc.abstractmethod
-    def state(self) -> dict[str, Any]:
-        """The optimizer's."""
-
-    @abc.abstractmethod
-    def load(self, state: dict[str, Any]) -> None:
-        """Take back what ``state`` gave."""
-
-    @abc.abstractmethod
-    def through_a_file(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state as it comes back from a file without pickled code."""
-
-    @abc.abstractmethod
-    def moments(self, state: dict[str, Any]) -> tuple[Array, Array]:
-        """Adam's first and second ones in a state, flat as the weights."""
-
-    # -- one interface ------------------------------------------------------------------------------------------
-
-    def forward(self) -> Array:
+    def forward(self) -> Array | None:
         """Return the running mean after a normed rank's next step, where the test gives none."""
+        if not self.leads or not len(self.statistics()):
+            return None
         return self.statistics()[:2] + np.array([2.0**self.rank, 0.25 * (len(self.path) + 1)])
 
     def step(self, mean: Any = None) -> None:
         """One; ``mean`` as of ``take``."""
-        before, number = self.weights(), len(self.path) + 1
-        if mean is None and len(self.statistics()):
-            mean = self.forward()
-        loss = self.following.told(before, self.rank, number)
-        self.take(self.problem.gradient(before, self.rank, number), loss, mean)
+        self.before, number = self.weights(), len(self.path) + 1
+        loss = self.following.told(self.before, self.rank, number)
+        gradient = self.problem.gradient(self.before, self.rank, number)
+        self.take(gradient, loss, self.forward() if mean is None else mean)
         self.path.append(self.weights())
 
     def train(self, steps: int) -> Self:
@@ -197,20 +173,24 @@ class LeaderRank(abc.ABC):
             self.step()
         return self
 
-    def worker(self) -> LeaderWorker:
+    def worker(self) -> Any:
         """The optimizer's; the first call meets the other ranks."""
-        worker: LeaderWorker = self.opt._async.worker_now()
-        return worker
+        return self.opt._async.worker_now()
 
     def bits(self) -> bytes:
         """Weights and statistics."""
         return self.weights().tobytes() + self.statistics().tobytes()
 
-    def saved(self) -> tuple[dict[str, Any], Array, Array]:
-        """Return a script's checkpoint: the optimizer's state, weights and statistics."""
+    def drained(self) -> bytes:
+        """Weights after a drain."""
+        self.opt.drain()
+        return self.weights().tobytes()
+
+    def saved(self) -> Saved:
+        """Return a script's checkpoint, by way of a file."""
         return self.through_a_file(self.state()), self.weights(), self.statistics()
 
-    def resume(self, saved: tuple[dict[str, Any], Array, Array], done: int = 0) -> Self:
+    def resume(self, saved: Saved, done: int = 0) -> Self:
         """Take up what was saved after so many steps."""
         state, weights, statistics = saved
         self.assign(weights)
@@ -221,17 +201,16 @@ class LeaderRank(abc.ABC):
         return self
 
 
-class TorchRank(LeaderRank):
+class TorchRank(Rank):
     """A rank in torch.
 
     Args:
-        arguments: of ``LeaderRank``.
+        arguments: of ``Rank``.
         dtype: of the parameters.
     """
 
     framework = "torch"
     hvd, horovod = hvd_async.torch, horovod.torch
-    process_set = torch_ranks.ProcessSet
 
     def __init__(self, *arguments: Any, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         self.parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((2,), (2, 2))]
@@ -250,8 +229,8 @@ class TorchRank(LeaderRank):
     def plain(cls) -> Any:
         return torch.optim.SGD(torch_ranks.conv_model().parameters(), lr=0.1)
 
-    def take(self, gradient: Array, loss: Any = None, mean: Any = None) -> None:
-        parts = torch.as_tensor(gradient).split((2, 4))
+    def take(self, gradient: Any, loss: Any = None, mean: Any = None) -> None:
+        parts = torch.as_tensor(np.asarray(gradient, np.float64)).split((2, 4))
         for parameter, part in zip(self.parameters, parts, strict=True):
             parameter.grad = part.view_as(parameter).to(parameter.dtype)
         if mean is not None:
@@ -267,6 +246,9 @@ class TorchRank(LeaderRank):
         with torch.no_grad():
             for parameter, part in zip(self.parameters, torch.as_tensor(weights).split((2, 4)), strict=True):
                 parameter.copy_(part.view_as(parameter))
+
+    def set_rate(self, rate: float) -> None:
+        self.opt.param_groups[0]["lr"] = rate
 
     def statistics(self) -> Array:
         return torch_ranks.flat(self._counted) if self._counted else np.zeros(0)
@@ -289,28 +271,30 @@ class TorchRank(LeaderRank):
         read: dict[str, Any] = torch.load(file, weights_only=True)
         return read
 
-    def moments(self, state: dict[str, Any]) -> tuple[Array, Array]:
-        first, second = (torch_ranks.flat(state["state"][i][f"exp_avg{kind}"] for i in (0, 1)) for kind in ("", "_sq"))
-        return first, second
+    def moments(self) -> State:
+        held = [self.opt.state[p] for p in self.parameters]
+        if "exp_avg" in held[0]:
+            first, second = (torch_ranks.flat(own[name] for own in held) for name in ("exp_avg", "exp_avg_sq"))
+            return State(len(self.path), first, second)
+        return State(len(self.path), torch_ranks.flat(own["momentum_buffer"] for own in held), np.zeros(6))
 
 
-class KerasRank(LeaderRank):
+class KerasRank(Rank):
     """A rank in Keras."""
 
     framework = "keras"
     hvd, horovod = hvd_async.tensorflow.keras, horovod.tensorflow
-    process_set = keras_ranks.ranks
 
     def _wrap(self, make: Callable[[Any], Any] | None, normed: bool, wrapper: Any, options: dict[str, Any]) -> Any:
         shapes = ((2, 2), (2,))
-        self.variables = [keras.Variable(np.zeros(shape, np.float32), name=f"x{len(shape)}") for shape in shapes]
+        self.parameters = [keras.Variable(np.zeros(shape, np.float32), name=f"x{len(shape)}") for shape in shapes]
         self._counted: list[Any] = []
         if normed:
             self.model = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization()])
             self._counted = [self.model.layers[0].moving_mean, self.model.layers[0].moving_variance]
             options = {"model": self.model} | options
-        opt = wrapper(keras_ranks.plain(self.problem.case) if make is None else make(self.variables), **options)
-        opt.build(self.variables)
+        opt = wrapper(keras_ranks.plain(self.problem.case) if make is None else make(self.parameters), **options)
+        opt.build(self.parameters)
         self._apply = tf.function(self._take) if self.graph else self._take
         return opt
 
@@ -320,23 +304,26 @@ class KerasRank(LeaderRank):
             self._counted[1].assign(10.0 * mean)
         if loss is not None:
             self.opt.record_loss(loss)
-        self.opt.apply(gradients, self.variables)
+        self.opt.apply(gradients, self.parameters)
 
     @classmethod
     def plain(cls) -> Any:
         return keras.optimizers.SGD(0.1)
 
-    def take(self, gradient: Array, loss: Any = None, mean: Any = None) -> None:
+    def take(self, gradient: Any, loss: Any = None, mean: Any = None) -> None:
         told = tf.constant(loss, tf.float64) if self.graph and loss is not None else loss
         moved = None if mean is None else tf.constant(mean, tf.float32, [2])
         self._apply(told, moved, *map(tf.constant, _split(gradient)))
 
     def weights(self) -> Array:
-        return keras_ranks.flat(self.variables)
+        return keras_ranks.flat(self.parameters)
 
     def assign(self, weights: Any) -> None:
-        for variable, part in zip(self.variables, _split(weights), strict=True):
+        for variable, part in zip(self.parameters, _split(weights), strict=True):
             variable.assign(part)
+
+    def set_rate(self, rate: float) -> None:
+        self.opt.learning_rate = rate
 
     def statistics(self) -> Array:
         return keras_ranks.flat(self._counted) if self._counted else np.zeros(0)
@@ -359,12 +346,10 @@ class KerasRank(LeaderRank):
         with np.load(file, allow_pickle=False) as arrays:
             return dict(arrays)
 
-    def moments(self, state: dict[str, Any]) -> tuple[Array, Array]:
-        first, second = (
-            np.concatenate([state[f"{name}_{kind}"].astype(np.float64).ravel() for name in ("x2", "x1")])
-            for kind in ("momentum", "velocity")
-        )
-        return first, second
+    def moments(self) -> State:
+        if hasattr(self.opt, "_velocities"):
+            return State(len(self.path), keras_ranks.flat(self.opt._momentums), keras_ranks.flat(self.opt._velocities))
+        return State(len(self.path), keras_ranks.flat(self.opt.momentums), np.zeros(6))
 
 
 class KerasGraphRank(KerasRank):
@@ -379,7 +364,13 @@ def _split(flat: Any) -> list[Array]:
     return [one.reshape(2, 2), other]
 
 
+def share(saved: Saved, name: str) -> Any:
+    """An entry of a rank's share of a state, in torch's form or in Keras'."""
+    state = saved[0]
+    return state["hvd_async"][name] if "hvd_async" in state else state[f"hvd_async.{name}"]
+
+
 TORCH, KERAS = pytest.param(TorchRank, id="torch"), pytest.param(KerasRank, id="keras")
 KERAS_GRAPH = pytest.param(KerasGraphRank, id="keras-graph")
-BINDINGS = pytest.mark.parametrize("binding", [TORCH, KERAS])
-WITH_GRAPH = pytest.mark.parametrize("binding", [TORCH, KERAS, KERAS_GRAPH])
+both = pytest.mark.parametrize("binding", [TORCH, KERAS])
+also_graph = pytest.mark.parametrize("binding", [TORCH, KERAS, KERAS_GRAPH])

@@ -1,0 +1,373 @@
+"""Buffers of models: statistics of batch norm are averaged, each by itself; others become rank 0's."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import torch
+
+import hvd_async.tensorflow.keras as keras_hvd
+import hvd_async.torch as torch_hvd
+from hvd_async.testing import Cluster
+from hvd_async.torch.tensors import NamedBuffers
+from tests.conformance.leader_drive import wait_for_pulls
+
+WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eager": ("EagerOptimizer", {"quorum": "all"}),
+    "gossip": ("GossipOptimizer", {"algorithm": "sgp"}),
+    "lsgd": ("LeaderOptimizer", {"algorithm": "lsgd", "global_period": 1, "group": 1}),
+    "easgd": ("LeaderOptimizer", {"algorithm": "easgd", "global_period": 1}),
+}
+all_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
+KINDS = ("bool", "bfloat16", "float16", "float64", "int64", "uint32", "int8")
+"""Dtypes of variables of Keras that no optimizer trains."""
+
+
+class Net(torch.nn.Module):
+    """A linear layer and batch norm, the same on all ranks, with other buffers."""
+
+    def __init__(self, **buffers: torch.Tensor) -> None:
+        super().__init__()
+        self.layer, self.norm = torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)
+        with torch.no_grad():
+            self.layer.weight.copy_(torch.arange(6.0).view(3, 2) / 5 - 0.5)
+            self.layer.bias.zero_()
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer, persistent=name != "transient")
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(self.layer(inputs))
+        return out
+
+
+def wrap(wrapper: str, model: torch.nn.Module, named_buffers: Any = None, **more: Any) -> Any:
+    """The model's optimizer."""
+    name, options = WRAPPERS[wrapper]
+    named = model.named_buffers() if named_buffers is None else named_buffers
+    plain = torch.optim.SGD(model.parameters(), lr=0.01)
+    return getattr(torch_hvd, name)(plain, named_buffers=named, **options, **more)
+
+
+def step(model: torch.nn.Module, optimizer: Any, rank: int, number: int = 0) -> None:
+    """One step on this rank's own data."""
+    draw = torch.Generator().manual_seed(10 * rank + number)
+    optimizer.zero_grad()
+    loss = (model(torch.randn(8, 2, generator=draw) * (1 + rank)) - 1).square().mean()
+    loss.backward()
+    if hasattr(optimizer, "record_loss"):
+        optimizer.record_loss(loss)
+    optimizer.step()
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """A dense tensor's bytes."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def constants() -> dict[str, torch.Tensor]:
+    """Buffers as models have them, of many kinds."""
+    return {
+        "mask": torch.triu(torch.full((4, 4), float("-inf")), 1),
+        "observed": torch.tensor([float("inf"), float("-inf")]),
+        "causal": torch.tril(torch.ones(4, 4, dtype=torch.bool)),
+        "rotary": torch.polar(torch.ones(5), torch.arange(5.0)),
+        "rotary_double": torch.polar(torch.ones(5).double(), torch.arange(5.0).double()).conj(),
+        "words": torch.arange(5).to(torch.uint16),
+        "scales": torch.linspace(0, 1, 5).to(torch.float8_e4m3fn),
+        "brain": torch.linspace(0, 1, 3).bfloat16(),
+        "tokens": torch.arange(4),
+        "expanded": torch.tensor([[0.1]]).expand(3, 2),
+        "transient": torch.linspace(0, 1, 7),
+        "empty": torch.zeros(0, 3),
+        "number": torch.tensor(0.1),
+        "adjacency": torch.eye(3).to_sparse(),
+    }
+
+
+class TorchModel:
+    """A rank in torch after a step, whose batch norm has seen a mean of 1 + rank and a variance of 4 + rank."""
+
+    def __init__(self, wrapper: str, rank: int, **options: Any) -> None:
+        given = {name: one for name, one in constants().items() if not one.is_sparse and one.numel()}
+        self.rank, self.first = rank, {name: bits(one.resolve_conj()) for name, one in given.items()}
+        if rank:
+            given = {n: torch.zeros_like(one) if n != "expanded" else one * 0 for n, one in given.items()}
+            given["expanded"] = torch.zeros(1, 1).expand(3, 2)
+        self.model = Net(**given, adjacency=torch.eye(3).to_sparse(), empty=torch.zeros(0, 3))
+        self.opt = wrap(wrapper, self.model, **options)
+        self.norm = self.model.norm
+        self.step()
+        self.assign(1.0 + rank, 4.0 + rank)
+
+    def step(self) -> None:
+        step(self.model, self.opt, self.rank)
+
+    def assign(self, mean: Any, variance: Any) -> None:
+        """Set the statistics."""
+        for tensor, value in ((self.norm.running_mean, mean), (self.norm.running_var, variance)):
+            tensor.copy_(torch.as_tensor(value).expand(3))
+
+    def statistics(self) -> list[list[float]]:
+        """Mean and variance."""
+        return [self.norm.running_mean.tolist(), self.norm.running_var.tolist()]
+
+    def others_are_rank_0s(self) -> bool:
+        """Whether all other buffers have rank 0's bits; sparse and empty ones stay."""
+        assert self.model.adjacency.is_sparse
+        return all(bits(getattr(self.model, name).resolve_conj()) == one for name, one in self.first.items())
+
+
+class Held(keras.layers.Layer):
+    """Holds variables that no optimizer trains, of many dtypes."""
+
+    def build(self, shape: Any) -> None:
+        for kind in KINDS:
+            made = self.add_weight(shape=(3,), dtype=kind, initializer="zeros", trainable=False, name=kind)
+            setattr(self, kind, made)
+        self.mask = self.add_weight(shape=(2,), initializer="zeros", trainable=False, name="mask")
+        self.mask.assign([-np.inf, 0.0])
+
+    def call(self, inputs: Any) -> Any:
+        return inputs
+
+
+class KerasModel:
+    """The same in Keras, with seeds and a frozen layer, which are a rank's own."""
+
+    def __init__(self, wrapper: str, rank: int, graph: bool = False, **more: Any) -> None:
+        layers = keras.layers
+        ones = {"kernel_initializer": "ones"}
+        parts = [layers.Dense(3, **ones), layers.BatchNormalization(), Held(), layers.Dropout(0.5)]
+        parts += [layers.Normalization(), layers.Dense(2, trainable=False, **ones)]
+        model = keras.Sequential([keras.Input((2,)), *parts])
+        name, options = WRAPPERS[wrapper]
+        self.opt = getattr(keras_hvd, name)(keras.optimizers.SGD(0.01), model=model, **options, **more)
+        self.opt.build(model.trainable_variables)
+        self.rank, (_, self.norm, self.held, self.dropout, self.normalization, self.frozen) = rank, model.layers
+        self.step = tf.function(self._step) if graph else self._step
+        self.step()
+        self.assign(1.0 + rank, 4.0 + rank)
+        for kind in KINDS:
+            variable = getattr(self.held, kind)
+            variable.assign(tf.cast(tf.fill([3], rank == 0), variable.dtype))
+        self.dropout.seed_generator.state.assign([7, rank])
+        self.normalization.adapt_mean.assign([float(rank)] * 3)
+        self.frozen.kernel.assign(np.full((3, 2), float(rank)))
+
+    def _step(self) -> None:
+        if hasattr(self.opt, "record_loss"):
+            self.opt.record_loss(float(self.rank))
+        self.opt.apply([tf.ones(v.shape) * (1.0 + self.rank) for v in self.opt._trainable_variables])
+
+    def assign(self, mean: Any, variance: Any) -> None:
+        for variable, value in ((self.norm.moving_mean, mean), (self.norm.moving_variance, variance)):
+            variable.assign(np.broadcast_to(value, 3))
+
+    def statistics(self) -> list[list[float]]:
+        return [self.norm.moving_mean.numpy().tolist(), self.norm.moving_variance.numpy().tolist()]
+
+    def others_are_rank_0s(self) -> bool:
+        assert self.dropout.seed_generator.state.numpy().tolist() == [7, self.rank]
+        assert self.frozen.kernel.numpy().tolist() == [[float(self.rank)] * 2] * 3
+        assert self.held.mask.numpy().tolist() == [-np.inf, 0.0]
+        kinds = [float(getattr(self.held, kind).numpy().astype(float)[0]) for kind in KINDS]
+        return [*kinds, float(self.normalization.adapt_mean.numpy()[0])] == [1.0] * len(KINDS) + [0.0]
+
+
+both = pytest.mark.parametrize("made", [TorchModel, KerasModel], ids=["torch", "keras"])
+
+
+@both
+@all_wrappers
+@pytest.mark.filterwarnings("error:buffers")
+def test_statistics_are_averaged_and_others_become_rank_0s(made, wrapper):
+    """In ``consensus()``, which puts back what was there, and after a drain."""
+
+    def train(rank: int) -> list[list[float]]:
+        one = made(wrapper, rank)
+        own = one.statistics()
+        with one.opt.consensus():
+            shown = one.statistics()
+            assert one.others_are_rank_0s()
+        assert one.statistics() == (own if wrapper != "eager" else shown)
+        one.opt.drain()
+        assert one.others_are_rank_0s()
+        assert one.statistics() == shown
+        return shown
+
+    assert Cluster(3).run(train) == [[[2.0] * 3, [5.0] * 3]] * 3
+
+
+@both
+@pytest.mark.parametrize(("policy", "means"), [("root", [1.0, 1.0, 1.0]), ("local", [1.0, 2.0, 3.0])])
+def test_statistics_may_be_rank_0s_or_each_ranks_own(made, policy, means):
+    def train(rank: int) -> float:
+        one = made("eager", rank, buffers=policy)
+        one.opt.drain()
+        return one.statistics()[0][0]
+
+    assert Cluster(3).run(train) == means
+
+
+@both
+@all_wrappers
+def test_only_the_statistic_that_is_not_finite_is_left_out_and_named(made, wrapper):
+    bad = float("nan") if wrapper in ("eager", "easgd") else float("inf")
+
+    def train(rank: int) -> list[list[float]]:
+        one = made(wrapper, rank)
+        if rank == 1:
+            one.assign([bad, 2.0, 2.0], 5.0)
+        one.opt.drain()
+        return one.statistics()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert Cluster(3).run(train) == [[[2.0] * 3, [5.0] * 3]] * 3  # of ranks 0 and 2
+    (told,) = [str(one.message) for one in caught if "not finite" in str(one.message)]
+    assert "mean are not finite on this rank, which has no part in their average" in told
+
+
+@pytest.mark.parametrize("algorithm", ["lsgd", "easgd"])
+@pytest.mark.parametrize(("made", "graph"), [(TorchModel, {}), (KerasModel, {}), (KerasModel, {"graph": True})])
+def test_pulls_average_statistics_without_the_one_that_is_not_finite(made, graph, algorithm):
+    """Alike steps: a pull after each, so that the next step takes its average up. No step changes those of ``idle``."""
+
+    def train(rank: int) -> list[float]:
+        one = made(algorithm, rank, **graph)
+        one.opt.drain()
+        if made is TorchModel:
+            one.norm.momentum = 0.0
+        one.assign(float(rank), float("nan") if rank else 4.0)
+        for number in range(4):
+            one.step()
+            wait_for_pulls(one.opt._async.worker_now(), number + 2)
+        return [values[0] for values in one.statistics()]
+
+    assert Cluster(2).run(train) == [[0.5, 4.0]] * 2
+
+
+# -- torch: which tensor ----------------------------------------------------------------------------------------
+
+GIVEN = {
+    "pairs": lambda model: model.named_buffers(),
+    "function": lambda model: model.named_buffers,
+    "module": lambda model: model,
+}
+
+
+@all_wrappers
+def test_statistics_that_are_the_same_on_all_ranks_keep_their_bits(wrapper):
+    """Frozen batch norm: x + x + x in float32, divided by 3, is not always x."""
+
+    def train(rank: int) -> list[bytes]:
+        draw = torch.Generator().manual_seed(1)
+        frozen = [torch.rand(500, generator=draw).to(kind) for kind in (torch.float32, torch.float16, torch.float64)]
+        before = [bits(one) for one in frozen]
+        model = Net()
+        named = [(f"{number}.running_var", one) for number, one in enumerate(frozen)]
+        optimizer = wrap(wrapper, model, [*model.named_buffers(), *named])
+        for number in range(3):
+            step(model, optimizer, rank, number)
+        optimizer.drain()
+        assert [bits(one) for one in frozen][: 2 if "sgd" in wrapper else 3] == before[: 2 if "sgd" in wrapper else 3]
+        return before
+
+    Cluster(3).run(train)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "given"), [("eager", "pairs"), ("gossip", "function"), ("lsgd", "module"), ("easgd", "pairs")]
+)
+def test_a_buffer_that_its_module_has_replaced_is_averaged_where_it_is_now(wrapper, given):
+    def train(rank: int) -> tuple[list[float], list[float]]:
+        model = Net(mask=torch.zeros(2))
+        stale = model.norm.running_mean
+        optimizer = wrap(wrapper, model, GIVEN[given](model))
+        step(model, optimizer, rank)
+        model.norm.running_mean = torch.full((3,), 1.0 + rank)
+        model.mask = torch.full((4,), 1.0 + rank)  # as a cache that has grown
+        model.norm.double().float()  # new tensors, too
+        with optimizer.consensus():
+            assert model.norm.running_mean.tolist() == [1.5] * 3
+        optimizer.drain()
+        assert stale is not model.norm.running_mean
+        return model.norm.running_mean.tolist(), model.mask.tolist()
+
+    assert Cluster(2).run(train) == [([1.5] * 3, [1.0] * 4)] * 2
+
+
+@all_wrappers
+def test_a_buffer_with_another_shape_on_a_rank_is_left_alone_and_named(wrapper):
+    """A rotary table that has grown with the longest sentence of a rank."""
+
+    def train(rank: int) -> tuple[list[float], list[float]]:
+        model = Net(table=torch.zeros(2))
+        optimizer = wrap(wrapper, model)
+        step(model, optimizer, rank)
+        model.table = torch.full((2 + rank,), 1.0 + rank)
+        model.norm.running_mean.fill_(1.0 + rank)
+        optimizer.drain()
+        return model.norm.running_mean.tolist(), model.table.tolist()
+
+    with pytest.warns(UserWarning, match="buffers table have different shapes"):
+        assert Cluster(2).run(train) == [([1.5] * 3, [1.0] * 2), ([1.5] * 3, [2.0] * 3)]
+
+
+@pytest.mark.parametrize(("given", "told"), [(["mean"], "'mean'"), (5, "5")])
+def test_named_buffers_that_are_no_pairs_are_refused(given, told):
+    with pytest.raises(ValueError, match=rf"named_buffers must be pairs .* got \[{told}\]. Pass model.named_buffers"):
+        torch_hvd.EagerOptimizer(torch.optim.SGD(Net().parameters(), lr=0.1), named_buffers=given)
+
+
+def test_buffers_are_looked_up_while_other_threads_make_tuples():
+    """CPython raises a SystemError in a thread that fills a new tuple to which another thread has a reference."""
+    model = torch.nn.Sequential(*(torch.nn.BatchNorm1d(4) for _ in range(8)))
+    done, errors, before = threading.Event(), [], sys.getswitchinterval()
+
+    def make() -> None:
+        try:
+            while not done.is_set():
+                tuple(number for number in range(50))
+        except SystemError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=make) for _ in range(3)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(40):
+            NamedBuffers(model.named_buffers())
+    finally:
+        done.set()
+        sys.setswitchinterval(before)
+        for thread in threads:
+            thread.join(60)
+    assert not errors
+
+
+# -- Keras ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrapper", ["eager", "gossip"])
+def test_statistics_in_half_precision_are_summed_in_double(wrapper):
+    """Their sum is beyond what float16 can hold."""
+
+    def train(rank: int) -> list[float]:
+        one = KerasModel(wrapper, rank)
+        half = one.held.float16
+        half._name = half._path = "moving_variance"
+        half.assign([60000.0 + 64 * rank] * 3)
+        one.opt.drain()
+        values: list[float] = half.numpy().tolist()
+        return values
+
+    assert Cluster(3).run(train) == [[60064.0] * 3] * 3

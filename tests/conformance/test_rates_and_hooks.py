@@ -1,0 +1,331 @@
+"""Rates that change, step hooks and constraints where ranks have weights of their own.
+
+That hooks, constraints and schedules of all kinds keep what they promise is in ``test_crossings``; here are numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import hvd_async.tensorflow.keras as hvd_keras
+import hvd_async.torch as hvd_torch
+from hvd_async.algorithms.gossip.config import SMOOTHING
+from hvd_async.testing import Cluster
+from tests.conformance.cases import Case
+from tests.conformance.gossip_ranks import DILOCO, EXACT, LATE, ON, RING, STAR, by_options, graph
+from tests.conformance.gossip_reference import Problem
+from tests.conformance.keras_ranks import Scalar
+from tests.conformance.leader_cases import ELASTIC
+from tests.conformance.reference import Array
+from tests.conformance.weight_ranks import MOMENTUM, KerasGraphRank, KerasRank, Rank, TorchRank, both
+
+SIZE, ELEMENTS = 4, 6
+CURVATURE = np.random.default_rng(3).uniform(0.2, 1.5, size=(SIZE, ELEMENTS))
+CENTRE = np.random.default_rng(5).normal(size=(SIZE, ELEMENTS)) * 3.0
+BEST = (CURVATURE * CENTRE).sum(axis=0) / CURVATURE.sum(axis=0)
+"""Each rank's curvatures and minima, and the minimum of the mean."""
+RATES = [0.0, 0.0, *np.linspace(0.02, 0.2, 5), *[0.2] * 4, *[0.02] * 4, 0.0, 0.0, *[0.1] * 4]
+"""A warm-up from 0, a fall, a rate of 0, and a rise from it."""
+
+
+def quadratic(z: Array, rank: int, step: int) -> Array:
+    """A rank's gradient."""
+    return np.asarray(CURVATURE[rank] * (z - CENTRE[rank]))
+
+
+def run(
+    binding: Any,
+    rate: Callable[[int, int], float] | None,
+    steps: int,
+    case: Case = MOMENTUM,
+    begin: Callable[[Rank], object] = lambda rank: None,
+    **options: Any,
+) -> Array:
+    """Train quadratics; ``rate`` by rank and step, from 0. Return the weights, shape (ranks, steps, elements)."""
+    problem = Problem(np.zeros((SIZE, ELEMENTS)), quadratic, case, binding.framework)
+    double = {"dtype": torch.float64} if binding is TorchRank else {}
+
+    def work(rank: int) -> list[Array]:
+        one = binding(problem, rank, **double, **options)
+        begin(one)
+        for step in range(steps):
+            if rate is not None:
+                one.set_rate(rate(rank, step))
+            one.train(1)
+        one.opt.drain()
+        return one.path
+
+    return np.array(Cluster(SIZE).run(work))
+
+
+def plain(momentum: float = 0.0, nesterov: bool = False) -> Case:
+    """Gradient descent."""
+    return Case("plain", "sgd", 0.1, momentum, nesterov)
+
+
+def expected(rates: Sequence[float], every: int, momentum: float = 0.0, nesterov: bool = False) -> Array:
+    """Exact diffusion in float64: a step takes r / R of the correction, r the rate of its update, R the largest so far.
+    Keras' velocity keeps the rates of earlier steps: r is their average with weights (1 - momentum) momentum^age."""
+    (weights,) = graph("ring", SIZE)
+    wbar = (weights + np.eye(SIZE)) / 2
+    x, velocity, correction = np.zeros((3, SIZE, ELEMENTS))
+    largest, r, path = 0.0, rates[0], []
+    for step, rate in enumerate(rates, 1):
+        r = momentum * r + (1.0 - momentum) * rate
+        of_update = momentum * r + (1.0 - momentum) * rate if nesterov else r
+        largest = max(largest, of_update)
+        gradient = CURVATURE * (x - CENTRE)
+        velocity = momentum * velocity - rate * gradient
+        phi = x + (momentum * velocity - rate * gradient if nesterov else velocity)
+        phi = phi + (of_update / largest if largest else 0.0) * correction / every
+        x = wbar @ phi if step % every == 0 else phi
+        if step % every == 0 and largest:
+            correction = correction + wbar @ phi - phi
+        path.append(x)
+    return np.array(path).swapaxes(0, 1)
+
+
+# -- rates ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("binding", "every", "momentum", "nesterov"),
+    [
+        (TorchRank, 1, 0.0, False),
+        (TorchRank, 3, 0.0, False),
+        (KerasRank, 1, 0.0, False),
+        (KerasGraphRank, 3, 0.0, False),
+        (KerasGraphRank, 1, 0.8, False),
+        (KerasRank, 1, 0.8, True),
+    ],
+)
+def test_exact_diffusion_equals_the_reference_while_the_rate_changes(binding, every, momentum, nesterov):
+    case = plain(momentum, nesterov)
+    found = run(binding, lambda rank, step: RATES[step], len(RATES), case, **EXACT, gossip_every=every)
+    within = 1e-9 if binding is TorchRank else 2e-5
+    np.testing.assert_allclose(found, expected(RATES, every, momentum, nesterov), rtol=0, atol=within)
+
+
+def test_a_keras_schedule_counts_with_the_step_that_it_is_of():
+    """It goes by the optimizer's iterations, which the update increases."""
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([9], [0.2, 0.02])
+    found = run(KerasGraphRank, None, 20, make=lambda _: keras.optimizers.SGD(schedule), **EXACT)
+    np.testing.assert_allclose(found, expected([0.2] * 10 + [0.02] * 10, 1), rtol=0, atol=2e-5)
+
+
+def test_torchs_groups_each_have_their_own_rate():
+    second = [0.1] * 8 + [0.0] * 6 + [0.1] * (len(RATES) - 14)
+
+    def work(rank: int) -> list[Array]:
+        problem = Problem(np.zeros((SIZE, ELEMENTS)), quadratic, plain())
+        make = lambda ps: torch.optim.SGD([{"params": [p]} for p in ps], lr=0.1)  # noqa: E731
+        one = TorchRank(problem, rank, make=make, dtype=torch.float64, **EXACT)
+        for rates in zip(RATES, second, strict=True):
+            for group, rate in zip(one.opt.param_groups, rates, strict=True):
+                group["lr"] = rate
+            one.train(1)
+        return one.path
+
+    found = np.array(Cluster(SIZE).run(work))
+    np.testing.assert_allclose(found[..., :2], expected(RATES, 1)[..., :2], rtol=0, atol=1e-9)
+    np.testing.assert_allclose(found[..., 2:], expected(second, 1)[..., 2:], rtol=0, atol=1e-9)
+
+
+def test_at_a_rate_of_0_quasi_global_momentum_is_torchs_own():
+    """That of the second group; the first one's is corrected."""
+
+    def work(rank: int) -> tuple[Array, Array]:
+        make = lambda ps: torch.optim.SGD([{"params": ps[:1], "lr": 0.05}, {"params": ps[1:]}], 0.0, 0.9)  # noqa: E731
+        one, own = TorchRank(TorchRank.least_squares(2), rank, make=make, **RING, **ON), np.zeros(6)
+        for step in range(1, 6):
+            own = 0.9 * own + one.problem.gradient(one.weights(), rank, step)
+            one.train(1)
+        found = one.moments().first
+        one.opt.drain()
+        return found, own
+
+    for found, own in Cluster(2).run(work):
+        np.testing.assert_allclose(found[2:], own[2:], rtol=0, atol=1e-5)
+        assert np.abs(found[:2] - own[:2]).max() > 1e-3
+
+
+def test_ranks_whose_rates_fall_at_different_steps_still_find_the_minimum():
+    """A ReduceLROnPlateau on each rank does that: the correction of an edge is the same at both ends."""
+    found = run(TorchRank, lambda rank, step: 0.3 if step < 60 + 15 * rank else 0.1, 400, plain(), **EXACT)
+    np.testing.assert_allclose(found[:, -1], np.tile(BEST, (SIZE, 1)), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("binding", [TorchRank, KerasGraphRank])
+def test_quasi_global_momentum_follows_the_rate(binding):
+    """The correction is in units of gradients, also where the momentum is a velocity: Keras'."""
+    rates = [0.1] * 8 + [0.01] * 6 + [0.0] * 2 + [0.05] * 6
+    options = {"algorithm": "sgp", "topology": "ring", **ON}
+    found = run(binding, lambda rank, step: rates[step], len(rates), plain(0.8), **options)
+    (weights,) = graph("ring", SIZE)
+    x, m, c = np.zeros((3, SIZE, ELEMENTS))
+    held, path = 0.0, []
+    for rate in rates:
+        unit = 1.0 if binding is TorchRank else -rate
+        m = 0.8 * m + unit * CURVATURE * (x - CENTRE)
+        half = x - rate * m if binding is TorchRank else x + m
+        x = weights @ half
+        held = max(rate, SMOOTHING.memory * held)
+        new = (1.0 - SMOOTHING.memory) * SMOOTHING.strength * (half - x) / held
+        c = SMOOTHING.memory * c + new if rate else 0.0 * c
+        m = m + unit * c
+        path.append(x)
+    np.testing.assert_allclose(found, np.array(path).swapaxes(0, 1), rtol=0, atol=2e-5)
+
+
+def test_parameters_that_have_no_momentum_yet_have_all_ranks_after_a_drain():
+    def work(rank: int) -> list[float]:
+        one = TorchRank(TorchRank.least_squares(2), rank, **RING, **ON)
+        for _ in range(3):
+            for index, parameter in enumerate(one.parameters):
+                parameter.grad = None if (rank, index) == (0, 1) else torch.ones_like(parameter)
+            one.opt.step()
+        assert len(one.opt.state) == 1 + rank
+        one.opt.drain()
+        return one.moments().first.tolist()
+
+    one, other = Cluster(2).run(work)
+    assert one == other
+    assert np.abs(one).min() > 0
+
+
+# -- hooks and constraints ----------------------------------------------------------------------------------------
+
+
+@by_options(STAR, LATE, DILOCO, {"following": ELASTIC})
+def test_hooks_see_the_models_weights_once_a_step(options):
+    """Post hooks, global ones too, see what the step leaves, pre hooks what the one before has left."""
+
+    def work(rank: int) -> Any:
+        one = TorchRank(TorchRank.least_squares(SIZE), rank, **options)
+        seen: dict[str, list[Any]] = {"pre": [], "post": [], "global": []}
+
+        def note(where: str) -> Any:
+            return lambda own, *_: seen[where].append(one.weights()) if own is one.opt else None
+
+        one.opt.register_step_pre_hook(note("pre"))
+        one.opt.register_step_post_hook(note("post"))
+        registered = register_optimizer_step_post_hook(note("global"))
+        try:
+            one.train(12)
+        finally:
+            registered.remove()
+        one.opt.drain()
+        return one.path, seen
+
+    for path, seen in Cluster(SIZE).run(work):
+        np.testing.assert_array_equal(seen["post"], path)
+        np.testing.assert_array_equal(seen["global"], path)
+        np.testing.assert_array_equal(seen["pre"][1:], path[:-1])
+
+
+def test_a_pre_hook_may_replace_the_closure_and_a_derived_class_runs_hooks_once():
+    class Derived(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # (torch hooks the base's step too, from now on)
+
+    def work(rank: int) -> Any:
+        weight = torch.nn.Parameter(torch.ones(1))
+        opt = hvd_torch.GossipOptimizer(Derived([weight], lr=0.5), **STAR)
+        calls: list[str] = []
+
+        def closure() -> float:
+            weight.grad = torch.ones(1)
+            return 7.0
+
+        opt.register_step_pre_hook(lambda own, args, kwargs: ((own, closure), {}))
+        opt.register_step_post_hook(lambda *_: calls.append("post"))
+        found = [opt.step(), opt.step()]
+        opt.drain()
+        return found, calls, weight.item()
+
+    for found, calls, end in Cluster(3).run(work):
+        assert (found, calls) == ([7.0, 7.0], ["post"] * 2)
+        assert end < 0.5
+
+
+def test_an_error_in_an_update_leaves_the_models_weights():
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if self.param_groups[0]["fails"]:
+                raise ZeroDivisionError("boom")
+            return super().step(closure)
+
+    def work(rank: int) -> Any:
+        make = lambda ps: Failing([{"params": ps, "fails": False}], lr=0.3)  # noqa: E731
+        one = TorchRank(TorchRank.least_squares(3), rank, make=make, **STAR).train(3)
+        one.opt.cut()
+        assert one.opt.stats().push_sum_weight != 1.0
+        one.opt.param_groups[0]["fails"] = True
+        with pytest.raises(ZeroDivisionError):
+            one.train(1)
+        np.testing.assert_allclose(one.weights(), one.path[-1], rtol=1e-6)
+        one.opt.discard()
+
+    Cluster(3).run(work)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_a_constraint_is_applied_once_a_step(graph):
+    """One that halves, rather than projects, on ranks that agree: as in plain Keras."""
+
+    def run(opt: Any) -> list[float]:
+        one = Scalar(opt, graph, 8.0)
+        one.weight.constraint = lambda value: value * 0.5
+        return [one.step(1.0) for _ in range(3)]
+
+    own = run(keras.optimizers.SGD(1.0))
+    for path in Cluster(2).run(lambda rank: run(hvd_keras.GossipOptimizer(keras.optimizers.SGD(1.0), **RING))):
+        assert path == own
+
+
+def test_exact_diffusion_converges_to_the_constrained_minimum():
+    """Ranks' own minima and curvatures differ; the mean's minimum is below 0 for some weights."""
+
+    def constrain(one: Rank) -> None:
+        for variable in one.parameters:
+            variable.constraint = lambda value: tf.maximum(value, tf.zeros_like(value))
+
+    found = run(KerasRank, lambda rank, step: 0.5, 150, plain(), constrain, **EXACT)
+    assert (np.maximum(BEST, 0.0) == 0).any()
+    np.testing.assert_allclose(found[:, -1], np.tile(np.maximum(BEST, 0.0), (SIZE, 1)), rtol=0, atol=1e-4)
+
+
+@by_options(STAR, RING, {"algorithm": "adpsgd"}, {"algorithm": "local", "average_every": 2})
+@both
+def test_nan_from_a_hook_or_a_constraint_is_raised_and_reaches_no_other_rank(options, binding):
+    """In the last step before a drain."""
+    seen, steps = {}, 6
+
+    def work(rank: int) -> None:
+        one = binding(binding.least_squares(2), rank, **options)
+        seen[rank], left = one.weights, [steps]
+
+        def poison(value: Any) -> Any:
+            left[0] -= 1
+            return value * (float("nan") if rank == 0 and left[0] == 0 else 1.0)
+
+        if binding is TorchRank:
+            first = one.parameters[0]
+            one.opt.register_step_post_hook(lambda *_: first.data.copy_(poison(first.data)))
+        else:
+            one.parameters[0].constraint = poison
+        one.train(steps).opt.drain()
+
+    with pytest.raises(FloatingPointError, match="NaN or infinite"):
+        Cluster(2).run(work)
+    assert np.isfinite(seen[1]()).all()
