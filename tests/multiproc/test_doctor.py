@@ -20,7 +20,11 @@ from tests.conftest import LONG_RUN
 pytestmark = pytest.mark.multiproc
 
 
-@pytest.mark.parametrize(("framework", "transport"), [("tensorflow", "gloo"), ("torch", "mpi"), ("torch", "torch")])
+TRIALS = [("torch", "torch"), *([("tensorflow", "gloo"), ("torch", "mpi")] if LONG_RUN else [])]
+"""(That ranks of both frameworks train over Gloo and MPI is what most other jobs show.)"""
+
+
+@pytest.mark.parametrize(("framework", "transport"), TRIALS)
 def test_the_self_test_passes(framework: str, transport: str) -> None:
     found = judge_trial(framework, run_trial(framework, transport, 120.0), 120.0, transport)
     assert found.verdict is Verdict.OK, found.values.get("output", found.fact)
@@ -28,7 +32,6 @@ def test_the_self_test_passes(framework: str, transport: str) -> None:
 
 
 def test_torch_trains_over_gloo_too(forked: RunJob) -> None:
-    """(That ``horovodrun`` starts a trial over Gloo is shown with TensorFlow.)"""
     job = forked("torch", trial.__file__, 2, args=("torch",))
     found = judge_trial("torch", Outcome(job.returncode, job.output, job.seconds), 120.0)
     assert found.verdict is Verdict.OK, found.values.get("output", found.fact)

@@ -118,4 +118,4 @@ def test_fit_weights_batches_of_different_sizes_and_numbers(job: RunJob) -> None
 
 @pytest.mark.parametrize("setting", [*ALL, TORCH_4, TENSORFLOW_4, TENSORFLOW_MPI, TORCHRUN_4], ids=str)
 def test_the_job_ends_well(job: RunJob, setting: Setting) -> None:
-    setting.run(job).check().case("end")
+    job(setting).check().case("end")

@@ -10,6 +10,10 @@ Share = Literal["all", "some", "few"]
 QUORUMS: tuple[Quorum, ...] = ("solo", "majority", 2, "all")
 
 
+BROADCASTS = (("sgd", (2, 0)), ("adam", (3, 2)), ("adam", (0, 2)))
+"""Optimizers, and the steps that each rank has taken, when their state is broadcast."""
+
+
 class Promise(NamedTuple):
     """Real training with stragglers; ``inject`` as the runners' ``--inject``."""
 
