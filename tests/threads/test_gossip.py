@@ -238,52 +238,6 @@ def test_cuts_lose_nothing_and_training_goes_on(algorithm, steps, compression):
                 np.testing.assert_array_equal(record.segments[0].z, record.segments[0].path[-1])
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"average_every": 4},
-        {"average_every": 4, "compression": "fp16"},
-        {"compression": "int8"},
-        {"local_size": 2},
-        {"local_size": 2, "compression": "int8"},
-        {"local_size": 2, "compression": "bf16", "average_every": 4},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("first", [(5, 5, 5, 5), (3, 6, 4, 5)], ids=["even", "uneven"])
-@pytest.mark.parametrize(("algorithm", "graph"), [("sgp", "star"), ("sgp", "exponential"), ("dpsgd", "ring")])
-def test_a_job_that_is_resumed_after_a_cut_goes_on_as_if_it_had_not_stopped(algorithm, graph, first, more):
-    if "local_size" in more and len(set(first)) > 1:
-        more = {**more, "local_size": 4}  # with other hosts, whose messages wait, there is nothing to save
-    one = job((first, (6,) * 4), algorithm, graph, cuts=frozenset({0}), **more)
-    whole = run(one)
-    check_sums(one, whole)
-    rest = job((6,) * 4, algorithm, graph, **more)
-    resumed = run(rest, resumed=[record.saved[0] for record in whole])
-    for before, after in zip(whole, resumed, strict=True):
-        assert [z.tobytes() for z in before.segments[1].path] == [z.tobytes() for z in after.segments[0].path]
-        np.testing.assert_array_equal(before.segments[1].z, after.segments[0].z)
-        assert after.saved == [None]  # after a drain: nothing but the weights
-
-
-@pytest.mark.parametrize(
-    "more",
-    [{}, {"algorithm": "dpsgd"}, {"compression": "int8"}, {"local_size": 2}, {"average_every": 3},
-     {"local_size": 2, "compression": "int8", "average_every": 3}, {"algorithm": "allreduce", "average_every": 4},
-     {"gossip_every": 3}, {"algorithm": "dpsgd", "gossip_every": 2}, {"local_size": 2, "gossip_every": 3}],
-    ids=str,
-)  # fmt: skip
-def test_cuts_change_nothing(more):
-    """Neither is a graph of several phases begun anew, nor what is counted for ``average_every``."""
-    algorithm = more.get("algorithm", "sgp")
-    own = {"graph": "exponential" if algorithm == "sgp" else GRAPHS[algorithm][-1], **more, "cuts": frozenset(range(7))}
-    paths = []
-    for steps in (((1,) * 8,) * 7, ((7,) * 8,)):
-        records = run(job(steps, **own))
-        paths.append([[z.tobytes() for one in record.segments for z in one.path] for record in records])
-    assert paths[0] == paths[1]
-
-
 @pytest.mark.parametrize("compression", ["none", "int8"])
 @pytest.mark.parametrize(
     ("graph", "hosts"),
