@@ -22,8 +22,8 @@ MANNERS = {
     "exception": "failed: RuntimeError: boom",
     "exit0": "died: its connection to the coordinator ended without a goodbye",
 }
-TORCH, TENSORFLOW, BARE = ("torch", "gloo"), ("tensorflow", "gloo"), ("torch", "torch")
-"""A framework and its transport; the last is torch without Horovod."""
+TORCH, TENSORFLOW, BARE = ("torch", ""), ("tensorflow", ""), ("torch", "torch")
+"""A framework and its transport, "" for the usual one; the last is torch without Horovod."""
 PROMISED = 60.0
 """Seconds within which a death must be reported; seen: far under one."""
 HELD = 15.0

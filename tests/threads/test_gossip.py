@@ -163,25 +163,6 @@ def test_averages_over_all_ranks_that_are_left(algorithm, every):
         assert len({record.segments[0].path[step - 1].tobytes() for record in records}) == 1
 
 
-@pytest.mark.parametrize("compression", ["fp16", "bf16", "int8"])
-@pytest.mark.parametrize("algorithm", MIXED)
-def test_compressed_messages_keep_the_sums(algorithm, compression):
-    """On a graph whose phases differ, and one where several ranks get the same message."""
-    for graph in ("star", GRAPHS[algorithm][1]):
-        one = job(((5, 5, 5, 5), (6, 1, 3, 4)), algorithm, **options(algorithm, graph), compression=compression)
-        records = run(one)
-        check(one, records)
-        exact = run(job(((5, 5, 5, 5),), algorithm, **options(algorithm, graph)))
-        ends = [[record.segments[0].path[-1] for record in each] for each in (records, exact)]
-        assert np.abs(np.array(ends[0]) - ends[1]).max() > 1e-9, "nothing was compressed"
-
-
-@pytest.mark.parametrize("compression", ["fp16", "bf16"])
-def test_compressed_pairs_keep_the_sums(compression):
-    one = job(((5, 5, 5, 5), (6, 1, 3, 4)), "adpsgd", "star", compression=compression, max_local_steps=1)
-    check_sums(one, run(one))
-
-
 @pytest.mark.parametrize("graph", ["ring", "bipartite-exponential"])
 def test_differences_for_no_step_are_read_after_those_for_one(graph):
     """Rank 0 stops one step early, and is sent messages of the step after the last before others know: they add to what
