@@ -70,6 +70,6 @@ TENSORFLOW = Setting(
     "tensorflow", 3, "gloo", ("tf_equality", "promises", "gossip", "leaders", "tf_fits"), "some", "static", False
 )
 TENSORFLOW_4 = Setting("tensorflow", 4, "gloo", ("gossip", "hosts"), "few", launched=False)
-TENSORFLOW_MPI = Setting("tensorflow", 2, "mpi", ("tf_equality", "gossip", "leaders"), "few")
+TENSORFLOW_MPI = Setting("tensorflow", 2, "mpi", ("tf_equality", "gossip"), "few")
 ALONE = [Setting("torch", 1, topics=TORCH.topics, share="few")] if DEVICE == "cuda" else []
 """A rank that has its GPU for itself, on NCCL."""

@@ -106,7 +106,7 @@ UNEVEN = tuple(
 FEW = {"osgp 1 exponential", "dpsgd ring", "adpsgd star", "dpsgd int8", "uneven sgp"}
 FEW |= {"dpsgd quasi-global", "noloco", "local", "local int8", "uneven local"}
 FEW |= {"hosts sgp", "hosts adpsgd", "hosts int8", "hosts uneven osgp"}
-SOME = FEW | {"sgp star", "exact diffusion ring", "allreduce", "slowmo", "adpsgd bf16", "diloco int8", "uneven adpsgd"}
+SOME = FEW | {"sgp star", "exact diffusion ring", "uneven adpsgd"}
 """Each algorithm, compression and kind; torch's ranks have all of them, and so has Keras in one process."""
 SHARES = {"some": SOME, "few": FEW}
 
