@@ -9,6 +9,8 @@ from typing import Any
 from jobs.table import Share
 from launch import DEVICE, PLANE, Job, RunJob
 
+from tests.conftest import LONG_RUN
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -70,6 +72,9 @@ TENSORFLOW = Setting(
     "tensorflow", 3, "gloo", ("tf_equality", "promises", "gossip", "leaders", "tf_fits"), "some", "static", False
 )
 TENSORFLOW_4 = Setting("tensorflow", 4, "gloo", ("gossip", "hosts"), "few", launched=False)
-TENSORFLOW_MPI = Setting("tensorflow", 2, "mpi", ("tf_equality", "gossip"), "few")
+MPI = [TORCH_MPI]
+"""Ranks that Open MPI starts import their framework each: those of TensorFlow are for a long run."""
+if LONG_RUN:
+    MPI.append(Setting("tensorflow", 2, "mpi", ("tf_equality", "gossip"), "few"))
 ALONE = [Setting("torch", 1, topics=TORCH.topics, share="few")] if DEVICE == "cuda" else []
 """A rank that has its GPU for itself, on NCCL."""
