@@ -28,7 +28,8 @@ def examples(long: int) -> int:
 
 
 JOBS = "tests/multiproc/"
-APART = tuple(f"{JOBS}test_{topic}.py" for topic in ("elastic", "ends", "nemesis", "runners"))
+ALONE = ("doc_blocks", "elastic", "ends", "examples", "nemesis", "recipes", "runners")
+APART = tuple(f"{JOBS}test_{topic}.py" for topic in ALONE)
 """Files whose jobs no test of another file looks at."""
 BESIDE = 5
 """Niceness of tests that run beside horovodrun jobs: these have the cores when they need them."""

@@ -3,44 +3,53 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from launch import PLANE, ForkServer, Job, RunJob, run_job
+from settings import Setting
 
 
 @pytest.fixture(scope="session")
-def forked() -> Iterator[RunJob]:
-    """``forked(framework, script, ranks, ...)``: ``ForkServer.run``, of the framework's server."""
+def server() -> Iterator[Callable[..., ForkServer]]:
+    """``server(kind, transport)``: the fork server of a kind, which is started once."""
     servers: dict[tuple[str, str], ForkServer] = {}
     with contextlib.ExitStack() as stack:
 
-        def run(framework: str, script: str, ranks: int, *, transport: str = "", **options: Any) -> Job:
-            transport = transport or ("torch" if framework == PLANE == "torch" else "gloo")
-            if (framework, transport) not in servers:
-                servers[framework, transport] = ForkServer(framework, transport)
-                stack.callback(servers[framework, transport].close)
-            return servers[framework, transport].run(script, ranks, **options)
+        def start(kind: str, transport: str = "") -> ForkServer:
+            transport = transport or ("torch" if kind == PLANE == "torch" else "gloo")
+            if (kind, transport) not in servers:
+                servers[kind, transport] = ForkServer(kind, transport)
+                stack.callback(servers[kind, transport].close)
+            return servers[kind, transport]
 
-        yield run
+        yield start
 
 
 @pytest.fixture(scope="session")
-def job(forked: RunJob) -> RunJob:
-    """``run_job`` with a memory; ``server`` names a framework whose fork server starts the ranks instead."""
-    done: dict[tuple[Any, ...], Job] = {}
+def forked(server: Callable[..., ForkServer]) -> RunJob:
+    """``forked(kind, script, ranks, ...)``: ``ForkServer.run``, of that kind of server."""
 
-    def run(
-        script: str, ranks: int, transport: str = "gloo", args: tuple[str, ...] = (), server: str = "", **options: Any
-    ) -> Job:
-        key = (script, ranks, transport, args, server)
-        if key not in done:
-            if server:
-                assert transport != "mpi", "who forks ranks connects them by Gloo"
-                done[key] = forked(server, script, ranks, transport=transport, args=args, **options)
-            else:
-                done[key] = run_job(script, ranks, transport=transport, args=args, **options)
-        return done[key]
+    def run(kind: str, script: str, ranks: int, *, transport: str = "", **options: Any) -> Job:
+        return server(kind, transport).run(script, ranks, **options)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def launched(server: Callable[..., ForkServer]) -> RunJob:
+    """``launched(kind, script, ranks, ...)``: ``run_job``, whose ranks come from that kind of server."""
+
+    def run(kind: str, script: str, ranks: int, *, transport: str = "gloo", **options: Any) -> Job:
+        own = server(kind, transport) if transport != "mpi" else None
+        return run_job(script, ranks, transport=transport, server=own, **options)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def job(forked: RunJob, launched: RunJob) -> Callable[[Setting], Job]:
+    """``job(setting)``: the job that all tests of a setting look at."""
+    return functools.cache(lambda setting: setting.run(launched if setting.launched else forked))

@@ -1,8 +1,10 @@
-"""Forks ranks from a process that has imported a framework once: ``fork_server.py torch|tensorflow``.
+"""Forks ranks from a process that has imported a framework once: ``fork_server.py LISTENER MODULE...``.
 
-Each line of its input is a job: who is forked, what it runs, for how long at the most. Each line of its output says how
-the ranks ended. A rank is a process of its own, with its own session, output, Horovod and end; what it does not have to
-do again is the import, which takes longer than most of these jobs.
+A client connects to the socket with that descriptor and sends one rank: what it runs, and its standard files. It
+receives the process id, then the exit status. A rank whose client goes away is killed.
+
+A rank is a process of its own, with its own session, output, Horovod and end; what it does not repeat is the import,
+which takes longer than most of these jobs.
 """
 
 from __future__ import annotations
@@ -13,20 +15,14 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import tempfile
-import time
 import types
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-RUNNERS = ("sklearn.datasets", "PIL.Image", "tensorboard.summary.writer.event_file_writer")
-"""Modules that the runners import besides."""
-MODULES = {
-    "torch": ("torch._dynamo", "hvd_async.torch", *RUNNERS),  # (torch's first optimizer imports it)
-    "tensorflow": ("keras", "horovod.tensorflow.keras", "hvd_async.tensorflow.keras", *RUNNERS),
-}
-STACKS = 2.0
-"""Seconds that ranks have to print where they are, when a job has run out of time."""
+STANDARD = 3
+"""Standard input, output and error."""
 
 
 class Rank(NamedTuple):
@@ -34,47 +30,69 @@ class Rank(NamedTuple):
 
     command: list[str]
     environment: dict[str, str]
-    log: str
     folder: str
+    files: list[int]
 
 
-def serve() -> Rank | None:
-    """Run jobs until the input ends. In a forked process: return the rank that it is to be, at once."""
-    for line in sys.stdin:
-        job = json.loads(line)
-        started: dict[int, int] = {}
-        for number, rank in enumerate(job["ranks"]):
-            pid = os.fork()
-            if pid == 0:
-                return Rank(**rank)
-            started[pid] = number
-        print(json.dumps(wait(started, job["timeout"])), flush=True)
-    return None
+class Server:
+    """Forks a rank for each client, until standard input ends."""
 
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._clients: dict[int, socket.socket] = {}
+        """By the descriptor of the rank's process."""
+        self._poll = select.poll()
+        self._poll.register(listener, select.POLLIN)
+        self._poll.register(sys.stdin, select.POLLIN)
 
-def wait(ranks: dict[int, int], timeout: float) -> dict[str, list[Any]]:
-    """The ranks' exit codes and the times of their ends, by rank; None for those that had to be killed."""
-    ends = select.poll()
-    pids = {os.pidfd_open(pid): pid for pid in ranks}
-    for descriptor in pids:
-        ends.register(descriptor, select.POLLIN)
-    codes: list[int | None] = [None] * len(ranks)
-    exited = [0.0] * len(ranks)
-    deadline = time.monotonic() + timeout
-    overdue = False
-    while pids:
-        ended = ends.poll(1000 * max(0.0, deadline - time.monotonic()))
-        for descriptor, _ in ended:
-            pid = pids.pop(descriptor)
-            ends.unregister(descriptor)
-            os.close(descriptor)
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            codes[ranks[pid]], exited[ranks[pid]] = None if overdue else status, time.time()
-        if not ended:
-            for pid in pids.values():
-                os.kill(pid, signal.SIGKILL if overdue else signal.SIGUSR1)
-            overdue, deadline = True, time.monotonic() + STACKS
-    return {"codes": codes, "exited": exited}
+    def serve(self) -> Rank | None:
+        """Serve until standard input ends. In a forked process: return its rank, at once."""
+        while True:
+            for descriptor, event in self._poll.poll():
+                if descriptor == sys.stdin.fileno():
+                    return None
+                if descriptor == self._listener.fileno():
+                    if (rank := self._fork()) is not None:
+                        return rank
+                elif descriptor in self._clients:
+                    self._report(descriptor)
+                elif event & (select.POLLHUP | select.POLLERR):
+                    self._poll.unregister(descriptor)
+                    for process, client in self._clients.items():
+                        if client.fileno() == descriptor:
+                            signal.pidfd_send_signal(process, signal.SIGKILL)
+
+    def _fork(self) -> Rank | None:
+        client = self._listener.accept()[0]
+        client.settimeout(30.0)  # (it sends at once)
+        message, files, _, _ = socket.recv_fds(client, 1 << 20, STANDARD)
+        pid = os.fork()
+        if pid == 0:
+            for each in (client, self._listener, *self._clients.values()):
+                each.close()
+            return Rank(**json.loads(message), files=files)
+        for file in files:
+            os.close(file)
+        process = os.pidfd_open(pid)
+        self._clients[process] = client
+        self._poll.register(process, select.POLLIN)
+        self._poll.register(client, 0)
+        client.send(str(pid).encode())
+        return None
+
+    def _report(self, process: int) -> None:
+        status = os.waitid(os.P_PIDFD, process, os.WEXITED)
+        assert status is not None
+        code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+        client = self._clients.pop(process)
+        self._poll.unregister(process)
+        try:
+            self._poll.unregister(client)
+            client.send(str(code).encode())
+        except (KeyError, OSError):  # it has gone
+            pass
+        client.close()
+        os.close(process)
 
 
 def become(rank: Rank) -> str:
@@ -83,11 +101,9 @@ def become(rank: Rank) -> str:
     os.chdir(rank.folder)
     os.environ.clear()
     os.environ.update(rank.environment)
-    for descriptor, name, mode in ((0, os.devnull, os.O_RDONLY), (1, rank.log, os.O_WRONLY | os.O_CREAT)):
-        opened = os.open(name, mode, 0o600)
-        os.dup2(opened, descriptor)
-        os.close(opened)
-    os.dup2(1, 2)
+    for own, file in enumerate(rank.files):
+        os.dup2(file, own)
+        os.close(file)
     tempfile.tempdir = None  # (the server's own, if an import has asked for it)
     sys.argv = rank.command
     sys.path[0] = os.path.dirname(rank.command[0])
@@ -95,10 +111,11 @@ def become(rank: Rank) -> str:
 
 
 if __name__ == "__main__":
-    for module in MODULES[sys.argv[1]]:
+    for module in sys.argv[2:]:
         importlib.import_module(module)
     gc.freeze()  # else every rank looks at all that was imported once more when it ends, for a second
-    forked = serve()
+    with socket.socket(fileno=int(sys.argv[1])) as listener:
+        forked = Server(listener).serve()
     if forked is not None:
         script = become(forked)
         # As the interpreter runs a script: nothing of this file is on the stack when it ends.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from forked_rank import connect, read
 
 from scripts.gloo_ranks import assign, environment, rendezvous
 
@@ -39,6 +41,17 @@ DEVICE = os.environ.get(DEVICE_VARIABLE, "cpu")
 STAGED = DEVICE == "cuda" and "HVD_ASYNC_TEST_NCCL" not in os.environ
 GOODBYE = 10.0
 """Seconds that processes may take to end once the launcher (or every rank) has."""
+STACKS = 2.0
+"""Seconds that ranks have to print where they are, when a job has run out of time."""
+RUNNERS = ("sklearn.datasets", "PIL.Image", "tensorboard.summary.writer.event_file_writer")
+"""Modules that the runners import besides."""
+SERVERS = {
+    "torch": ("torch._dynamo", "hvd_async.torch", *RUNNERS),  # (torch's first optimizer imports it)
+    "tensorflow": ("keras", "horovod.tensorflow.keras", "hvd_async.tensorflow.keras", *RUNNERS),
+    "plain torch": ("torch._dynamo", "horovod.torch"),
+    "plain tensorflow": ("keras", "horovod.tensorflow.keras"),
+}
+"""What a fork server imports: a framework and ours, or one and Horovod alone."""
 
 
 @dataclass
@@ -115,6 +128,7 @@ class _Folder:
             **({} if DEVICE == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}),
             "HVD_ASYNC_STAGE": str(int(STAGED and self.ranks > 1)),
             DEVICE_VARIABLE: DEVICE,
+            "HOROVOD_CYCLE_TIME": "3",  # ms; 1 takes a quarter more of the CPUs, for nothing where ranks share them
             "OMPI_MCA_mpi_yield_when_idle": "1",  # more ranks than cores: waiting busily would take twice as long
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -164,7 +178,7 @@ def _dump_stacks(job: str, script: str) -> None:
     ranks = _ranks_of(job, script)
     for process in ranks:
         process.send_signal(signal.SIGUSR1)
-    psutil.wait_procs(ranks, timeout=2.0)
+    psutil.wait_procs(ranks, timeout=STACKS)
 
 
 def sweep(job: str, patience: float, but: int | None = None) -> list[str]:
@@ -192,7 +206,7 @@ def run_job(
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     timeout: float = 150.0,
-    plain: bool = False,
+    server: ForkServer | None = None,
 ) -> Job:
     """Run a script of ``jobs/`` under ``horovodrun`` or ``torchrun`` and wait for its end.
 
@@ -203,17 +217,17 @@ def run_job(
         args: of the script.
         env: added to the environment.
         timeout: seconds; then the ranks print their stacks and the job is killed.
-        plain: whether Horovod's own command starts it, which takes 4 s longer (see ``horovodrun.py``).
+        server: forks the ranks; without it they import all that they need.
     """
     folder = _Folder(ranks)
     if transport == "torch":
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        return _run(folder, [*command, "--no-python"], f"{ranks} ranks, torchrun", script, args, env, timeout)
-    command = ["horovodrun"] if plain else [sys.executable, str(Path(__file__).with_name("horovodrun.py"))]
-    command += ["-np", str(ranks), f"--{transport}"]
+        return _run(folder, [*command, "--no-python"], f"{ranks} ranks, torchrun", script, args, env, timeout, server)
+    command = [sys.executable, str(Path(__file__).with_name("horovodrun.py")), "-np", str(ranks), f"--{transport}"]
     if transport == "mpi":
+        assert server is None, "Open MPI has to start its processes"
         command.append("--mpi-args=--oversubscribe")
-    return _run(folder, command, f"{ranks} ranks, {transport}", script, args, env, timeout)
+    return _run(folder, command, f"{ranks} ranks, {transport}", script, args, env, timeout, server)
 
 
 def run_alone(
@@ -231,6 +245,7 @@ def _run(
     args: Sequence[str],
     env: Mapping[str, str] | None,
     timeout: float,
+    server: ForkServer | None = None,
 ) -> Job:
     """Run a launcher's command with a script of ``jobs/``, and wait for its end."""
     log = folder.path / "output"
@@ -238,7 +253,7 @@ def _run(
     try:
         with log.open("wb") as output:
             launcher = subprocess.Popen(
-                [*command, sys.executable, str(JOBS / script), *args],
+                [*command, *_rank(script, args, server)],
                 cwd=REPOSITORY,
                 env=folder.environment(env),
                 stdin=subprocess.DEVNULL,
@@ -251,7 +266,8 @@ def _run(
             except subprocess.TimeoutExpired:
                 returncode = None
                 _dump_stacks(folder.job, script)
-            left_behind = sweep(folder.job, 0.0 if returncode is None else GOODBYE)
+            patience = 0.0 if returncode is None else GOODBYE
+            left_behind = sweep(folder.job, patience) + (server.sweep(patience) if server else [])
             launcher.wait(timeout=10.0)
         return Job(
             f"{script} {' '.join(args)} ({how})",
@@ -267,7 +283,28 @@ def _run(
         folder.remove()
 
 
-def run_elastic(script: str, ranks: int, *, args: Sequence[str] = (), timeout: float = 300.0) -> Job:
+def _rank(script: str, args: Sequence[str], server: ForkServer | None) -> list[str]:
+    """Return the command that a launcher starts for each rank."""
+    forks = [] if server is None else ["-I", "-S", str(Path(__file__).with_name("forked_rank.py")), server.path]
+    return [sys.executable, *forks, str(JOBS / script), *args]
+
+
+def forking(popen: Callable[..., Any], server: ForkServer) -> Callable[..., Any]:
+    """Return ``subprocess.Popen``, but that the ranks of a benchmark's job come from a fork server."""
+
+    def start(command: Sequence[str], **options: Any) -> Any:
+        if "benchmarks.jobs" in command:
+            starts, job = command[1 : command.index(sys.executable)], command[-1]
+            launcher = [sys.executable, str(Path(__file__).with_name("horovodrun.py")), *starts]
+            command = [*launcher, *_rank("benchmark.py", [job], server)]
+        return popen(command, **options)
+
+    return start
+
+
+def run_elastic(
+    script: str, ranks: int, server: ForkServer, *, args: Sequence[str] = (), timeout: float = 300.0
+) -> Job:
     """Run a script of ``jobs/`` under ``horovodrun --host-discovery-script``: hosts are lines of the file ``hosts`` in
     the job's folder, at first so many names of this machine, with one rank each. Arguments as of ``run_job``."""
     folder = _Folder(ranks)
@@ -278,7 +315,7 @@ def run_elastic(script: str, ranks: int, *, args: Sequence[str] = (), timeout: f
     discovery.chmod(0o755)
     command = [sys.executable, str(Path(__file__).with_name("horovodrun.py")), "-np", str(ranks), "--min-np", "1"]
     command += ["--max-np", str(2 * ranks), "--host-discovery-script", str(discovery), "--network-interfaces", "lo"]
-    return _run(folder, [*command, "--gloo"], f"elastic, {ranks} ranks", script, args, None, timeout)
+    return _run(folder, [*command, "--gloo"], f"elastic, {ranks} ranks", script, args, None, timeout, server)
 
 
 @contextlib.contextmanager
@@ -300,28 +337,32 @@ def _torchruns(ranks: int) -> Iterator[list[dict[str, str]]]:
 
 
 class ForkServer:
-    """Starts jobs as a cluster's scheduler would, as plain processes on Gloo, from one that has imported a framework.
-
-    Nobody ends the other ranks when one dies, so what they do about it can be seen.
+    """Forks ranks from a process that has imported a framework: those of launchers, and of jobs without one.
 
     Args:
-        framework: "torch" or "tensorflow".
+        kind: which modules it imports (``SERVERS``).
         transport: "gloo", of Horovod, or "torch": without Horovod, with the environment that torchrun gives.
+        env: added to the server's environment.
+
+    Attributes:
+        path: its socket.
     """
 
-    def __init__(self, framework: str, transport: str = "gloo") -> None:
+    def __init__(self, kind: str, transport: str = "gloo", env: Mapping[str, str] | None = None) -> None:
         self._folder = _Folder(0)
-        self._plane = {"HVD_ASYNC_TRANSPORT": "torch"} if transport == "torch" else {}
-        self._errors = self._folder.path / "errors"
-        with self._errors.open("wb") as errors:
+        self._plane = {**(env or {}), **({"HVD_ASYNC_TRANSPORT": "torch"} if transport == "torch" else {})}
+        self._as_torchrun = transport == "torch"
+        self.path = str(self._folder.path / "socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(self.path)
+            listener.listen(64)  # (ranks may come while it imports)
+            script = str(Path(__file__).with_name("fork_server.py"))
             self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("fork_server.py")), framework],
+                [sys.executable, script, str(listener.fileno()), *SERVERS[kind]],
                 cwd=REPOSITORY,
                 env=self._folder.environment(self._plane),
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
+                pass_fds=[listener.fileno()],
                 start_new_session=True,
             )
 
@@ -334,24 +375,24 @@ class ForkServer:
         env: Mapping[str, str] | None = None,
         timeout: float = 150.0,
     ) -> Job:
-        """Run a script of ``jobs/`` and wait for all of its ranks; arguments as of ``run_job``."""
+        """Run a script of ``jobs/`` without a launcher, as a cluster's scheduler would, and wait for all of its ranks.
+
+        Nobody ends the other ranks when one dies, so what they do about it can be seen. Arguments as of ``run_job``.
+        """
         folder = _Folder(ranks)
         logs = [folder.path / f"output.{rank}" for rank in range(ranks)]
         started = time.monotonic()
         try:
-            with _torchruns(ranks) if self._plane else _horovodruns(ranks) as environments:
-                described = [
-                    {
-                        "command": [str(JOBS / script), *args],
-                        "environment": {**folder.environment({**self._plane, **(env or {})}), **own},
-                        "log": str(log),
-                        "folder": str(REPOSITORY),
-                    }
-                    for own, log in zip(environments, logs, strict=True)
-                ]
-                ends = self._ask({"ranks": described, "timeout": timeout})
-                codes: list[int | None] = ends["codes"]
-                left_behind = sweep(self._folder.job, 0.0 if None in codes else GOODBYE, but=self._process.pid)
+            with _torchruns(ranks) if self._as_torchrun else _horovodruns(ranks) as environments:
+                shared = folder.environment({**self._plane, **(env or {})})
+                clients = []
+                for own, log in zip(environments, logs, strict=True):
+                    with log.open("wb") as output, open(os.devnull) as nothing:
+                        files = [nothing.fileno(), output.fileno(), output.fileno()]
+                        command = [str(JOBS / script), *args]
+                        clients.append(connect(self.path, command, {**shared, **own}, str(REPOSITORY), files))
+                codes, exited = _ends(clients, timeout)
+                left_behind = self.sweep(0.0 if None in codes else GOODBYE)
             outputs = [log.read_text(errors="replace") for log in logs]
             return Job(
                 f"{script} {' '.join(args)} ({ranks} ranks, no launcher)",
@@ -363,20 +404,14 @@ class ForkServer:
                 folder.saved_state(),
                 codes,
                 outputs,
-                ends["exited"],
+                exited,
             )
         finally:
             folder.remove()
 
-    def _ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
-        """How a job's ranks ended. The server limits their time, and so the wait for its answer."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        assert answer, f"the fork server ended with {self._process.wait(10.0)}: {self._errors.read_text()}"
-        return dict(json.loads(answer))
+    def sweep(self, patience: float) -> list[str]:
+        """``sweep`` of all that it has forked."""
+        return sweep(self._folder.job, patience, but=self._process.pid)
 
     def close(self) -> None:
         """End the server, and with it whatever it has left."""
@@ -384,3 +419,27 @@ class ForkServer:
         self._process.communicate(timeout=10.0)
         sweep(self._folder.job, 0.0)
         self._folder.remove()
+
+
+def _ends(clients: list[socket.socket], timeout: float) -> tuple[list[int | None], list[float]]:
+    """Return the exit codes and the times of the ends of forked ranks; None for those that have to be killed."""
+    codes: list[int | None] = [None] * len(clients)
+    exited = [0.0] * len(clients)
+    deadline, overdue = time.monotonic() + timeout, False
+    with contextlib.ExitStack() as stack:  # the server kills a rank whose connection ends
+        for client in clients:
+            stack.enter_context(client)
+        pids = dict(zip(clients, map(read, clients), strict=True))
+        while pids:
+            ended = select.select(list(pids), [], [], max(0.0, deadline - time.monotonic()))[0]
+            for client in ended:
+                rank = clients.index(client)
+                codes[rank], exited[rank] = read(client), time.time()
+                del pids[client]
+            if not ended:
+                if overdue:
+                    break
+                for pid in pids.values():
+                    os.kill(pid, signal.SIGUSR1)
+                overdue, deadline = True, time.monotonic() + STACKS
+    return codes, exited

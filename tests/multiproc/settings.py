@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from jobs.table import Share
 from launch import DEVICE, PLANE, Job, RunJob
+
+from tests.conftest import LONG_RUN
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Setting:
         topics: modules of ``jobs/``, in their order.
         share: how many cases of each topic it has.
         sets: which process sets it has: "none", "dynamic" or "static".
-        launched: whether ``horovodrun`` or ``torchrun`` starts it, and not a fork server, which takes half as long.
+        launched: whether ``horovodrun`` or ``torchrun`` starts it, and not a fork server alone.
     """
 
     framework: str
@@ -39,8 +42,8 @@ class Setting:
         """What the float64 references call the framework."""
         return "torch" if self.framework == "torch" else "keras"
 
-    def run(self, job: RunJob) -> Job:
-        """The job, when it is over."""
+    def run(self, run: RunJob) -> Job:
+        """Run the job, by a launcher or a fork server."""
         chosen = ("--topics", ",".join(self.topics), "--cases", self.share, "--sets", self.sets)
         # Horovod fuses what comes together, and adds more than two ranks up in another order then, which shows in the
         # last bits of what "torch_features" compares.
@@ -48,12 +51,13 @@ class Setting:
         if "hosts" in self.topics:  # the ranks of one have a relay, and the coordinator has a process, as in large jobs
             env["HVD_ASYNC_RELAYS_FROM"] = "1"
         line = ("--framework", self.framework, *chosen)
-        server = "" if self.launched else self.framework
-        return job("library.py", self.ranks, self.transport, line, server, timeout=500.0, env=env)
+        return run(
+            self.framework, "library.py", self.ranks, transport=self.transport, args=line, timeout=500.0, env=env
+        )
 
-    def case(self, job: RunJob, name: str) -> list[dict[str, Any]]:
+    def case(self, job: Callable[[Setting], Job], name: str) -> list[dict[str, Any]]:
         """Every rank's result of a case."""
-        return self.run(job).case(name)
+        return job(self).case(name)
 
 
 EITHER = "torch" if PLANE == "torch" else "gloo"
@@ -61,13 +65,16 @@ TORCH = Setting("torch", 3, EITHER, ("torch_equality", "promises", "gossip", "le
 TORCH_4 = Setting("torch", 4, EITHER, ("gossip", "leaders", "torch_features", "hosts"), sets="dynamic", launched=False)
 """For what takes four ranks: two hosts of two, two process sets of two."""
 TORCH_MPI = Setting("torch", 2, "mpi", TORCH.topics, share="few")
-TORCHRUN = Setting("torch", 3, "torch", TORCH.topics, share="some")
-TORCHRUN_4 = Setting("torch", 4, "torch", ("gossip", "leaders", "hosts"), "some", "static", launched=False)
+TORCHRUN = Setting("torch", 3, "torch", TORCH.topics, share="few")
+TORCHRUN_4 = Setting("torch", 4, "torch", ("gossip", "leaders", "hosts"), "few", "static", launched=False)
 """Without Horovod: every family, hosts, and process sets that ``hvd.init()`` is given."""
 TENSORFLOW = Setting(
     "tensorflow", 3, "gloo", ("tf_equality", "promises", "gossip", "leaders", "tf_fits"), "some", "static", False
 )
-TENSORFLOW_4 = Setting("tensorflow", 4, topics=("gossip", "hosts"), launched=False)
-TENSORFLOW_MPI = Setting("tensorflow", 2, "mpi", ("tf_equality", "gossip", "leaders"), "few")
+TENSORFLOW_4 = Setting("tensorflow", 4, "gloo", ("gossip", "hosts"), "few", launched=False)
+MPI = [TORCH_MPI]
+"""Ranks that Open MPI starts import their framework each: those of TensorFlow are for a long run."""
+if LONG_RUN:
+    MPI.append(Setting("tensorflow", 2, "mpi", ("tf_equality", "gossip"), "few"))
 ALONE = [Setting("torch", 1, topics=TORCH.topics, share="few")] if DEVICE == "cuda" else []
 """A rank that has its GPU for itself, on NCCL."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from jobs.elastic_task import ALONE, DEATH, EAGER, LR, MOMENTUM, RANKS, SIZE, TOGETHER, gradient
-from launch import Job, run_elastic
+from launch import ForkServer, Job, run_elastic
+
+from tests.conftest import LONG_RUN
 
 pytestmark = pytest.mark.multiproc
 
@@ -24,21 +26,25 @@ DETECTED = 25.0
 
 
 def table(framework: str) -> list[tuple[str, str, str]]:
-    """Cases of a framework: every kind, point and victim, but all crossings only in a long run."""
-    if os.environ.get("HVD_ASYNC_TEST_LONG"):
+    """Cases of a framework: every family, point and victim; all kinds and crossings in a long run."""
+    if LONG_RUN:
         return list(itertools.product(KINDS, POINTS[framework], VICTIMS))
     points, victims = itertools.cycle(POINTS[framework]), itertools.cycle(VICTIMS)
-    some = ("all", "solo", "sgp", "adpsgd", "local", "easgd") if framework == "torch" else ("solo", "dpsgd")
+    some = ("all", "sgp", "adpsgd", "easgd") if framework == "torch" else ("solo", "dpsgd")
     return [(kind, next(points), next(victims)) for kind in some]
 
 
 @pytest.fixture(scope="module", params=["torch", "tensorflow"])
-def cases(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+def cases(request: pytest.FixtureRequest, server: Callable[[str], ForkServer]) -> list[dict[str, Any]]:
     """Return each case's name, and its processes' reports by host."""
     wanted = table(request.param)
     told = ",".join(":".join(case) for case in wanted)
     job = run_elastic(
-        "elastic.py", RANKS, args=("--framework", request.param, "--cases", told), timeout=60 + 30 * len(wanted)
+        "elastic.py",
+        RANKS,
+        server(request.param),
+        args=("--framework", request.param, "--cases", told),
+        timeout=60 + 30 * len(wanted),
     )
     job.check()
     return [

@@ -1,4 +1,4 @@
-"""Deaths, slowness and normal ends: who is told what and how soon, and that no process is left behind."""
+"""Deaths, slowness and normal ends, with Horovod and without: who is told what and how soon; no process is left."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import re
 import socket
 
 import pytest
-from launch import Job, RunJob, run_job
+from launch import Job, RunJob
+
+from tests.conftest import LONG_RUN
 
 pytestmark = pytest.mark.multiproc
 
@@ -20,6 +22,8 @@ MANNERS = {
     "exception": "failed: RuntimeError: boom",
     "exit0": "died: its connection to the coordinator ended without a goodbye",
 }
+TORCH, TENSORFLOW, BARE = ("torch", ""), ("tensorflow", ""), ("torch", "torch")
+"""A framework and its transport, "" for the usual one; the last is torch without Horovod."""
 PROMISED = 60.0
 """Seconds within which a death must be reported; seen: far under one."""
 HELD = 15.0
@@ -38,14 +42,32 @@ def delay(job: Job, victim: int) -> float:
 
 @pytest.mark.parametrize(
     ("framework", "manner", "quorum"),
-    [("torch", "exception", "solo"), ("torch", "exit0", "solo"), ("tensorflow", "sigkill", "all")],
+    [
+        ("torch", "exception", "solo"),
+        ("torch", "exit0", "solo"),
+        *([("tensorflow", "sigkill", "all")] if LONG_RUN else []),
+    ],
 )
-def test_a_death_under_horovodrun_is_reported_by_rank_0(framework: str, manner: str, quorum: str) -> None:
-    job = run_job("ends.py", 2, args=ends(framework, manner, quorum=quorum)).check_clean()
+def test_a_death_under_horovodrun_is_reported_by_rank_0(
+    launched: RunJob, framework: str, manner: str, quorum: str
+) -> None:
+    job = launched(framework, "ends.py", 2, args=ends(framework, manner, quorum=quorum)).check_clean()
     assert job.returncode not in (0, None), str(job)
     said = [line for line in job.output.splitlines() if line.startswith("[0]<stderr>") and "hvd_async: " in line]
     assert any(f"rank 1 on host localhost {MANNERS[manner]}" in line for line in said), str(job)
     # (The survivor is killed 40 ms after the death, so it may not get as far as writing its own result.)
+
+
+@pytest.mark.parametrize(
+    ("manner", "victim"), [("sigkill", 1), *([("sigkill", 0)] if LONG_RUN else []), ("exception", 2)]
+)
+def test_a_death_under_torchrun_ends_the_job_and_is_named(launched: RunJob, manner: str, victim: int) -> None:
+    job = launched("torch", "ends.py", 3, transport="torch", args=ends("torch", manner, victim)).check_clean()
+    assert job.returncode not in (0, None), str(job)
+    if manner == "sigkill":
+        assert re.search(rf"rank +: {victim} .*\n +exitcode +: -9 ", job.output), str(job)
+    else:  # (torchrun may see first that another rank has ended on its error)
+        assert re.search(rf"HorovodInternalError: rank {victim} on host \S+ failed: RuntimeError: boom", job.output)
 
 
 def check_error(error: dict[str, str], said: str) -> None:
@@ -55,34 +77,34 @@ def check_error(error: dict[str, str], said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("framework", "manner", "ranks"),
+    ("where", "manner", "victim", "ranks"),
     [
-        *(("torch", manner, 3 if manner == "sigkill" else 2) for manner in MANNERS),
-        ("tensorflow", "sigkill", 2),
-        ("tensorflow", "exception", 2),
+        *((TORCH, manner, 1, 3 if manner == "sigkill" else 2) for manner in MANNERS),
+        (TORCH, "sigkill", 0, 3),
+        (TENSORFLOW, "sigkill", 1, 2),
+        (TENSORFLOW, "exception", 1, 2),
+        (TENSORFLOW, "sigkill", 0, 2),
+        (BARE, "sigkill", 1, 3),
+        (BARE, "sigkill", 0, 3),
+        (BARE, "exit0", 1, 2),
     ],
+    ids=str,
 )
-def test_a_death_without_launcher_raises_at_the_others(forked: RunJob, framework: str, manner: str, ranks: int) -> None:
-    job = forked(framework, "ends.py", ranks, args=ends(framework, manner)).check_clean()
+def test_a_death_without_launcher_raises_at_the_others(
+    forked: RunJob, where: tuple[str, str], manner: str, victim: int, ranks: int
+) -> None:
+    framework, transport = where
+    job = forked(framework, "ends.py", ranks, transport=transport, args=ends(framework, manner, victim)).check_clean()
     assert job.returncode is not None, str(job)
-    assert f"hvd_async: rank 1 on host localhost {MANNERS[manner]}" in job.outputs[0], str(job)
-    for survivor in set(range(ranks)) - {1}:
+    host = "localhost" if victim else rf"(localhost|{re.escape(socket.gethostname())})"
+    how = re.escape(MANNERS[manner]) if victim else "died"
+    if victim:
+        assert f"hvd_async: rank 1 on host localhost {MANNERS[manner]}" in job.outputs[0], str(job)
+    for survivor in set(range(ranks)) - {victim}:
         assert job.returncodes[survivor] == 1, str(job)
-        check_error(job.results[survivor]["error"], re.escape(f"rank 1 on host localhost {MANNERS[manner]}"))
-    assert delay(job, 1) < (PROMISED if manner != "forked, sigkill" else HELD)
-    print(f"{framework} {manner}: reported after {delay(job, 1):.3f} s")
-
-
-@pytest.mark.parametrize(("framework", "ranks"), [("torch", 3), ("tensorflow", 2)])
-def test_rank_0s_death_is_named_by_the_others(forked: RunJob, framework: str, ranks: int) -> None:
-    job = forked(framework, "ends.py", ranks, args=ends(framework, "sigkill", victim=0)).check_clean()
-    for survivor in range(1, ranks):
-        assert job.returncodes[survivor] == 1, str(job)
-        check_error(
-            job.results[survivor]["error"], rf"rank 0 on host (localhost|{re.escape(socket.gethostname())}) died"
-        )
-    assert delay(job, 0) < PROMISED
-    print(f"{framework} rank 0: reported after {delay(job, 0):.3f} s")
+        check_error(job.results[survivor]["error"], f"rank {victim} on host {host} {how}")
+    assert delay(job, victim) < (PROMISED if manner != "forked, sigkill" else HELD)
+    print(f"{where} {manner}: reported after {delay(job, victim):.3f} s")
 
 
 def check_served_by_a_process(job: Job) -> None:
@@ -91,10 +113,11 @@ def check_served_by_a_process(job: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    ("framework", "manner"), [("torch", "falls off"), ("torch", "sigkill"), ("tensorflow", "early")]
+    ("framework", "manner"),
+    [("torch", "sigkill"), *([("torch", "falls off"), ("tensorflow", "early")] if LONG_RUN else [])],
 )
-def test_a_coordinator_beside_gpus_ends_under_horovodrun(framework: str, manner: str) -> None:
-    job = run_job("ends.py", 2, args=(*ends(framework, manner), "--on-gpu"))
+def test_a_coordinator_beside_gpus_ends_under_horovodrun(launched: RunJob, framework: str, manner: str) -> None:
+    job = launched(framework, "ends.py", 2, args=(*ends(framework, manner), "--on-gpu"))
     check_served_by_a_process(job)
     if manner == "sigkill":
         assert job.returncode not in (0, None), str(job)
@@ -104,13 +127,13 @@ def test_a_coordinator_beside_gpus_ends_under_horovodrun(framework: str, manner:
         assert final["weights"] == final["expected"], str(job)
 
 
-@pytest.mark.parametrize(
-    ("manner", "victim"),
-    [
-        *((manner, victim) for manner in ("sigkill", "exit0", "exception", "interrupt") for victim in (0, 1)),
-        *(("sysexit0", 1), ("drop", 1), ("early", 0), ("unequal", 1), ("fork", 1)),
-    ],
-)
+GPU_ENDS = [("sigkill", 0), ("sigkill", 1), ("exception", 0), ("interrupt", 1), ("early", 0), ("fork", 1)]
+if LONG_RUN:
+    GPU_ENDS += [("exit0", 0), ("exit0", 1), ("exception", 1), ("interrupt", 0)]
+    GPU_ENDS += [("sysexit0", 1), ("drop", 1), ("unequal", 1)]
+
+
+@pytest.mark.parametrize(("manner", "victim"), GPU_ENDS)
 def test_a_coordinator_beside_gpus_ends_as_ranks_do(forked: RunJob, manner: str, victim: int) -> None:
     """And outlives its own rank, to report how it ended."""
     job = forked("torch", "ends.py", 2, args=(*ends("torch", manner, victim), "--on-gpu"))
@@ -124,7 +147,7 @@ def test_a_coordinator_beside_gpus_ends_as_ranks_do(forked: RunJob, manner: str,
 
 
 def test_a_slow_rank_is_only_warned_about_by_name(forked: RunJob) -> None:
-    job = forked("torch", "ends.py", 2, args=ends("torch", "slow"), env={"HVD_ASYNC_WARN_AFTER": "1"}).check()
+    job = forked("torch", "ends.py", 2, args=ends("torch", "slow"), env={"HVD_ASYNC_WARN_AFTER": "0.6"}).check()
     host = re.escape(socket.gethostname())
     said = [line for line in job.outputs[0].splitlines() if "hvd_async: " in line]
     warnings = [line for line in said if "for others to begin" not in line]  # (imports may take longer than a second)
@@ -136,27 +159,24 @@ def test_a_slow_rank_is_only_warned_about_by_name(forked: RunJob) -> None:
 
 
 @pytest.mark.parametrize(
-    ("framework", "manner"),
-    [*(("torch", m) for m in ("falls off", "sysexit0", "drop")), ("tensorflow", "falls off")],
+    ("where", "manner"),
+    [
+        *((TORCH, manner) for manner in ("falls off", "sysexit0", "drop", "early", "unequal")),
+        *((TENSORFLOW, manner) for manner in ("falls off", "early")),
+        *((BARE, manner) for manner in ("falls off", "early")),
+    ],
+    ids=str,
 )
-def test_a_normal_end_drains_by_itself_and_soon(forked: RunJob, framework: str, manner: str) -> None:
-    job = forked(framework, "ends.py", 2, args=ends(framework, manner)).check()
+def test_a_normal_end_drains_by_itself_and_soon(forked: RunJob, where: tuple[str, str], manner: str) -> None:
+    """A rank that has left is done for good: others go on without it, and drain as often as they like."""
+    framework, transport = where
+    job = forked(framework, "ends.py", 2, transport=transport, args=ends(framework, manner)).check()
     assert "hvd_async" not in job.output, "a normal end has nothing to say"
-    finals = job.case("exit")
-    for rank, final in enumerate(finals):
-        if not (manner == "drop" and rank == 1):  # nobody holds that rank's optimizer at the end
+    for rank, final in enumerate(job.case("exit")):
+        if not (manner in ("drop", "early", "unequal") and rank == 1):  # that rank has left, or holds no optimizer
             assert final["weights"] == final["expected"], f"rank {rank}"
     last = max(step["at"] for step in job.case("last step"))
     assert max(job.exited) - last < 5.0
-
-
-@pytest.mark.parametrize(("framework", "manner"), [("torch", "early"), ("torch", "unequal"), ("tensorflow", "early")])
-def test_ranks_end_at_different_times(forked: RunJob, framework: str, manner: str) -> None:
-    """A rank that has left is done for good: others go on without it, and drain as often as they like."""
-    job = forked(framework, "ends.py", 2, args=ends(framework, manner)).check()
-    for rank, final in enumerate(job.case("exit")):
-        if rank != 1:
-            assert final["weights"] == final["expected"], f"rank {rank}"
 
 
 def test_a_forked_child_ends_by_itself_and_is_told_that_it_cannot_train(forked: RunJob) -> None:
@@ -167,14 +187,13 @@ def test_a_forked_child_ends_by_itself_and_is_told_that_it_cannot_train(forked: 
 
 @pytest.mark.parametrize(
     "env",
-    [{"HVD_ASYNC_DEAD_AFTER": "4"}, {"HVD_ASYNC_DEAD_AFTER": "9", "HOROVOD_GLOO_TIMEOUT_SECONDS": "2"}],
+    [{"HVD_ASYNC_DEAD_AFTER": "2"}, {"HVD_ASYNC_DEAD_AFTER": "5", "HOROVOD_GLOO_TIMEOUT_SECONDS": "1"}],
     ids=["heartbeats", "gloo"],
 )
 def test_a_rank_that_stands_still_is_named_whoever_gives_up_first(forked: RunJob, env: dict[str, str]) -> None:
     job = forked("torch", "ends.py", 3, args=ends("torch", "stands still"), env=env).check_clean()
-    assert f"hvd_async: rank 1 on host localhost {MANNERS['sigkill'].partition(' ended')[0]}" in job.outputs[0], str(
-        job
-    )
+    said = f"hvd_async: rank 1 on host localhost {MANNERS['sigkill'].partition(' ended')[0]}"
+    assert said in job.outputs[0], str(job)
     for survivor in (0, 2):
         check_error(job.results[survivor]["error"], "rank 1 on host localhost died")
     assert "error" in job.results[1], "it has gone on, and ended"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from jobs.table import Equality, equalities, keras_equalities
 from launch import DEVICE, RunJob
-from settings import ALONE, TENSORFLOW, TENSORFLOW_MPI, TORCH, TORCH_MPI, TORCHRUN, Setting
+from settings import ALONE, MPI, TENSORFLOW, TORCH, TORCH_MPI, TORCHRUN, Setting
 
 pytestmark = pytest.mark.multiproc
 
@@ -43,11 +43,7 @@ def test_torch_equals_horovods_distributed_optimizer(job: RunJob, setting: Setti
 
 @pytest.mark.parametrize(
     ("setting", "optimizer"),
-    [
-        pytest.param(s, name, id=f"{s}-{name}")
-        for s in (TENSORFLOW, TENSORFLOW_MPI)
-        for name in keras_equalities(s.share)
-    ],
+    [pytest.param(s, name, id=f"{s}-{name}") for s in (TENSORFLOW, *MPI[1:]) for name in keras_equalities(s.share)],
 )
 def test_tensorflow_equals_a_float64_reference(job: RunJob, setting: Setting, optimizer: str) -> None:
     results = setting.case(job, optimizer)

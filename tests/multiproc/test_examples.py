@@ -7,9 +7,13 @@ import re
 import pytest
 from launch import REPOSITORY, RunJob
 
+from tests.conftest import LONG_RUN
+
 pytestmark = pytest.mark.multiproc
 
 EXAMPLES = sorted((REPOSITORY / "docs" / "examples").glob("*.py"))
+TRIED = [path for path in EXAMPLES if LONG_RUN or path.stem.startswith("torch") or path.stem == "keras_eager"]
+"""(With Keras they take longer: those of the other optimizers are tried in a long run.)"""
 
 
 def test_every_optimizer_has_an_example_in_both_frameworks() -> None:
@@ -17,7 +21,7 @@ def test_every_optimizer_has_an_example_in_both_frameworks() -> None:
     assert {path.stem for path in EXAMPLES} == kinds
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", TRIED, ids=lambda path: path.stem)
 def test_an_example_trains_and_its_replicas_agree(forked: RunJob, path) -> None:
     framework = "torch" if path.stem.startswith("torch") else "tensorflow"
     output = forked(framework, str(path), 2).check().output

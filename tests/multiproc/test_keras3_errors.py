@@ -6,7 +6,7 @@ import re
 import socket
 
 import pytest
-from launch import REPOSITORY, RunJob, run_job
+from launch import REPOSITORY, RunJob
 
 pytestmark = pytest.mark.multiproc
 SCRIPT = str(REPOSITORY / "docs" / "examples" / "keras3" / "errors.py")
@@ -20,10 +20,10 @@ def said(output: str) -> list[str]:
     return [found["0"], found["1"]]
 
 
-def test_horovods_callback_fails() -> None:
-    """(A fork server has imported ours, beside which Horovod's callback says what to import.)"""
+def test_horovods_callback_fails(forked: RunJob) -> None:
+    """(Ours is not imported, beside which Horovod's callback says what to import.)"""
     error = "'Variable' object has no attribute 'ref'"
-    assert all(error in line for line in said(run_job(SCRIPT, 2, args=("callback",)).check().output))
+    assert all(error in line for line in said(forked("plain tensorflow", SCRIPT, 2, args=("callback",)).check().output))
     assert error in PAGE.read_text(encoding="utf-8")
 
 
@@ -34,10 +34,10 @@ def test_ranks_have_one_model_with_ours_alone(forked: RunJob, way: str, alike: b
     assert (first == second) == alike
 
 
-def test_the_multi_worker_strategy_fails() -> None:
+def test_the_multi_worker_strategy_fails(forked: RunJob) -> None:
     error = "with an unsupported type (<class 'tensorflow.python.distribute.values.PerReplica'>) to a Tensor"
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         ports = ",".join(str(each.getsockname()[1]) for each in (one, other))
-    job = run_job(SCRIPT, 2, args=("strategy",), env={"WORKERS_PORTS": ports}).check()
+    job = forked("plain tensorflow", SCRIPT, 2, args=("strategy",), env={"WORKERS_PORTS": ports}).check()
     assert all(error in line for line in said(job.output))
     assert error in PAGE.read_text(encoding="utf-8")

@@ -12,9 +12,9 @@ pytestmark = pytest.mark.multiproc
 
 
 @pytest.fixture(scope="module")
-def monitored(job: RunJob) -> Job:
+def monitored(forked: RunJob) -> Job:
     """The job: 3 ranks, of which rank 2 sleeps in each step."""
-    return job("monitored.py", 3, server="torch").check()
+    return forked("torch", "monitored.py", 3).check()
 
 
 def waits(text: str) -> dict[str, float]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from jobs.table import Quorum, quorums
+from jobs.table import BROADCASTS, Quorum, quorums
 from launch import Job, RunJob
 
 pytestmark = pytest.mark.multiproc
@@ -68,8 +68,7 @@ def test_different_weights_are_refused_everywhere_in_fit(names: Names) -> None:
         assert rank["seconds"] < 20.0
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adam"])
-@pytest.mark.parametrize("steps", [(3, 2), (2, 0), (0, 2), (0, 0)])
+@pytest.mark.parametrize(("kind", "steps"), BROADCASTS)
 def test_broadcast_optimizer_state_sends_state_and_takes_no_step(
     names: Names, kind: str, steps: tuple[int, int]
 ) -> None:
@@ -114,43 +113,6 @@ def test_join_drains_and_names_the_last_rank(names: Names, framework: str) -> No
     for rank in names(framework).case("join"):
         assert rank["last"] == 1
         assert rank["weights"] == rank["expected"]
-
-
-def test_two_optimizers_do_not_disturb_each_other(names: Names) -> None:
-    for rank in names(TORCH).case("two optimizers"):
-        assert rank["first"] == rank["first_expected"]
-        assert rank["second"] == rank["second_expected"]
-
-
-def test_round_transform_sees_every_round(names: Names) -> None:
-    ranks = names(TORCH).case("transform")
-    for rank in ranks:
-        assert len(rank["norms"]) == rank["rounds"]
-        assert max(rank["norms"]) <= 1.0 + 1e-5
-    assert same(ranks, "weights")
-
-
-def test_synchronize_shows_one_round_a_step_and_warns_about_the_rest(names: Names) -> None:
-    ranks = names(TORCH).case("synchronize")
-    for rank in ranks:
-        assert rank["weights"] == rank["expected"]
-    assert sum(rank["late"] for rank in ranks) > 0
-    assert any(rank["warned"] for rank in ranks)
-
-
-@pytest.mark.parametrize("policy", ["average", "root", "local"])
-def test_batch_norm_statistics_after_a_drain(names: Names, policy: str) -> None:
-    ranks = names(TORCH).case(f"buffers {policy}")
-    zero, one = (rank["own"] for rank in ranks)
-    assert zero["1.running_mean"] != one["1.running_mean"]
-    for rank in ranks:
-        if policy == "local":
-            assert rank["agreed"] == rank["own"]
-            continue
-        assert rank["agreed"]["1.num_batches_tracked"] == zero["1.num_batches_tracked"]
-        for name in ("1.running_mean", "1.running_var"):
-            average = [(a + b) / 2 for a, b in zip(zero[name], one[name], strict=True)]
-            assert rank["agreed"][name] == pytest.approx(average if policy == "average" else zero[name], rel=1e-6)
 
 
 @BOTH

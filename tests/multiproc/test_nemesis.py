@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launch import GOODBYE, ForkServer, forking
 from test_virtual_cluster import have_namespaces
 
 from tests.conftest import LONG_RUN
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.multiproc
-LEAKS = 50 if LONG_RUN else 12
+LEAKS = 50 if LONG_RUN else 8
 """Resets of the schedule that looks for leaks."""
 RELAYED = ("solo", "dpsgd", "adpsgd", "lsgd", "all") if LONG_RUN else ("solo",)
 """Kinds that are trained on two hosts of two ranks."""
@@ -41,21 +43,27 @@ def benchmarks() -> Iterator[Any]:
         sys.path.remove(str(ROOT / "scripts"))
 
 
-def histories_of(benchmarks: Any, ranks: int, schedules: Sequence[Any], **how: Any) -> list[Any]:
-    """Return the histories of a job that goes through these schedules."""
+def histories_of(
+    benchmarks: Any, ranks: int, schedules: Sequence[Any], server: ForkServer | None = None, **how: Any
+) -> list[Any]:
+    """Return the histories of a job that goes through these schedules; ``server`` forks its ranks."""
     nemesis, history, launch = map(benchmarks, ("nemesis", "history", "launch"))
     weights = nemesis.COLUMNS * nemesis.SLOTS
     plan = {"framework": "torch", "weights": weights, "schedules": [one.content() for one in schedules]}
-    blocks = launch.run("nemesis", ranks, plan, limit=240.0, elastic=True, **how)
+    with pytest.MonkeyPatch.context() as patched:
+        if server is not None:
+            patched.setattr(launch.subprocess, "Popen", forking(subprocess.Popen, server))
+        blocks = launch.run("nemesis", ranks, plan, limit=240.0, elastic=True, **how)
+    assert server is None or server.sweep(GOODBYE) == []
     return [history.History(nemesis.Schedule.of(block["schedule"]), block["history"]) for block in blocks]
 
 
 @pytest.fixture(scope="module")
-def histories(benchmarks: Any) -> list[Any]:
+def histories(benchmarks: Any, server: Callable[[str], ForkServer]) -> list[Any]:
     """Return the histories of all schedules, in their order: of a job that begins with two ranks, whose coordinator has
     a process of its own, as in large jobs; of one with two hosts of two, which has a relay too; and of one with three.
     """
-    nemesis = benchmarks("nemesis")
+    nemesis, torch = benchmarks("nemesis"), server("torch")
 
     def schedule(seed: int, kind: str, troubles: Sequence[tuple[str, int, int]], start: int = 2) -> Any:
         made = [
@@ -69,10 +77,10 @@ def histories(benchmarks: Any) -> list[Any]:
     falls = [("cut", 3, 2), ("cut", 6, 3), ("kill", 10, 2)]
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("HVD_ASYNC_RELAYS_FROM", "1")
-        found = histories_of(benchmarks, 2, [schedule(1000, "solo", grows), schedule(1001, "dpsgd", cuts)])
+        found = histories_of(benchmarks, 2, [schedule(1000, "solo", grows), schedule(1001, "dpsgd", cuts)], torch)
         relayed = [schedule(1002 + number, kind, falls, 4) for number, kind in enumerate(RELAYED)]
-        found += histories_of(benchmarks, 4, relayed, per_host=2)
-    return found + (histories_of(benchmarks, 3, [nemesis.drawn(seed) for seed in MENDED]) if LONG_RUN else [])
+        found += histories_of(benchmarks, 4, relayed, torch, per_host=2)
+    return found + (histories_of(benchmarks, 3, [nemesis.drawn(seed) for seed in MENDED], torch) if LONG_RUN else [])
 
 
 def test_nothing_is_lost_counted_twice_or_hung(histories):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from launch import RunJob
+from launch import JOBS, run_job
 
 from hvd_async.advisor.advice import advise
 from hvd_async.traces.format import Trace, read_trace
@@ -12,10 +12,12 @@ pytestmark = pytest.mark.multiproc
 
 
 @pytest.fixture(scope="module")
-def traces(job: RunJob, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
+def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
     """The traces of one job of 2 ranks, the second of which is slow."""
     folder = tmp_path_factory.mktemp("traces")
-    output = job("recorded.py", 2, args=(str(folder),)).check().output
+    script, horovod = str(JOBS / "recorded_training.py"), str(folder / "horovod")
+    args = (horovod, script, str(folder), "--steps", "30")
+    output = run_job("recorded.py", 2, args=args).check().output
     assert "a second optimizer was made, by EagerOptimizer" in output
     return {name: read_trace(folder / name, least=20) for name in ("horovod", "eager")}
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from launch import RunJob
+from launch import Job, RunJob
 
 pytestmark = pytest.mark.multiproc
-JOB = ("tf_swap.py", 3)
+
+
+@pytest.fixture(scope="module")
+def swapped(forked: RunJob) -> Job:
+    """The one job that has all cases."""
+    return forked("plain tensorflow", "tf_swap.py", 3)
 
 
 def same(ranks: list[dict[str, Any]], key: str) -> bool:
@@ -16,12 +21,12 @@ def same(ranks: list[dict[str, Any]], key: str) -> bool:
     return all(rank[key] == ranks[0][key] for rank in ranks)
 
 
-def test_the_job_ends_by_horovods_own_shutdown(job: RunJob) -> None:
-    job(*JOB).check().case("end")
+def test_the_job_ends_by_horovods_own_shutdown(swapped: Job) -> None:
+    swapped.check().case("end")
 
 
-def test_a_benchmark_runs_with_horovods_collectives_and_join(job: RunJob) -> None:
-    ranks = job(*JOB).case("speed")
+def test_a_benchmark_runs_with_horovods_collectives_and_join(swapped: Job) -> None:
+    ranks = swapped.case("speed")
     assert same(ranks, "weights")
     for rank in ranks:
         assert rank["applied"] == 3 * 12 + 1 + 2
@@ -30,20 +35,13 @@ def test_a_benchmark_runs_with_horovods_collectives_and_join(job: RunJob) -> Non
         assert rank["last"] in range(3)
 
 
-def test_keras_may_number_optimizers_differently_on_each_rank(job: RunJob) -> None:
-    ranks = job(*JOB).case("numbered names")
+def test_keras_may_number_optimizers_differently_on_each_rank(swapped: Job) -> None:
+    ranks = swapped.case("numbered names")
     assert [rank["name"] for rank in ranks] == ["sgd_2", "sgd", "sgd"]
     assert same(ranks, "weights")
 
 
-def test_callbacks_serve_several_optimizers_of_a_model_with_uneven_epochs(job: RunJob) -> None:
-    ranks = job(*JOB).case("several optimizers")
-    assert same(ranks, "losses")
-    assert same(ranks, "weights")
-    assert ranks[0]["applied"] == [2 * (11 + 5 + 2)] * 2
-
-
-def test_a_broadcast_of_different_variables_is_refused_on_every_rank(job: RunJob) -> None:
-    for rank in job(*JOB).case("different variables"):
+def test_a_broadcast_of_different_variables_is_refused_on_every_rank(swapped: Job) -> None:
+    for rank in swapped.case("different variables"):
         assert rank["kind"] == "ReplicaMismatchError"
         assert "rank 1 of them has 4, and rank 0 has 4; first at place 0" in rank["text"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import pytest
-from launch import RunJob
+from launch import Job, RunJob
 
 pytestmark = pytest.mark.multiproc
 
@@ -13,10 +16,15 @@ CASES = (
 )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def jobs(forked: RunJob) -> Callable[[int, str], Job]:
+    """The job of a number of ranks over Horovod ("gloo") or "torch", which runs once."""
+    return functools.cache(lambda ranks, transport: forked("torch", "torch_api.py", ranks, transport=transport))
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_results_are_horovods(job: RunJob, case: str, ranks: int) -> None:
-    theirs = job("torch_api.py", ranks, "gloo", server="torch").case(case)
-    ours = job("torch_api.py", ranks, "torch").check().case(case)
-    for own, expected in zip(ours, theirs, strict=True):
+def test_results_are_horovods(jobs: Callable[[int, str], Job], case: str, ranks: int) -> None:
+    ours = jobs(ranks, "torch").check().case(case)
+    for own, expected in zip(ours, jobs(ranks, "gloo").case(case), strict=True):
         assert own["found"] == expected["found"]

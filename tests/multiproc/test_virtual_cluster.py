@@ -137,17 +137,3 @@ def test_a_link_can_be_cut_and_restored():
     heard = [line == "True" for line in done.stdout.split()]
     first = heard.index(True)  # (the other has to start)
     assert [known for known, _ in itertools.groupby(heard[first:])] == [True, False, True]
-
-
-@pytest.mark.parametrize(
-    ("cut", "why"), [("5:1:1", "take 0 to 1"), ("1:-1:1", "HOST:AFTER:SECONDS"), ("here", "HOST:AFTER:SECONDS")]
-)
-def test_a_cut_that_cannot_be_is_refused(cut, why):
-    done = run("--hosts", "2", "--cut", cut, "--", "true")
-    assert done.returncode == 2
-    assert why in done.stderr
-
-
-def test_what_cannot_be_says_what_to_do():
-    assert "say what the ranks are to run, after --" in run("--hosts", "2").stderr
-    assert "--mbit" in run("--help").stdout

@@ -33,7 +33,7 @@ DIMENSIONS: list[tuple[Any, ...]] = [
 
 
 @pytest.mark.parametrize(
-    ("quorum", "staleness", "size", "slow", "buckets"), covering(DIMENSIONS, 4 if LONG_RUN else 3), ids=str
+    ("quorum", "staleness", "size", "slow", "buckets"), covering(DIMENSIONS, 4 if LONG_RUN else 2), ids=str
 )
 def test_conservation(quorum, staleness, size, slow, buckets):
     count, early = buckets

@@ -13,6 +13,7 @@ import pytest
 from hvd_async.algorithms.eager.config import EagerConfig
 from hvd_async.algorithms.eager.gradient_format import ReducedRound
 from hvd_async.algorithms.eager.rank import EagerWorker
+from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster
 from tests.conftest import LONG_RUN
@@ -324,6 +325,21 @@ def test_a_step_waits_for_all_buckets_of_its_host(monkeypatch):
     results = Cluster(4).run(train)
     assert results == [results[0]] * 4
     assert [sum(counts) for counts in zip(*results[0], strict=True)] == [4, 4]
+
+
+def test_one_round_a_step_is_refused_where_ranks_skip_rounds_together():
+    def train(rank: int) -> None:
+        engine = local_engine()
+        assert engine is not None
+        one = Plan(EagerConfig("solo", 4, 0.0, 0, 1, "rounds", local_size=2), [(1, 1)])
+        worker = one.worker(engine)
+        worker.connect(["w"], [1])
+        with pytest.raises(ReplicaStateError, match="takes one round a step"):
+            worker.finish_step(one.rows(rank, 1), [{"lr": 1.0}], 1)
+        worker.step(one.rows(rank, 1), [{"lr": 1.0}])
+        worker.drain()
+
+    Cluster(2).run(train)
 
 
 # -- do these tests see a bug? --------------------------------------------------------------------------------

@@ -163,25 +163,6 @@ def test_averages_over_all_ranks_that_are_left(algorithm, every):
         assert len({record.segments[0].path[step - 1].tobytes() for record in records}) == 1
 
 
-@pytest.mark.parametrize("compression", ["fp16", "bf16", "int8"])
-@pytest.mark.parametrize("algorithm", MIXED)
-def test_compressed_messages_keep_the_sums(algorithm, compression):
-    """On a graph whose phases differ, and one where several ranks get the same message."""
-    for graph in ("star", GRAPHS[algorithm][1]):
-        one = job(((5, 5, 5, 5), (6, 1, 3, 4)), algorithm, **options(algorithm, graph), compression=compression)
-        records = run(one)
-        check(one, records)
-        exact = run(job(((5, 5, 5, 5),), algorithm, **options(algorithm, graph)))
-        ends = [[record.segments[0].path[-1] for record in each] for each in (records, exact)]
-        assert np.abs(np.array(ends[0]) - ends[1]).max() > 1e-9, "nothing was compressed"
-
-
-@pytest.mark.parametrize("compression", ["fp16", "bf16"])
-def test_compressed_pairs_keep_the_sums(compression):
-    one = job(((5, 5, 5, 5), (6, 1, 3, 4)), "adpsgd", "star", compression=compression, max_local_steps=1)
-    check_sums(one, run(one))
-
-
 @pytest.mark.parametrize("graph", ["ring", "bipartite-exponential"])
 def test_differences_for_no_step_are_read_after_those_for_one(graph):
     """Rank 0 stops one step early, and is sent messages of the step after the last before others know: they add to what
@@ -236,52 +217,6 @@ def test_cuts_lose_nothing_and_training_goes_on(algorithm, steps, compression):
         if algorithm not in ("osgp", "adpsgd") and len(set(steps[0])) == 1:  # nothing was on its way
             for record in records:
                 np.testing.assert_array_equal(record.segments[0].z, record.segments[0].path[-1])
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"average_every": 4},
-        {"average_every": 4, "compression": "fp16"},
-        {"compression": "int8"},
-        {"local_size": 2},
-        {"local_size": 2, "compression": "int8"},
-        {"local_size": 2, "compression": "bf16", "average_every": 4},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("first", [(5, 5, 5, 5), (3, 6, 4, 5)], ids=["even", "uneven"])
-@pytest.mark.parametrize(("algorithm", "graph"), [("sgp", "star"), ("sgp", "exponential"), ("dpsgd", "ring")])
-def test_a_job_that_is_resumed_after_a_cut_goes_on_as_if_it_had_not_stopped(algorithm, graph, first, more):
-    if "local_size" in more and len(set(first)) > 1:
-        more = {**more, "local_size": 4}  # with other hosts, whose messages wait, there is nothing to save
-    one = job((first, (6,) * 4), algorithm, graph, cuts=frozenset({0}), **more)
-    whole = run(one)
-    check_sums(one, whole)
-    rest = job((6,) * 4, algorithm, graph, **more)
-    resumed = run(rest, resumed=[record.saved[0] for record in whole])
-    for before, after in zip(whole, resumed, strict=True):
-        assert [z.tobytes() for z in before.segments[1].path] == [z.tobytes() for z in after.segments[0].path]
-        np.testing.assert_array_equal(before.segments[1].z, after.segments[0].z)
-        assert after.saved == [None]  # after a drain: nothing but the weights
-
-
-@pytest.mark.parametrize(
-    "more",
-    [{}, {"algorithm": "dpsgd"}, {"compression": "int8"}, {"local_size": 2}, {"average_every": 3},
-     {"local_size": 2, "compression": "int8", "average_every": 3}, {"algorithm": "allreduce", "average_every": 4},
-     {"gossip_every": 3}, {"algorithm": "dpsgd", "gossip_every": 2}, {"local_size": 2, "gossip_every": 3}],
-    ids=str,
-)  # fmt: skip
-def test_cuts_change_nothing(more):
-    """Neither is a graph of several phases begun anew, nor what is counted for ``average_every``."""
-    algorithm = more.get("algorithm", "sgp")
-    own = {"graph": "exponential" if algorithm == "sgp" else GRAPHS[algorithm][-1], **more, "cuts": frozenset(range(7))}
-    paths = []
-    for steps in (((1,) * 8,) * 7, ((7,) * 8,)):
-        records = run(job(steps, **own))
-        paths.append([[z.tobytes() for one in record.segments for z in one.path] for record in records])
-    assert paths[0] == paths[1]
 
 
 @pytest.mark.parametrize("compression", ["none", "int8"])

@@ -36,19 +36,6 @@ def test_hosts_gossip(algorithm, graph, hosts, local):
         np.testing.assert_array_equal(record.segments[0].path, first.segments[0].path)
 
 
-@pytest.mark.parametrize("local", [2, 4])
-@pytest.mark.parametrize(
-    "steps", [((5, 0, 3, 8),), ((0, 0, 0, 0), (6, 2, 2, 1), (0, 3, 0, 0)), ((9, 3, 6, 1), (5, 2, 0, 3), (0, 4, 1, 1))]
-)
-@pytest.mark.parametrize(("algorithm", "graph", "late"), ALGORITHMS)
-@pytest.mark.parametrize("every", [1, 3])
-def test_late_messages_uneven_steps_and_cuts_lose_nothing(algorithm, graph, late, steps, local, every):
-    own = {"max_staleness": late, "gossip_every": every, "local_size": local, "saves": False}
-    for cuts in (frozenset(range(len(steps) - 1)), frozenset[int]()):
-        one = job(steps, algorithm, graph, cuts=cuts, **own)
-        check_sums(one, run(one, jitter=0.001))
-
-
 def test_what_another_host_sent_late_survives_a_cut():
     """Host 0's message of step 2 is on its way when host 1 is told that all are done; after the cut host 0 is a step
     ahead, and its next message of that number comes before host 1 takes that step."""

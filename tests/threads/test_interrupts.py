@@ -23,9 +23,12 @@ from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster
+from tests.conftest import LONG_RUN
 from tests.threads.interrupting import Interrupt
 
 STEPS = 4
+EVERY = 1 if LONG_RUN else 5
+"""In a long run every line is interrupted, otherwise every fifth."""
 
 
 def train(
@@ -81,7 +84,7 @@ def train(
 @pytest.mark.parametrize("end", ["step", "drain"])
 def test_an_interrupt_at_any_line_is_survived_or_said(config, early, end):
     seen: set[str] = set()
-    for line in range(10_000):
+    for line in range(0, 10_000, EVERY):
         interrupt = Interrupt(line)
         ((how, worker, applied),) = Cluster(1).run(lambda rank, i=interrupt: train(i, config, early, end), timeout=30)
         if not interrupt.struck:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -79,35 +77,3 @@ def test_the_mean_of_the_slow_weights_moves_as_under_one_outer_optimizer():
         delta = momentum * delta + lr * learned[outer]
         phi = phi + delta
         np.testing.assert_allclose(paths[:, outer * every + every - 1].mean(axis=0), phi, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("first", [(5, 5, 5, 5), (3, 6, 4, 5)], ids=str)
-@pytest.mark.parametrize("compression", ["none", "bf16"])
-def test_a_job_that_is_resumed_after_a_cut_goes_on_as_if_it_had_not_stopped(first, compression):
-    own = {"gossip_every": 2, "compression": compression}
-    whole = run(job((first, (6,) * 4), "noloco", "random-pairs", cuts=frozenset({0}), **own))
-    rest = job((6,) * 4, "noloco", "random-pairs", **own)
-    resumed = run(rest, resumed=[record.saved[0] for record in whole])
-    for before, after in zip(whole, resumed, strict=True):
-        assert [z.tobytes() for z in before.segments[1].path] == [z.tobytes() for z in after.segments[0].path]
-        np.testing.assert_array_equal(before.segments[1].z, after.segments[0].z)
-        assert after.saved == [None]
-
-
-def test_cuts_change_nothing():
-    paths = []
-    for steps in (((1,) * 5,) * 7, ((7,) * 5,)):
-        one = job(steps, "noloco", "random-pairs", gossip_every=3, cuts=frozenset(range(7)))
-        paths.append([[z.tobytes() for each in record.segments for z in each.path] for record in run(one)])
-    assert paths[0] == paths[1]
-
-
-def test_what_was_saved_does_not_change_afterwards():
-    one = job(((4,) * 3, (4,) * 3), "noloco", "random-pairs", gossip_every=2, cuts=frozenset({0}))
-    whole = run(one)[0].saved[0]
-    first = run(dataclasses.replace(one, steps=one.steps[:1]))[0].saved[0]
-    assert whole is not None
-    assert first is not None
-    assert whole.kept.copies.keys() == first.kept.copies.keys() == {"slow weights", "outer momentum"}
-    for name, copy in whole.kept.copies.items():
-        np.testing.assert_array_equal(copy, first.kept.copies[name])

@@ -167,33 +167,6 @@ def test_averages_have_numbers_in_the_order_of_their_steps(every, fragments, unt
 # -- cuts -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compression", ["none", "int8"])
-@pytest.mark.parametrize("more", [{"max_staleness": 0}, {"max_staleness": 3, "fragments": 3}], ids=str)
-@pytest.mark.parametrize("algorithm", OUTER)
-def test_cuts_change_nothing(algorithm: str, more: dict[str, Any], compression: str):
-    paths = []
-    for steps in (((1,) * 3,) * 11, ((11,) * 3,)):
-        own = {"cuts": frozenset(range(10)), "average_every": 4, "compression": compression, **more}
-        records = run(job(steps, algorithm, None, **own))
-        paths.append([[z.tobytes() for one in record.segments for z in one.path] for record in records])
-    assert paths[0] == paths[1]
-
-
-@pytest.mark.parametrize("compression", ["none", "bf16", "int8"])
-@pytest.mark.parametrize("first", [(6, 6, 6), (3, 9, 5), (0, 13, 1)], ids=str)
-@pytest.mark.parametrize("algorithm", OUTER)
-def test_a_job_that_is_resumed_after_a_cut_goes_on_as_if_it_had_not_stopped(algorithm, first, compression):
-    more = {"average_every": 4, "max_staleness": 3, "fragments": 2, "compression": compression, "elements": 11}
-    whole = run(job((first, (9,) * 3), algorithm, None, cuts=frozenset({0}), **more))
-    anchors = {saved.kept.copies["outer anchor"].tobytes() for record in whole if (saved := record.saved[0])}
-    assert len(anchors) == 1
-    resumed = run(job((9,) * 3, algorithm, None, **more), resumed=[record.saved[0] for record in whole])
-    for before, after in zip(whole, resumed, strict=True):
-        assert [z.tobytes() for z in before.segments[1].path] == [z.tobytes() for z in after.segments[0].path]
-        np.testing.assert_array_equal(before.segments[1].z, after.segments[0].z)
-        assert after.saved == [None]
-
-
 # -- who waits ----------------------------------------------------------------------------------------------------
 
 

@@ -65,11 +65,6 @@ def test_a_bucket_is_handed_over_once_and_all_are():
     Cluster(2).run(train)
 
 
-def test_a_round_is_frozen():
-    with pytest.raises(AttributeError):
-        ReducedRound(1, (), [], ()).index = 2  # type: ignore[misc]
-
-
 class Overwriting(MemoryCollectives):
     """Collectives whose sums are in place, as Horovod's: what was given away is gone, unless it is to be kept."""
 
@@ -278,43 +273,6 @@ def test_a_staleness_that_cannot_be_counted_is_refused():
 
 
 # -- process sets ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("quorum", ["solo", "majority", "all"])
-def test_process_sets_beside_each_other_and_beside_all_ranks(quorum):
-    """Ranks 1 and 3 share an optimizer, 0 and 2 another, and all a third; the steps are uneven."""
-    sets, steps = {1: (0, 2), 2: (1, 3)}, (3, 5, 4, 2)
-    config = EagerConfig(quorum, 3, 0.0, 1, 1)
-
-    def train(rank: int) -> tuple[list[float], Any]:
-        number = 1 + rank % 2
-        own = worker(config, process_set=sets[number], members=sets[number], process_set_id=number)
-        every = worker(config)
-        total = [0.0, 0.0]
-        workers = [own, every] if rank < 2 else [every, own]
-        for one in workers:
-            one.register(["w"], [1])
-        for one in workers:
-            one.await_registration()
-        rest: dict[EagerWorker, list[ReducedRound]] = {own: [], every: []}
-        for _ in range(steps[rank]):
-            for one in (own, every):
-                one.step({0: vector(10.0**rank)}, HYPER, rest[one].append)
-        for one in workers:
-            one.announce_finished(True)
-
-        for one in workers:
-            one.apply = rest[one].append
-            one.drain()
-        for index, rounds in enumerate(rest.values()):
-            total[index] += sum(r.sums[0][0] for r in rounds)
-        return total, own.stats()
-
-    for rank, ((own, every), stats) in enumerate(Cluster(4, jitter=0.001).run(train)):
-        assert every == 3 + 50 + 400 + 2000
-        assert own == (50 + 2000 if rank % 2 else 3 + 400)
-        assert stats.total_produced == 7
-        assert len(stats.held_s) == 2
 
 
 def test_ranks_that_name_different_process_sets_are_refused():

@@ -201,7 +201,7 @@ def main() -> None:
                 else:
                     die(manner, others)
             if manner == "slow":
-                time.sleep(3.5)
+                time.sleep(2.5)
         try:
             framework.step(optimizer, integers(SHAPE, rank, step, 0))
         except Exception as error:

@@ -105,15 +105,13 @@ UNEVEN = tuple(
 )
 FEW = {"osgp 1 exponential", "dpsgd ring", "adpsgd star", "dpsgd int8", "uneven sgp"}
 FEW |= {"dpsgd quasi-global", "noloco", "local", "local int8", "uneven local"}
-SOME = FEW | {"sgp star", "sgp averaged", "dpsgd base", "exact diffusion ring", "allreduce", "slowmo", "diloco"}
-SOME |= {"adpsgd quasi-global", "adpsgd bf16", "diloco int8", "uneven adpsgd", "uneven exact-diffusion"}
+FEW |= {"hosts sgp", "hosts adpsgd", "hosts int8", "hosts uneven osgp"}
+SOME = FEW | {"sgp star", "exact diffusion ring", "uneven adpsgd"}
 """Each algorithm, compression and kind; torch's ranks have all of them, and so has Keras in one process."""
 SHARES = {"some": SOME, "few": FEW}
 
 
 def cases(size: int, share: Share) -> tuple[Gossip, ...]:
     """Those of a job."""
-    if size == 4:
-        return HOSTS + HOSTS_COMPRESSED + UNEVEN_HOSTS
-    everything = (*EXACT, *COMPRESSED, *UNEVEN)
+    everything = HOSTS + HOSTS_COMPRESSED + UNEVEN_HOSTS if size == 4 else EXACT + COMPRESSED + UNEVEN
     return everything if share == "all" else tuple(case for case in everything if case.name in SHARES[share])

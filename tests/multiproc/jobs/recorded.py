@@ -1,12 +1,14 @@
-"""What ``hvd_async record`` is on each rank, of ``recorded_training.py``: recorded.py FOLDER."""
+"""What ``hvd_async record`` is on each rank: recorded.py [--without-horovod] FOLDER SCRIPT ARGUMENT..."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+
+if sys.argv[1] == "--without-horovod":  # as if it were not installed
+    del sys.argv[1]
+    sys.modules["horovod"] = None  # type: ignore[assignment]
 
 from hvd_async.cli.main import main
 
 if __name__ == "__main__":
-    script = Path(__file__).with_name("recorded_training.py")
-    sys.exit(main(["record", "--out", f"{sys.argv[1]}/horovod", str(script), sys.argv[1], "--steps", "30"]))
+    sys.exit(main(["record", "--out", *sys.argv[1:]]))

@@ -123,15 +123,6 @@ class LeastSquares:
         values: list[float] = self.variable.numpy().astype(np.float64).tolist()
         return values
 
-    def saved(self) -> Any:
-        """Return the content of a script's checkpoint."""
-        return self.variable.numpy().copy(), self.optimizer.get_state()
-
-    def load(self, saved: Any) -> None:
-        """Take up what was saved."""
-        self.variable.assign(saved[0])
-        self.optimizer.set_state(saved[1])
-
 
 class Observer(keras.callbacks.Callback):
     """Sleeps before every batch, lowers this rank's own learning rate, and looks at the replica after every batch."""

@@ -21,16 +21,11 @@ from tests.conformance.reference import Applied, replay
 
 STEPS = 30
 CASES: dict[str, tuple[Any, Case]] = {
-    "sgd": (keras.optimizers.SGD(0.05, momentum=0.9), Case("sgd", "sgd", lr=0.05, momentum=0.9)),
     "nesterov": (
         keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True),
         Case("nesterov", "sgd", lr=0.05, momentum=0.9, nesterov=True),
     ),
     "adam": (keras.optimizers.Adam(1e-3), Case("adam", "adam", lr=1e-3)),
-    "decay": (
-        keras.optimizers.SGD(0.05, momentum=0.9, weight_decay=0.01),
-        Case("decay", "sgd", lr=0.05, momentum=0.9, weight_decay=0.01),
-    ),
 }
 
 

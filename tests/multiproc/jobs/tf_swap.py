@@ -69,41 +69,6 @@ def numbered_names(report: Report) -> None:
     report.put("numbered names", name=optimizer.name, weights=crc(model.variables))
 
 
-class Pair(keras.Model):
-    """Two sub-models, each with its optimizer."""
-
-    def __init__(self, *optimizers: Any) -> None:
-        super().__init__()
-        self.one, self.other = mlp(seed=hvd.rank()), mlp(seed=10 + hvd.rank())
-        self.for_one, self.for_other = optimizers
-        for model, optimizer in ((self.one, self.for_one), (self.other, self.for_other)):
-            optimizer.build(model.trainable_variables)
-
-    def train_step(self, data: Any) -> dict[str, Any]:
-        x, y = data
-        for model, optimizer in ((self.one, self.for_one), (self.other, self.for_other)):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, model(x), from_logits=True))
-            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
-        return {"loss": loss}
-
-
-def several_optimizers(report: Report) -> None:
-    """Epochs of 11, 5 and 2 batches, with the callbacks that communicate."""
-    optimizers = [hvd_async.EagerOptimizer(keras.optimizers.Adam(0.01), max_staleness=2) for _ in range(2)]
-    model = Pair(*optimizers)
-    model.compile(jit_compile=False)
-    callbacks = ours()
-    used = [callbacks.BroadcastGlobalVariablesCallback(0), callbacks.MetricAverageCallback()]
-    history = model.fit(batches(hvd.rank(), (11, 5, 2)[hvd.rank()]), epochs=2, verbose=0, callbacks=used)
-    report.put(
-        "several optimizers",
-        losses=[float(loss) for loss in history.history["loss"]],
-        weights=[crc(model.one.variables), crc(model.other.variables)],
-        applied=[one.stats().gradients_applied for one in optimizers],
-    )
-
-
 def different_variables(report: Report) -> None:
     """Broadcast of a model that rank 1 has built otherwise."""
     layers = [keras.layers.Dense(3 if hvd.rank() == 1 else 2), keras.layers.Dense(2)]
@@ -131,7 +96,6 @@ def main() -> None:
     report = Report(hvd.rank())
     numbered_names(report)
     speed(report)
-    several_optimizers(report)
     different_variables(report)
     hvd.shutdown()
     report.put("end")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import zlib
 from collections.abc import Iterable
@@ -122,16 +121,6 @@ class LeastSquares:
         """The weights now."""
         values: list[float] = self.parameter.detach().double().tolist()
         return values
-
-    def saved(self) -> Any:
-        """Return the content of a script's checkpoint."""
-        return copy.deepcopy({"model": self.parameter.detach(), "optimizer": self.optimizer.state_dict()})
-
-    def load(self, saved: Any) -> None:
-        """Take up what was saved."""
-        with torch.no_grad():
-            self.parameter.copy_(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
 
 
 def promise(case: Promise) -> tuple[Any, dict[str, Any]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-import warnings
 from typing import Any
 
 import torch
-from common import Report, Straggler, raised, whole_expected
-from torch_common import Batches, Whole, crc, mlp, state_tensors
+from common import Report, raised
+from table import BROADCASTS
+from torch_common import Batches, crc, mlp, state_tensors
 
 import hvd_async.torch as hvd
 
@@ -141,110 +141,10 @@ def any_kind(report: Report) -> None:
     report.put("any kind", **result, scale=module.scale, expected=AnyKind(0).values()[1:])
 
 
-def whole_steps(optimizer: Any, whole: Whole, first: int, steps: int) -> None:
-    """Whole-number steps without stragglers."""
-    for step in range(first + 1, first + steps + 1):
-        whole.set_gradients(hvd.rank(), step)
-        optimizer.step()
-
-
-def two_optimizers(report: Report) -> None:
-    """As in a GAN, at different counts; draining one of them alone does not disturb the other."""
-    one, two, rank = Whole(), Whole(), hvd.rank()
-    first = hvd.EagerOptimizer(one.sgd(), quorum="solo", max_staleness=3)
-    second = hvd.EagerOptimizer(two.sgd(), quorum="majority", max_staleness=3)
-    straggler = Straggler("random:1:0.01", rank, hvd.size(), seed=9)
-    for step in range(1, 7):
-        straggler.compute()
-        whole_steps(first, one, step - 1, 1)
-        whole_steps(second, two, 2 * (step - 1), 2)
-    whole_steps(first, one, 6, 2 * rank)
-    first.drain()
-    whole_steps(second, two, 12, 3 * (1 - rank))
-    second.drain()
-    first.drain()
-    report.put(
-        "two optimizers",
-        first=one.weights(),
-        first_expected=whole_expected([6, 8]),
-        second=two.weights(),
-        second_expected=whole_expected([15, 12]),
-    )
-
-
-def transform(report: Report) -> None:
-    """Clips every round, also those applied by drain()."""
-    whole, norms = Whole(), []
-
-    def clip(parameters: Any) -> None:
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        norms.append(float(torch.stack([p.grad.norm().double() for p in parameters]).norm()))
-
-    optimizer = hvd.EagerOptimizer(whole.sgd(), quorum="solo", round_transform=clip)
-    straggler = Straggler("rank:1:0.02", hvd.rank(), hvd.size())
-    for step in range(1, 7):
-        straggler.compute()
-        whole_steps(optimizer, whole, step - 1, 1)
-    optimizer.drain()
-    report.put("transform", weights=whole.weights(), norms=norms, rounds=optimizer.stats().rounds_applied)
-
-
-def synchronize(report: Report) -> None:
-    """Horovod's idiom for clipping; what it never showed is applied by drain(), with a warning."""
-    whole = Whole()
-    optimizer = hvd.EagerOptimizer(whole.sgd(), quorum="solo", max_staleness=16)
-    straggler = Straggler("rank:1:0.05", hvd.rank(), hvd.size())
-    for step in range(1, 6):
-        straggler.compute()
-        whole.set_gradients(hvd.rank(), step)
-        optimizer.synchronize()
-        with optimizer.skip_synchronize():
-            optimizer.step()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        optimizer.drain()
-    stats = optimizer.stats()
-    report.put(
-        "synchronize",
-        weights=whole.weights(),
-        expected=whole_expected([5, 5]),
-        warned=[str(w.message) for w in caught if "round_transform" in str(w.message)],
-        late=sum(n for s, n in stats.staleness.items() if s > 0),
-    )
-
-
-def buffers(report: Report, policy: str) -> None:
-    """Batch-norm statistics after a drain."""
-    torch.manual_seed(3)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))
-    optimizer = hvd.EagerOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        model.named_parameters(),
-        quorum="all",
-        named_buffers=model.named_buffers(),
-        buffers=policy,
-    )
-    generator = torch.Generator().manual_seed(hvd.rank())
-    for _ in range(2 + hvd.rank()):
-        optimizer.zero_grad()
-        model(torch.randn(8, 8, generator=generator)).square().sum().backward()
-        optimizer.step()
-    own = {name: buffer.double().tolist() for name, buffer in model.named_buffers()}
-    optimizer.drain()
-    agreed = {name: buffer.double().tolist() for name, buffer in model.named_buffers()}
-    report.put(f"buffers {policy}", own=own, agreed=agreed)
-
-
 def run(report: Report) -> None:
     """All cases."""
     different_weights(report)
-    for kind in ("sgd", "adam"):
-        for steps in ((3, 2), (2, 0), (0, 2), (0, 0)):
-            broadcast_state(report, kind, steps)
+    for kind, steps in BROADCASTS:
+        broadcast_state(report, kind, steps)
     broadcast_channels_last(report)
     any_kind(report)
-    two_optimizers(report)
-    transform(report)
-    synchronize(report)
-    for policy in ("average", "root", "local"):
-        buffers(report, policy)

@@ -228,9 +228,7 @@ def imported_by_name(report: Report) -> None:
 
 
 SPARSE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
     "sparse-adam": lambda parameters: torch.optim.SparseAdam(list(parameters), lr=0.1),
 }
 
@@ -252,24 +250,6 @@ def sparse(report: Report, kind: str) -> None:
             optimizer.drain()
         ends.append(model.weight.detach().reshape(-1).tolist())
     report.put(f"sparse {kind}", theirs=ends[0], ours=ends[1])
-
-
-def benchmark(report: Report) -> None:
-    """The calls of Horovod's synthetic benchmark, in their order."""
-    model = classifier(seed=50 + hvd.rank())
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
-    optimizer = hvd_async.EagerOptimizer(
-        optimizer, named_parameters=model.named_parameters(), compression=hvd.Compression.fp16, op=hvd.Average
-    )
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    x, y = torch.randn(16, 8), torch.randint(0, 4, (16,))
-    for _ in range(8):
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    optimizer.drain()
-    report.put("benchmark", weights=crc(model.parameters()))
 
 
 class Metric:
@@ -351,7 +331,6 @@ def main() -> None:
     chosen = arguments().cases
     hvd.init()
     warnings.simplefilter("error", UserWarning)
-    warnings.filterwarnings("ignore", "Sparse invariant checks")  # torch's own Adagrad
     report = Report(hvd.rank())
 
     def case(name: str, run: Callable[[], None]) -> None:
@@ -366,7 +345,6 @@ def main() -> None:
         case("elastic", lambda family=family: elastic_state(report, family))  # type: ignore[misc]
     for kind in SPARSE:
         case("sparse", lambda kind=kind: sparse(report, kind))  # type: ignore[misc]
-    case("benchmark", lambda: benchmark(report))
     for quorum in ("all", "solo"):
         case("imagenet", lambda quorum=quorum: imagenet(report, quorum))  # type: ignore[misc]
     # Rounds are on their way when Horovod's own shutdown() comes: it has to drain.
