@@ -18,6 +18,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "scripts" / "slurm" / "README.md",
+    ROOT / "scripts" / "benchmarks" / "measurements.md",
 ]
 TROUBLE = ROOT / "docs" / "troubleshooting.md"
 GAP = "\0"

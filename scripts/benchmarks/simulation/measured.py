@@ -1,4 +1,4 @@
-"""What the benchmarks have measured (docs/measurements.md), and the same set-ups simulated: ratios side by side. Pure.
+"""What the benchmarks have measured (scripts/benchmarks/measurements.md), and the same set-ups simulated: ratios side by side. Pure.
 
 All parameters are the machine's, known from elsewhere, but for one: what the software around a collective takes of 8
 ranks that share 2 cores. It is calibrated once, from one row.
