@@ -14,8 +14,8 @@ import hvd_async.tensorflow.keras as hvd
 from hvd_async.testing import Cluster
 from hvd_async.traces.format import read_trace
 from scripts.benchmarks.jobs import timed_keras
-from scripts.benchmarks.jobs.sequence_lengths_keras import HIDDEN, Lstm
-from scripts.benchmarks.support.clips import PIXELS
+from scripts.benchmarks.jobs.timed_keras import HIDDEN, Lstm
+from scripts.benchmarks.support.data import PIXELS
 from tests.conformance import keras_ranks  # noqa: F401  before anything has run in TensorFlow
 
 STEPS = 8
@@ -50,8 +50,8 @@ ALGORITHMS = {"all": "eager", "majority": "eager", "adpsgd": "adpsgd"}
 def alike(made):
     """Have models the same weights: here ranks are threads, which share the random numbers of one seed."""
 
-    def made_alike(plan):
-        model, samples = made(plan)
+    def made_alike(task):
+        model, samples = made(task)
         model.set_weights([np.full_like(weights, 0.01) for weights in model.get_weights()])
         return model, samples
 
@@ -70,10 +70,10 @@ def test_the_recorded_job_sleeps_as_its_schedule_says(monkeypatch, tmp_path, arm
     def train(rank):
         own = []
         record = lambda block, found: own.append(found)  # noqa: E731
-        job = SimpleNamespace(rank=rank, plan={"model": "small"}, barrier=together.wait, record=record)
-        block = {"arm": arm, "seed": 0, "barrier": False, "times": times, "trace": str(tmp_path)}
+        job = SimpleNamespace(rank=rank, barrier=together.wait, record=record)
+        block = {"arm": arm, "fit": True, "task": {"name": "small"}, "times": times, "trace": str(tmp_path)}
         timed_keras.run_block(job, block)
-        return own[0]["elapsed"]
+        return own[0]["ends"][-1]
 
     seconds = Cluster(2).run(train)
     trace = read_trace(tmp_path, skip=0, least=1)
@@ -87,15 +87,6 @@ def test_the_recorded_job_sleeps_as_its_schedule_says(monkeypatch, tmp_path, arm
 
 
 def test_the_job_on_slow_links_has_as_many_megabytes_as_its_plan_says():
-    model, samples = timed_keras.made({"model": "network", "megabytes": 2.0})
+    model, samples = timed_keras.made({"name": "network", "megabytes": 2.0})
     assert 4 * model.count_params() == pytest.approx(2e6, rel=0.01)
     assert samples == 1
-
-
-def test_ranks_begin_each_step_together_where_the_block_says_so():
-    met = []
-    timed = timed_keras.Scheduled(SimpleNamespace(barrier=lambda: met.append(len(met))), [0.0] * 3, barrier=True)
-    for step in range(3):
-        timed.on_train_batch_begin(step)
-        timed.on_train_batch_end(step)
-    assert met == [0, 1, 2]

@@ -43,11 +43,11 @@ def benchmarks() -> Iterator[Any]:
 
 def histories_of(benchmarks: Any, ranks: int, schedules: Sequence[Any], **how: Any) -> list[Any]:
     """Return the histories of a job that goes through these schedules."""
-    nemesis, history, launch = map(benchmarks, ("nemesis", "history", "launch"))
+    nemesis, launch = map(benchmarks, ("nemesis", "launch"))
     weights = nemesis.COLUMNS * nemesis.SLOTS
     plan = {"framework": "torch", "weights": weights, "schedules": [one.content() for one in schedules]}
     blocks = launch.run("nemesis", ranks, plan, limit=240.0, elastic=True, **how)
-    return [history.History(nemesis.Schedule.of(block["schedule"]), block["history"]) for block in blocks]
+    return [nemesis.History(nemesis.Schedule.of(block["schedule"]), block["history"]) for block in blocks]
 
 
 @pytest.fixture(scope="module")

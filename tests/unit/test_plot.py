@@ -2,6 +2,7 @@ import csv
 import dataclasses
 import importlib
 import json
+import math
 import pathlib
 
 import pytest
@@ -10,11 +11,11 @@ from hvd_async.runner.logs import write_leaders, write_step_times
 from hvd_async.runner.metrics import JobMetrics, OptimizerCounts
 from hvd_async.runner.report import EpochRow, MetricsFile
 from hvd_async.runner.summary import KEYS
-from scripts.benchmarks.cases import accuracy
+from scripts.benchmarks.cases import CASES
 from scripts.benchmarks.support import plot as drawing
 from scripts.benchmarks.support import runs
-from scripts.benchmarks.support.intervals import Interval
-from scripts.benchmarks.support.report import Report, row
+from scripts.benchmarks.support.figures import Interval
+from scripts.benchmarks.support.report import Panel, Report, row
 
 SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / "scripts"
 PULLS = [(10.0, 0, 1), (10.2, 1, 3), (11.0, -1, 3), (12.0, 0, 0), (13.5, -1, 0)]
@@ -131,10 +132,8 @@ def test_runs_are_compared(plot, tmp_path, capsys):
 def titles(*given):
     from matplotlib.figure import Figure
 
-    from scripts.benchmarks.support import panels
-
     figure = Figure(layout="constrained")
-    panels.draw(figure, dict(zip(runs.labels(given), given, strict=True)))
+    runs.draw(figure, dict(zip(runs.labels(given), given, strict=True)))
     return {axes.get_title(): axes for axes in figure.axes}
 
 
@@ -198,13 +197,13 @@ def test_bars_stand_in_groups_with_their_ends_and_marks():
         for ranks in (8, 4)
         for place, arm in enumerate(("horovod", "solo"))
     ]
-    axes = Figure().subplots()
-    drawing.bars(axes, rows, "{ranks} ranks")
-    drawing.marks(axes, rows, "{ranks} ranks", "most", "D", "the most")
+    case = dataclasses.replace(CASES["straggler"], panels=(Panel(marks=("most",)),), group="{ranks} ranks")
+    drawing.draw(figure := Figure(), case, rows)
+    (axes,) = figure.axes
     middles = [patch.get_x() + patch.get_width() / 2 for patch in axes.patches]
     quarter = drawing.WIDTH / 4
-    assert middles == pytest.approx([-quarter, 1 - quarter, quarter, 1 + quarter])
-    assert [patch.get_height() for patch in axes.patches] == [80.0, 40.0, 81.0, 41.0]
+    assert middles == pytest.approx([-quarter, quarter, 1 - quarter, 1 + quarter])
+    assert [patch.get_height() for patch in axes.patches] == [80.0, 81.0, 40.0, 41.0]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["8 ranks", "4 ranks"]
     ends = [segment[:, 1].tolist() for bars in axes.collections for segment in bars.get_segments()]
     assert ends == [[5.0, 90.0]] * 4
@@ -218,17 +217,14 @@ def test_bars_stand_in_groups_with_their_ends_and_marks():
 
 def test_a_benchmark_is_drawn_again_as_it_was(plot, tmp_path):
     """A report's picture is drawn from its JSON, which knows no infinity."""
-    gap = {"difference": 0.0, "difference_low": float("-inf"), "difference_high": float("inf"), "pairs": [0.0]}
+    case, gap = CASES["split_classes"], {"difference": 0.0, "difference_low": -math.inf, "difference_high": math.inf}
     rows = [row(arm, {"delay": None}, 0.9, "share", **gap) for arm in ("horovod", "solo")]
-    report = Report("accuracy", 4, rows, accuracy.COLUMNS, draw=accuracy.draw)
+    report = Report(case, 4, rows)
     report.write(tmp_path / "found.json")
-    drawing.save(report, tmp_path / "first.png")
+    drawing.save(case, report.content(), tmp_path / "first.png")
     plot.main([str(tmp_path / "found.json"), "--plot", str(tmp_path / "again.png")])
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "first.png").read_bytes()
-    drawn = []
-    drawing.save(dataclasses.replace(report, draw=lambda _, given: drawn.extend(given)), tmp_path / "x.png")
-    assert drawn == json.loads(report.json())["rows"]
-    assert drawn[0]["difference_low"] is None
+    assert report.content()["rows"][0]["difference_low"] is None
 
 
 # -- what cannot be drawn -------------------------------------------------------------------------------------
@@ -254,8 +250,13 @@ def test_a_benchmark_is_drawn_again_as_it_was(plot, tmp_path):
             [],
             "is of a case 'chess' that is not there: give one of straggler",
         ),
-        ("x.json", '{"case": "race", "rows": [{}]}', [], "x.json: its rows are not those of race"),
-        ("x.json", '{"case": "race", "rows": []}', ["SCRIPTS"], "x.json is a benchmark's: give it by itself"),
+        (
+            "x.json",
+            '{"case": "hetero", "ranks": 4, "transport": "gloo", "rows": [{"value": 1}]}',
+            [],
+            "x.json: its rows are not those of hetero",
+        ),
+        ("x.json", '{"case": "hetero", "rows": []}', ["SCRIPTS"], "x.json is a benchmark's: give it by itself"),
         ("x.json", "{}", ["nowhere"], "nowhere is not there: give a runner's --log-dir"),
         ("x.png", "\ufeff\x00", [], "x.png is no metrics.csv"),
         ("empty/x", "", ["empty"], "empty holds no metrics.csv, step_times.csv, leaders.csv or summary.json"),
