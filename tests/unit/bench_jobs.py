@@ -10,7 +10,7 @@ import dataclasses
 import json
 from typing import Any
 
-from hvd_async.simulation.names import LEADERS, SYNCHRONOUS, gossip_of, read_name, waits_for_nobody
+from hvd_async.simulation.names import LEADERS, gossip_of, read_name, waits_for_nobody
 from hvd_async.traces.recorder import Recorder
 from scripts.benchmarks.support.arms import MUTANT, PLAIN, RECORDED
 from scripts.benchmarks.support.nemesis import HOROVOD, Schedule, Trouble
@@ -174,8 +174,3 @@ def blocks_of(job: str, size: int, plan: Block, well: bool) -> list[Block]:
             found.append({**told, "by_rank": ranks})
     read: list[Block] = json.loads(json.dumps(found))
     return read
-
-
-def is_synchronous(arm: str) -> bool:
-    """Return whether all ranks step together under an arm."""
-    return arm in SYNCHRONOUS

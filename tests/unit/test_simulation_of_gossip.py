@@ -16,7 +16,6 @@ from hvd_async.simulation.job import Clock, Setup, Wire
 from hvd_async.simulation.network import Network
 
 
-
 class Stall(NamedTuple):
     """Where a rank stands still: in this step, for the messages of these ranks."""
 

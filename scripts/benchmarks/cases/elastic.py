@@ -248,7 +248,7 @@ def nemesis_report(args: argparse.Namespace, found: list[Found]) -> Report:
 
 NEMESIS = Case(
     name="nemesis",
-    help="elastic training: ranks killed, stopped, cut off at random, hosts come and go; nothing lost, counted twice, hung",
+    help="elastic training: ranks killed, stopped, cut off, hosts come and go; nothing lost, counted twice, hung",
     text="""Elastic training with trouble: ranks are killed, stopped, cut off, hosts come and go; what must hold, holds.
 
 Each schedule is drawn from a seed: --seeds goes through these again. Weights count how often each gradient was applied,

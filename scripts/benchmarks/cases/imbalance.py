@@ -40,8 +40,11 @@ def fresh_per_second(block: Block) -> float | None:
     return sum(own["stats"]["staleness"].get("0", 0) for own in block["by_rank"]) / elapsed(block)
 
 
-def bound_of(block: Block, times: Schedule) -> float:
-    """Return the best speed-up over synchronous that a schedule allows an arm, with its draw of initiators."""
+def bound_of(block: Block, times: Schedule) -> float | None:
+    """Return the best speed-up over synchronous that a schedule allows an arm, with its draw of initiators; None for
+    ``auto``, which cannot be replayed."""
+    if block["arm"] == "auto":
+        return None
     how = {"seed": block["seed"], "first_round": 1 + int(block["by_rank"][0]["rounds_before"])}
     return synchronous_seconds(times) / replay(times, block["arm"], **how).seconds
 
@@ -75,7 +78,11 @@ def straggler(args: argparse.Namespace, say: Say) -> Report:
     arms = parse_arms(args.arms, args.ranks, gossip=any_family, leaders=any_family)
     real = args.model != "small"
     task = {"name": "resnet50", "batch": 16, "image_size": 32} if real else {"name": "small"}
-    schedules = {delay: schedule_of(args, delay) for delay in args.delay}
+    common = (args.steps, args.ranks, args.compute)
+    schedules = {
+        delay: stalls(*common, delay, args.stalls, args.seed) if any_family else one_random(*common, delay, args.seed)
+        for delay in args.delay
+    }
     blocks = [
         block_of(
             *(arm, repetition, task),
@@ -109,13 +116,6 @@ def straggler(args: argparse.Namespace, say: Say) -> Report:
     return report
 
 
-def schedule_of(args: argparse.Namespace, delay: float) -> Schedule:
-    """Return who is late when."""
-    if args.stalls is None:
-        return one_random(args.steps, args.ranks, args.compute, delay, args.seed)
-    return stalls(args.steps, args.ranks, args.compute, delay, args.stalls, args.seed)
-
-
 def straggler_rows(blocks: list[Block], setting: Mapping[str, Any], times: Schedule) -> list[Row]:
     """Return a row for each arm, in the order of the first repetition."""
     groups, real = by_arm(blocks), setting["model"] != "small"
@@ -125,8 +125,8 @@ def straggler_rows(blocks: list[Block], setting: Mapping[str, Any], times: Sched
     for arm, mine in groups.items():
         seconds = spread([step_seconds(block) for block in mine])
         speedup = base / seconds.value if base else None
-        unbound = real or arm == "auto" or setting.get("stalls") is not None
-        best = None if unbound else statistics.median(bound_of(block, times) for block in mine)
+        unbound = real or setting.get("stalls") is not None
+        best = None if unbound else median(bound_of(block, times) for block in mine)
         waits = [statistics.fmean(own["waited"] / len(own["ends"]) for own in block["by_rank"]) for block in mine]
         rows.append(
             row(

@@ -236,8 +236,7 @@ def visible_devices() -> list[str]:
 
 
 def gpu_rows(blocks: list[Block], setting: Mapping[str, Any]) -> list[Row]:
-    """Return a row for each arm; ``value`` is the median block's, ``ratio`` the median over repetitions of its rate over
-    the baseline's."""
+    """Return a row for each arm; ``ratio``: the median over repetitions of its rate over the baseline's."""
     timed = [block for block in blocks if not block.get("profile")]
     traced = {block["arm"]: block["by_rank"][0] for block in blocks if block.get("profile")}
     ratios, rows = Ratios(setting["baseline"], timed), []
@@ -254,8 +253,8 @@ def gpu_rows(blocks: list[Block], setting: Mapping[str, Any]) -> list[Row]:
 
 GPU = Case(
     name="gpu",
-    help="ResNet-50 on GPUs: images a second against Horovod's optimizer and plain torch, and what waits for the device",
-    text="""The real ResNet-50 on GPUs, half precision, channels last: images a second, beside plain torch's and Horovod's.
+    help="ResNet-50 on GPUs: images a second against Horovod's and plain torch's, and what waits for the device",
+    text="""ResNet-50 on GPUs, half precision, channels last: images a second, beside plain torch's and Horovod's.
 
 With one rank nothing travels, and arms are compared with plain torch: what differs is what an optimizer costs by
 itself, for its rounds run all the same. With several they are compared with Horovod's optimizer. Steps are timed by the
@@ -410,8 +409,8 @@ def most_operators(each: Row) -> float:
 
 HOST = Case(
     name="host",
-    help="operators, calls and CPU time of one step beside the plain optimizer's, Horovod's and DDP's, 1 rank and several",
-    text="""Host cost of a step: counts of operators and calls, and CPU time, beside the plain optimizer, Horovod and DDP.
+    help="operators, calls and CPU time of one step beside plain torch's, Horovod's and DDP's, 1 rank and several",
+    text="""Host cost of a step: operators, calls and CPU time, beside the plain optimizer, Horovod and DDP.
 
 The model has as many parameters as ResNet-50, of 8 elements each (in TensorFlow 40, as one graph), so that nothing is
 left but the host's work. On a GPU a step is as fast as the plain one only while the host is ahead of the device. On the
@@ -519,7 +518,7 @@ def activation_rows(blocks: list[Block]) -> list[Row]:
 ACTIVATION = Case(
     name="activation",
     help="milliseconds from a round's first arrival to its last receipt; the engine thread's CPU time per round",
-    text="The control plane alone: from a round's first arrival to the last engine's command; the engine's own CPU time.",
+    text="The control plane alone: a round's first arrival to the last engine's command; the engine's own CPU time.",
     run=activation,
     columns=columns(
         "what = setting.what | ranks = setting.ranks d | arm | ms = value .3f ~ | 95% below = p95 .3f | "

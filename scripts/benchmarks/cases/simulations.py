@@ -7,7 +7,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 from ..support import connections, peer_machines, simulated, state_machines
 from ..support.arms import named_arms, need_arm
@@ -110,8 +109,8 @@ computed at the current weights, which no job can have at this speed. --repetiti
     run=late_gradients,
     columns=columns(
         "task = setting.task | arm | accuracy = value .4f | difference = difference +.4f 95% | "
-        f"to {DEFAULT} = to_default +.4f 95% | speed-up = speedup .3f | staleness = staleness .2f | fresh = fresh .2f | "
-        "seeds = runs d"
+        f"to {DEFAULT} = to_default +.4f 95% | speed-up = speedup .3f | staleness = staleness .2f | "
+        "fresh = fresh .2f | seeds = runs d"
     ),
     panels=(Panel("difference", "points", each="task"),),
     group="{task}",

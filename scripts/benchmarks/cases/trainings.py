@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvd_async.simulation.names import GOSSIP, LEADERS, RIVALS, SYNCHRONOUS, gossip_of, read_name, waits_for_nobody
-from hvd_async.simulation.schedule import Schedule, one_random, own_pace, replay, synchronous_seconds
+from hvd_async.simulation.schedule import Schedule, one_random, own_pace, synchronous_seconds
 
 from ..support import data
 from ..support.arms import MUTANT, WARM_UP, installed, is_eager, listed, need_arm, parse_arms
@@ -34,7 +34,7 @@ from ..support.figures import (
 )
 from ..support.launch import START, Progress, block_of, measure, repetitions
 from ..support.report import Case, Option, Panel, Report, Row, Say, chosen, columns, ends, interval_of, row, table
-from .imbalance import judge_busy
+from .imbalance import bound_of, judge_busy
 from .network import ENVIRONMENT
 
 POINT = 0.01
@@ -110,15 +110,6 @@ def steps_per_second(block: Block) -> float:
     return len(block["by_rank"]) / step_seconds(block)
 
 
-def length_bound(block: Block) -> float | None:
-    """Return the best speed-up over synchronous that the lengths allow; None for ``auto``, which cannot be replayed."""
-    if block["arm"] == "auto":
-        return None
-    frames = frames_of(block, len(block["by_rank"]))
-    how = {"seed": block["seed"], "first_round": 1 + int(block["by_rank"][0]["rounds_before"])}
-    return synchronous_seconds(frames) / replay(frames, block["arm"], **how).seconds
-
-
 def variation(block: Block) -> float:
     """Return the ranks' standard deviation over their mean, of a step's computation, mean over the steps."""
     seconds = np.array([own["computed"] for own in block["by_rank"]])
@@ -142,7 +133,7 @@ def length_rows(blocks: list[Block], setting: Mapping[str, Any]) -> list[Row]:
             row(
                 *(arm, setting, spread([steps_per_second(block) for block in mine]), "steps/s of all ranks"),
                 **ends("speedup", spread([steps_per_second(b) / steps_per_second(base[b["seed"]]) for b in mine])),
-                bound=median(map(length_bound, mine)),
+                bound=median(bound_of(block, frames_of(block, len(block["by_rank"]))) for block in mine),
                 over_ideal=median(map(over_ideal, mine)),
                 accuracy=statistics.fmean(scores),
                 accuracies=scores,
@@ -348,7 +339,7 @@ def split_rows(blocks: list[Block], setting: Mapping[str, Any], baseline: str, s
 SPLIT = Case(
     name="split_classes",
     old_name="hard",
-    help="classes split over ranks, the only rank with two of them always late; with a mutant that drops late gradients",
+    help="classes split over ranks, the only rank with two of them late; with a mutant that drops late gradients",
     text="""Classes split over the ranks, and the rank that alone holds two of them always late; no batch norm.
 
 Beside it a mutant of our own optimizer that loses late gradients, as the code published with the paper does. Of arms
@@ -654,7 +645,7 @@ def recommend(report: Report, rows: list[Row]) -> None:
 TIME_TO_ACCURACY = Case(
     name="time_to_accuracy",
     help="seconds to two targets under each kind of imbalance, all arms with tuned rates; which one to take",
-    text="""Seconds to an accuracy, under each kind of imbalance: Horovod, torch's and others' libraries, all modes of ours.
+    text="""Seconds to an accuracy, under each kind of imbalance: Horovod, other libraries, all modes of ours.
 
 Kinds: nobody is late; one random rank is, in each step; one rank is 3 times slower for good; sequences differ in
 length; links have 50 Mbit/s (virtual hosts: needs root); classes are split over the ranks, and the last rank is late.

@@ -67,7 +67,6 @@ class Listener:
     # -- what the engine asks of a participant ----------------------------------------------------------------
 
     def on_command(self, command: Command) -> None:
-        """Note when a round's command came."""
         now = time.monotonic()
         if isinstance(command, ExplainRound):  # (nobody waits for it)
             self.first[command.round] = command.trigger.first
@@ -83,15 +82,12 @@ class Listener:
             self._changed.notify_all()
 
     def fail(self, error: Exception) -> None:
-        """Wake the waiting thread, which asks the engine."""
         with self._changed:
             self._changed.notify_all()
 
-    def announce_finished(self, flush: bool) -> None:
-        """Nothing to say: ``close`` has."""
+    def announce_finished(self, flush: bool) -> None: ...
 
-    def delete(self) -> None:
-        """Nothing is left when the process ends: ``close`` was before."""
+    def delete(self) -> None: ...
 
     def _send(self, event: Any) -> None:
         self._engine.call_soon(lambda: self._engine.send(event))

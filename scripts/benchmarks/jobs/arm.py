@@ -102,11 +102,9 @@ class Contiguous:
         self._compression = compression
 
     def compress(self, tensor: torch.Tensor) -> Any:
-        """Return what is sent, and what decompressing needs."""
         return self._compression.compress(tensor.contiguous())
 
     def decompress(self, tensor: torch.Tensor, context: Any) -> Any:
-        """Return what came, in its own type."""
         return self._compression.decompress(tensor, context)
 
 
@@ -115,13 +113,11 @@ class Known(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradients: list[torch.Tensor], *parameters: torch.Tensor) -> torch.Tensor:
-        """Return 0."""
         ctx.gradients = gradients
         return parameters[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, one: torch.Tensor) -> Any:
-        """Return the gradients."""
         return (None, *ctx.gradients)
 
 
@@ -245,7 +241,6 @@ class Arm:
         return self.optimizer.consensus_distance() if self.gossip else None
 
     def norm(self) -> float:
-        """Return the norm of this rank's weights."""
         return math.sqrt(sum(float(p.detach().double().square().sum()) for p in self.model.parameters()))
 
     def drain(self) -> None:
@@ -354,15 +349,12 @@ class _InBackward:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all its optimizers; before there are any, the group that they are made after."""
         own = [group for optimizer in self._model._optims for group in optimizer.param_groups]
         return own or self._optimizer.param_groups
 
-    def zero_grad(self) -> None:
-        """Do nothing: the backward pass does it."""
+    def zero_grad(self) -> None: ...
 
-    def step(self) -> None:
-        """Do nothing: the backward pass does it."""
+    def step(self) -> None: ...
 
 
 def _decent_dp(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[torch.nn.Module, Any]:
@@ -433,17 +425,14 @@ class Forgetful(EagerWorker):
         self._gone: dict[int, int] = {}
 
     def on_command(self, command: Command) -> None:
-        """Note which round has gone."""
         if isinstance(command, StartRound):
             self._gone.update(dict.fromkeys(command.buckets, command.round))
         super().on_command(command)
 
     def hand_over(self, bucket: int, vector: Vector | None) -> None:
-        """Hand over nothing if it is too late."""
         super().hand_over(bucket, self._kept(bucket, vector))
 
     def step(self, vectors: Mapping[int, Vector | None], *args: Any, **kwargs: Any) -> Any:
-        """Take a step without the buckets that are too late."""
         kept = {bucket: self._kept(bucket, vector) for bucket, vector in vectors.items()}
         return super().step(kept, *args, **kwargs)
 

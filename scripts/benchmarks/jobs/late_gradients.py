@@ -91,7 +91,6 @@ class Weighting:
         self._power, self._bare, self._means = remedy.power, remedy.bare, [1.0] * ranks
 
     def __call__(self, gradient: Gradient) -> float:
-        """Return a gradient's weight; it counts in the mean of its rank's."""
         weight = (1.0 + gradient.staleness) ** -self._power
         if self._bare:
             return weight

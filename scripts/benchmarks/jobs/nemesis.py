@@ -52,7 +52,7 @@ AGREE = 5
 """Batches between two meetings over whether the schedule has come to its end."""
 
 
-# -- hosts ---------------------------------------------------------------------------------------------------------------
+# -- hosts -------------------------------------------------------------------------------------------------------------
 
 
 class Hosts:
@@ -110,7 +110,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# -- models --------------------------------------------------------------------------------------------------------------
+# -- models ------------------------------------------------------------------------------------------------------------
 
 At = Callable[[str], None]
 """Called with the point that is reached."""
@@ -143,12 +143,10 @@ class _Model:
     _at: At
 
     def drain(self) -> None:
-        """Drain an optimizer of ours."""
         if self.ours:
             self.optimizer.drain()
 
     def cut(self) -> None:
-        """Cut an optimizer of ours."""
         if self.ours:
             self.optimizer.cut()
 
@@ -267,7 +265,6 @@ class KerasModel(_Model):
 
     @classmethod
     def begin(cls) -> Any:
-        """Initialise; returns the binding's module."""
         import horovod.tensorflow
         import tensorflow as tf
 
@@ -280,22 +277,18 @@ class KerasModel(_Model):
         return hvd
 
     def state(self, kind: str, **attributes: Any) -> Any:
-        """Return the elastic state, with a new optimizer."""
         import keras
 
         self.optimizer = wrapped(self.hvd, keras.optimizers.SGD(1.0), kind)
         return self.hvd.elastic.KerasState(self.model, self.optimizer, **attributes)
 
     def set_rate(self, rate: float) -> None:
-        """Set the learning rate."""
         self.optimizer.learning_rate = float(rate)
 
     def weights(self) -> Any:
-        """Return the weights, a copy."""
         return self.model.trainable_variables[0].numpy().reshape(-1).copy()
 
     def step(self, index: int, at: At) -> None:
-        """Take a step whose gradient is 1 at ``index``."""
         import tensorflow as tf
 
         variable = self.model.trainable_variables[0]
@@ -310,20 +303,18 @@ class KerasModel(_Model):
         self.optimizer.apply([tf.constant(own)], self.model.trainable_variables)
 
     def agreed(self, value: bool) -> bool:
-        """Return rank 0's value. A collective of the user's."""
         import tensorflow as tf
 
         return bool(self.hvd.broadcast(tf.constant([float(value)]), 0, name="nemesis.agreed"))
 
     def save(self, file: Path) -> None:
-        """Write a checkpoint, after ``cut()``."""
         self.model.save_weights(file.with_name(f"{file.name}.weights.h5"))  # (the name has dots: a host is in it)
 
 
 MODELS: dict[str, Any] = {"torch": TorchModel, "tensorflow": KerasModel}
 
 
-# -- a rank --------------------------------------------------------------------------------------------------------------
+# -- a rank ------------------------------------------------------------------------------------------------------------
 
 
 class Rank:

@@ -122,14 +122,11 @@ class Trainer(Protocol):
     def stats(self) -> dict[str, Any]:
         """Return ``stats()`` as JSON; nothing of a rival."""
 
-    def drain(self) -> None:
-        """Apply every gradient everywhere; ranks then have what the training has come to."""
+    def drain(self) -> None: ...
 
-    def identical(self) -> bool:
-        """Return whether all ranks have the same weights, bit for bit. Collective."""
+    def identical(self) -> bool: ...
 
-    def close(self) -> None:
-        """Stop the engine, so that the next arm starts with its own. Collective."""
+    def close(self) -> None: ...
 
 
 class WallClock:
@@ -143,16 +140,13 @@ class WallClock:
         self.started, self._laps = 0.0, list[float]()
 
     def start(self) -> None:
-        """Start from 0."""
         self.started = time.perf_counter()
 
     def lap(self) -> float:
-        """Note the time, and return it."""
         self._laps.append(time.perf_counter() - self.started)
         return self._laps[-1]
 
     def laps(self) -> list[float]:
-        """Return all times that were noted."""
         return self._laps
 
 
@@ -190,7 +184,7 @@ def timed(
         trainer.drain()
         job.barrier()
     recorder = record() if record is not None else None
-    most, window = _of_rank(block.get("steps"), job.rank), block.get("window")
+    most, window = steps_of(block, job.rank), block.get("window")
     first, before, used = len(trainer.computed), trainer.stats(), Used(trainer)
     done = 0
     clock.start()
@@ -214,7 +208,9 @@ def timed(
     return own
 
 
-def _of_rank(steps: Any, rank: int) -> int | None:
+def steps_of(block: Block, rank: int) -> int | None:
+    """Return a rank's steps; None: all that it can."""
+    steps = block.get("steps")
     return steps[rank] if isinstance(steps, list) else steps
 
 
@@ -239,7 +235,6 @@ class Used:
         return found | ({} if self._engine is None else {"engine_s": time.clock_gettime(self._engine)})
 
     def so_far(self) -> dict[str, float]:
-        """Return the figures; ``engine_s`` only of an arm of ours."""
         now = self._now()
         return {key: now[key] - value for key, value in self._before.items()}
 

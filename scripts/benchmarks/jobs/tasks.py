@@ -41,7 +41,6 @@ class Residual(torch.nn.Module):
         self.around = nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [n, outputs, h / stride, w / stride] of [n, inputs, h, w]."""
         return torch.relu(self.body(x) + self.around(x))
 
 
@@ -83,7 +82,6 @@ class Classifier(torch.nn.Module):
         self.out = torch.nn.Linear(HIDDEN, data.CLASSES)
 
     def forward(self, frames: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Return logits, [clips, classes]."""
         outputs, _ = self.lstm(frames)
         logits: torch.Tensor = self.out(outputs[torch.arange(len(lengths)), lengths - 1])
         return logits

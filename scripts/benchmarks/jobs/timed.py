@@ -31,7 +31,7 @@ from hvd_async.torch.testing import FakeGpu
 from ..support.arms import MUTANT, RECORDED, has_own_weights, is_eager
 from .arm import Arm, average, forgetful
 from .host_counts import count_steps, mean_counts
-from .rank import Block, Job, WallClock, conclude, rate, timed
+from .rank import Block, Job, WallClock, conclude, rate, steps_of, timed
 from .tasks import Task, task_of
 
 TRACED = 5
@@ -57,8 +57,7 @@ class TorchTrainer:
 
     def __init__(self, job: Job, block: Block) -> None:
         self.task: Task = task_of(block["task"], block["seed"], job.rank, job.size)
-        self._block, self._steps, most = block, 0, block.get("steps")
-        self._most = most[job.rank] if isinstance(most, list) else most
+        self._block, self._steps, self._most = block, 0, steps_of(block, job.rank)
         how = {name: block[name] for name in ("momentum", "weight_decay", "foreach") if name in block}
         optimizer = torch.optim.SGD(self.task.model.parameters(), lr=block["lr"], **how)
         scaler = torch.amp.GradScaler("cuda") if block["task"].get("dtype") == "fp16" else None
@@ -72,11 +71,9 @@ class TorchTrainer:
 
     @property
     def waited(self) -> float:
-        """Seconds that the training thread has waited for others so far."""
         return self.arm.waited
 
     def step(self, seconds: float) -> None:
-        """Take a step that computes for some seconds."""
         if self._block.get("cosine"):
             steps = self._block["untimed"] + (self._most or 0)
             for group in self.arm.optimizer.param_groups:
@@ -162,9 +159,8 @@ class Looks:
     """
 
     def __init__(self, block: Block, model: torch.nn.Module, rank: int) -> None:
-        steps, self._model = block.get("steps"), model
-        steps = steps[rank] if isinstance(steps, list) else steps
-        shares = np.linspace(0, steps or 0, block.get("looks", 1) + 1)[1:-1]
+        self._model = model
+        shares = np.linspace(0, steps_of(block, rank) or 0, block.get("looks", 1) + 1)[1:-1]
         self._wanted = set(shares.round().astype(int).tolist())
         self.copies: list[NDArray[np.float32]] = []
         self._seconds: list[float] = []
@@ -259,19 +255,16 @@ class DeviceClock(WallClock):
     """Time as the GPU sees it."""
 
     def start(self) -> None:
-        """Start from 0."""
         super().start()
         self._events = [torch.cuda.Event(enable_timing=True)]
         self._events[0].record()
 
     def lap(self) -> float:
-        """Have the time noted when the GPU comes to it; return 0."""
         self._events.append(torch.cuda.Event(enable_timing=True))
         self._events[-1].record()
         return 0.0
 
     def laps(self) -> list[float]:
-        """Return all times that were noted."""
         self._events[-1].synchronize()
         return [self._events[0].elapsed_time(event) / 1e3 for event in self._events[1:]]
 

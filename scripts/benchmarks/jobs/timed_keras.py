@@ -143,15 +143,12 @@ class Clips:
         self.signature = [FRAMES, CLIPS, CLIPS]
 
     def batch(self, step: int) -> Sequence[Any]:
-        """Return the frames, lengths and labels of a step."""
         return data.padded(self._train, self._order[step])
 
     def logits(self, frames: tf.Tensor, lengths: tf.Tensor) -> tf.Tensor:
-        """Return the classes' logits at each clip's end."""
         return tf.gather(self.model(frames), lengths - 1, batch_dims=1)
 
     def score(self) -> float:
-        """Return the share of the test clips that are classified correctly."""
         batch = data.padded(self._test, np.arange(len(self._test.labels)))
         found = self.logits(tf.constant(batch.frames), tf.constant(batch.lengths)).numpy().argmax(1)
         return float((found == batch.labels).mean())
@@ -171,15 +168,12 @@ class ResNet50:
         self.signature = None
 
     def batch(self, step: int) -> Sequence[Any]:
-        """Return images and labels."""
         return self._batch
 
     def logits(self, images: tf.Tensor) -> tf.Tensor:
-        """Return the classes' logits."""
         return self.model(images, training=True)
 
     def score(self) -> float | None:
-        """Return nothing: the data are random."""
         return None
 
 
@@ -215,7 +209,6 @@ class KerasTrainer:
 
     @property
     def waited(self) -> float:
-        """Seconds that the training thread has waited for others; 0 of ``horovod``."""
         return float(self.optimizer.stats().wait_s) if self._ours else 0.0
 
     def step(self, seconds: float) -> None:
@@ -245,20 +238,16 @@ class KerasTrainer:
         self.optimizer.apply(gradients, self.task.model.trainable_variables)
 
     def stats(self) -> dict[str, Any]:
-        """Return ``stats()`` as JSON; nothing of Horovod's arm."""
         return counted(self.optimizer.stats()) if self._ours else {}
 
     def drain(self) -> None:
-        """Apply every gradient everywhere."""
         if self._ours:
             self.optimizer.drain()
 
     def identical(self) -> bool:
-        """Return whether all ranks have the same weights, bit for bit. Collective."""
         return identical(self._job, self.task.model)
 
     def close(self) -> None:
-        """Stop the engine. Collective."""
         if self._ours:
             stop_engine(self.optimizer)
 
@@ -302,14 +291,12 @@ class Scheduled(keras.callbacks.Callback):
         self.ends: list[float] = []
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Sleep."""
         if batch == 0:
             self._job.barrier()
             self._started = time.perf_counter()
         time.sleep(self._times[batch])
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Note the time."""
         self.ends.append(time.perf_counter() - self._started)
 
 
@@ -346,7 +333,6 @@ class SmallVariables(keras.Model):
         self.factors = [self.add_weight(shape=(ELEMENTS,), initializer="ones") for _ in range(VARIABLES)]
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
-        """Return the inputs, shape (batch, 8), times all variables."""
         for factor in self.factors:
             inputs = inputs * factor
         return inputs
@@ -393,7 +379,6 @@ class Crossings:
         self._call = script_ops.EagerFunc.__call__
 
     def begin(self) -> None:
-        """Begin to count."""
         lock = threading.Lock()
 
         def counted_call(function: Any, *args: Any) -> Any:
@@ -404,7 +389,6 @@ class Crossings:
         script_ops.EagerFunc.__call__ = counted_call
 
     def end(self) -> None:
-        """Stop counting."""
         script_ops.EagerFunc.__call__ = self._call
 
     @contextlib.contextmanager

@@ -1,22 +1,17 @@
 """The control plane with many real connections on one machine: the production coordinator and relays, each a process of
 its own, and ranks that are only connections, many a process. All are encrypted.
-
-``python -m benchmarks.support.connections`` is a process with some of the ranks: it reads one JSON object a line, first
-which ranks it has, then what they are to do, and answers each with another.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import multiprocessing
 import select
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import IO, Any, NamedTuple
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 import msgspec
 import psutil
@@ -33,7 +28,6 @@ from hvd_async.runtime.listener import LOOPBACK
 from hvd_async.runtime.messages import Accepted, Close, Command, Event, Finished, Hello, Leaving, Registered, Welcome
 from hvd_async.runtime.transport import Uplink
 
-SCRIPTS = Path(__file__).resolve().parents[2]
 CLIENTS = 2
 """Processes that hold the ranks' connections."""
 SETTLE = 0.05
@@ -76,40 +70,25 @@ class Connected(NamedTuple):
 
 
 class _Client:
-    """One process with some ranks' connections."""
+    """One process with some ranks' connections, which does what it is sent through a pipe."""
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.support.connections"],
-            cwd=SCRIPTS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._in: IO[str] = self._process.stdin
-        self._out: IO[str] = self._process.stdout
-
-    def tell(self, **order: Any) -> None:
-        self._in.write(json.dumps(order) + "\n")
-        self._in.flush()
-
-    def answer(self) -> dict[str, Any]:
-        line = self._out.readline()
-        if not line:
-            raise RuntimeError("a process that holds ranks' connections has ended: what it said is above")
-        found: dict[str, Any] = json.loads(line)
-        return found
+    def __init__(self, told: dict[str, Any]) -> None:
+        spawned = multiprocessing.get_context("spawn")
+        self.pipe, theirs = spawned.Pipe()
+        self._process = spawned.Process(target=_serve, args=(theirs, told))
+        self._process.start()
+        theirs.close()
 
     def close(self) -> None:
-        self._in.close()
-        self._out.close()
-        self._process.wait()
+        self.pipe.close()
+        self._process.join(LIMIT)
 
 
 def _ask(clients: Sequence[_Client], **order: Any) -> tuple[float, float]:
-    """Have all do something; returns when the first began and the last was done, in seconds of the same clock."""
+    """Have all do something; return when the first began and the last was done, in seconds of the same clock."""
     for client in clients:
-        client.tell(**order)
-    answers = [client.answer() for client in clients]
+        client.pipe.send(order)
+    answers = [client.pipe.recv() for client in clients]
     return min(a["sent"] for a in answers), max(a.get("received", 0.0) for a in answers)
 
 
@@ -164,13 +143,11 @@ def measure(ranks: int, relays: bool, per_host: int = 8, rounds: int = 20) -> Co
     with contextlib.ExitStack() as undo:
         coordinator, told, number = undo.enter_context(_control_plane(ranks, per_host, relays))
         empty = coordinator.memory_info().rss
-        clients = [_Client() for _ in told]
+        clients = [_Client(own) for own in told]
         for client in clients:
             undo.callback(client.close)
-        for client, own in zip(clients, told, strict=True):
-            client.tell(**own)
         for client in clients:
-            client.answer()
+            client.pipe.recv()  # its ranks are connected
         began, connected = _ask(clients, do="hello")
         for optimizer, quorum in enumerate(OPTIMIZERS):
             _ask(clients, do="register", optimizer=optimizer, quorum=quorum, buckets=BUCKETS)
@@ -199,7 +176,7 @@ class Ranks:
     """The connections.
 
     Args:
-        told: the first line: ``ranks``, and of each ``above`` (address, port, key) and ``keys``.
+        told: ``ranks``, and of each ``above`` (address, port, key) and ``keys``.
     """
 
     def __init__(self, told: dict[str, Any]) -> None:
@@ -252,7 +229,7 @@ class Ranks:
         return last
 
     def act(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Do what a line says; returns the answer."""
+        """Do what an order says; return the answer."""
         optimizer, step = order.get("optimizer", 0), order.get("step", 0)
         match order["do"]:
             case "hello":
@@ -281,17 +258,10 @@ class Ranks:
                 return {"sent": sent, "received": self.wait(lambda command: isinstance(command, Close))}
 
 
-def main() -> None:
-    """Answer line by line."""
-    ranks: Ranks | None = None
-    for line in sys.stdin:
-        order = json.loads(line)
-        if ranks is None:
-            ranks, answer = Ranks(order), {"pid": 0}
-        else:
-            answer = ranks.act(order)
-        print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def _serve(pipe: Connection, told: dict[str, Any]) -> None:
+    """Do what comes through the pipe until it is closed."""
+    ranks = Ranks(told)
+    pipe.send({})
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send(ranks.act(pipe.recv()))

@@ -128,7 +128,7 @@ def observe(pixels: Images) -> Indices:
 
 @functools.cache
 def best_accuracy() -> float:
-    """Return the share of gratings that the ideal observer classifies correctly: no classifier is expected to do better."""
+    """Return the ideal observer's accuracy: no classifier of gratings is expected to do better."""
     pixels, labels = draw_gratings(OBSERVED, np.random.default_rng([GRATINGS_SEED, 1]))
     return float((observe(pixels) == labels).mean())
 

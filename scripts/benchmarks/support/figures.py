@@ -170,11 +170,9 @@ class Ratios:
                 self._found.setdefault(arm, []).append(value / seconds[baseline])
 
     def median(self, arm: str) -> Interval:
-        """Return an arm's median ratio with its interval."""
         return median_interval(self._found[arm])
 
     def mean(self, arm: str) -> Interval:
-        """Return an arm's mean ratio with its interval."""
         return mean_interval(self._found[arm])
 
     def width(self, arms: Iterable[str]) -> float:

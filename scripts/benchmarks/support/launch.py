@@ -126,7 +126,7 @@ def _launcher(ranks: int, virtual: bool, mbit: float | None, per_host: int) -> l
 
 
 def _elastic(folder: Path, ranks: int, virtual: bool, per_host: int) -> list[str]:
-    """Return the command that starts what follows it on the hosts that a file names; they come and go with its lines."""
+    """Return the command that starts what follows it on the hosts that a file names."""
     hosts, begin = folder / "hosts", ranks // per_host
     if virtual:
         many = [f"--hosts={SPARE}", f"--per-host={per_host}", f"--elastic={hosts}", f"--np={begin}"]
@@ -284,11 +284,9 @@ class Kept:
             self._found = dict(map(json.loads, complete.splitlines()))
 
     def of(self, asked: Block) -> Block | None:
-        """Return the result of a block; None if there is none."""
         return self._found.get(self._key(asked))
 
     def add(self, asked: Block, found: Block) -> None:
-        """Keep a result."""
         self._found[self._key(asked)] = found
         if self._path is not None:
             with self._path.open("a") as lines:
@@ -351,7 +349,7 @@ def measure(
 
 
 def repetitions(arms: Sequence[str], count: int) -> list[tuple[int, str]]:
-    """Return (repetition, arm) in alternation; each repetition begins with another arm, so that none is always first."""
+    """Return (repetition, arm) in alternation; each repetition begins with another arm."""
     order = []
     for repetition in range(count):
         first = repetition % len(arms)

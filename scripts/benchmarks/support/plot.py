@@ -14,7 +14,7 @@ from .figures import grouped
 from .report import Case, Panel, Row, finite
 
 COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
-"""Okabe and Ito's: people who see fewer colors can tell them apart. Hatches and markers tell arms apart without color."""
+"""Okabe and Ito's: people who see fewer colors can tell them apart. Hatches and markers need no color."""
 HATCHES = ("", "/", ".", "\\\\", "x", "-", "|", "+")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 HUES = {"horovod": 0, "ddp": 1, "post-local-sgd": 4, "decent-dp": 6, "torchft": 3, "torchft-diloco": 1, "plain": 4}
@@ -80,7 +80,7 @@ def draw(figure: Any, case: Case, rows: Sequence[Row]) -> None:
 
 
 def _bars(axes: Any, case: Case, panel: Panel, rows: Sequence[Row], groups: Sequence[str]) -> None:
-    """Draw bars side by side, a group for each setting, with the ends of a figure that has some, and marks over them."""
+    """Draw bars side by side, a group for each setting, and marks over them."""
     bars(axes, rows, groups, panel.key)
     for key, marker in zip(panel.marks, MARKERS[3:], strict=False):
         look = {"color": "white", "markeredgecolor": "black", "markersize": 7}

@@ -35,7 +35,7 @@ ENDS = {"~": ("low", "high"), "95%": ("95% from", "to")}
 
 
 def columns(text: str) -> tuple[Column, ...]:
-    """Return columns by their text: ``heading = key form ends``, separated by ``|``; a name alone is heading and key."""
+    """Return columns by their text: ``heading = key form ends`` between ``|``; a name alone is heading and key."""
     found = []
     for part in text.split("|"):
         heading, _, rest = (word.strip() for word in part.partition("="))

@@ -5,8 +5,8 @@ why: the model knows no cores that ranks share, but for ``OPERATION``. All param
 elsewhere, but for that one, which is calibrated once, from one row.
 
 *Study*: PyTorch's blog on straggler mitigation at 64 to 256 ranks, hierarchical SGD over synchronous SGD: steps of
-55 ms, in which a rank stands still for 1 s with a probability of 2% (at 64 ranks) or 1% (at 128 and 256). Its groups and
-periods are not known here, so several are simulated. Communication costs nothing but the latency of messages.
+55 ms, in which a rank stands still for 1 s with a probability of 2% (at 64 ranks) or 1% (at 128 and 256). Its groups
+and periods are not known here, so several are simulated. Communication costs nothing but the latency of messages.
 """
 
 from __future__ import annotations
