@@ -22,7 +22,7 @@ from scripts.benchmarks.support.figures import (
     slope,
     spread,
 )
-from scripts.benchmarks.support.launch import Progress, repetitions
+from scripts.benchmarks.support.launch import repetitions
 from scripts.benchmarks.support.report import Goal, columns, finite, row, table
 from tests.unit.bench_jobs import options
 
@@ -62,16 +62,6 @@ def test_ratios_are_within_a_repetition_and_leave_out_one_that_is_not_complete()
     assert found.median("all") == found.mean("all") == (1.25, 1.25, 1.25)
     assert found.width(["all"]) == 0.0
     assert Ratios("horovod", []).width(["all"]) == math.inf
-
-
-def test_progress_says_what_is_left():
-    said = []
-    progress = Progress(3, said.append)
-    progress.leave_out(1)
-    progress("one")
-    progress("two")
-    assert said[0].startswith("[1/2] one; ")
-    assert said[1] == "[2/2] two; 0.0 min left"
 
 
 def test_tables_and_goals_read_well():
@@ -198,11 +188,6 @@ def test_buckets_set_ranks_further_apart_and_an_epoch_has_each_clip_once():
         longest = lengths[order].max(axis=2)
         apart[bucketed] = (longest.std(axis=1) / longest.mean(axis=1)).mean()
     assert apart[True] > 1.3 * apart[False]
-
-
-def test_no_classifier_of_gratings_beats_the_ideal_observer():
-    assert 0.9 < data.best_accuracy() < 0.99
-    assert (data.observe(data.patterns()[:, 0].reshape(-1, 8, 8)) == np.arange(10)).all()
 
 
 # -- plans and bounds -------------------------------------------------------------------------------------------------
