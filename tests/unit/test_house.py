@@ -12,7 +12,7 @@ from scripts.house import House, body_lengths, count_tokens, measure, single_imp
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {
     "hvd_async": House(files=249, lines=42_700, tokens=254_800, functions=3_225, median_body=3, single_importer=58),
-    "scripts": House(files=51, lines=11_060, tokens=81_100, functions=710, median_body=4, single_importer=3),
+    "scripts": House(files=50, lines=11_045, tokens=81_100, functions=710, median_body=4, single_importer=3),
     "tests": House(files=346, lines=58_900, tokens=508_500, functions=4_885, median_body=5, single_importer=31),
     "docs": House(files=26, lines=3_715),
 }

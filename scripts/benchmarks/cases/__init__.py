@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from .advice import ADVICE
-from .elastic import ELASTIC, NEMESIS
 from .imbalance import HETERO, STRAGGLER
 from .network import NETWORK
 from .overhead import ACTIVATION, GPU, HOST, NO_STRAGGLERS
 from .simulations import LATE_GRADIENTS, SCALE
-from .soak import SOAK
 from .trainings import LENGTHS, SPLIT, TIME_TO_ACCURACY
+from .trouble import ELASTIC, NEMESIS, SOAK
 
 ALL = (
     *(STRAGGLER, NO_STRAGGLERS, ACTIVATION, SPLIT, LENGTHS, LATE_GRADIENTS, HETERO, NETWORK, TIME_TO_ACCURACY, SOAK),

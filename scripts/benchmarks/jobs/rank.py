@@ -215,9 +215,9 @@ def steps_of(block: Block, rank: int) -> int | None:
 
 
 def conclude(job: Job, block: Block, trainer: Trainer, own: dict[str, Any]) -> None:
-    """End a block: compare the ranks' drained weights, stop the arm's engine unless it is kept, record the figures."""
-    own["identical"] = trainer.identical()
+    """End a block: record the figures; unless the model is kept, compare the ranks' weights and stop its engine."""
     if not block.get("keep"):
+        own["identical"] = trainer.identical()
         trainer.close()
     job.record(block, own)
 

@@ -21,7 +21,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -44,6 +44,7 @@ START = 180.0
 """Seconds that a job may take to start: eight processes import torch."""
 LOOK = 0.25
 """Seconds between two looks at the results."""
+Arm = TypeVar("Arm")
 
 
 class JobError(RuntimeError):
@@ -348,7 +349,7 @@ def measure(
     return [result for result in map(kept.of, blocks) if result is not None]
 
 
-def repetitions(arms: Sequence[str], count: int) -> list[tuple[int, str]]:
+def repetitions(arms: Sequence[Arm], count: int) -> list[tuple[int, Arm]]:
     """Return (repetition, arm) in alternation; each repetition begins with another arm."""
     order = []
     for repetition in range(count):
