@@ -12,14 +12,14 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.cases import CASES, OLD_NAMES, current_name
+from benchmarks.cases import CASES, current_name
 from benchmarks.support import plot
 from benchmarks.support.launch import JobError, NotHereError
 from benchmarks.support.report import Report
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     top = argparse.ArgumentParser(
         prog="scripts/bench.py",
         description=__doc__,
@@ -30,9 +30,9 @@ def parser() -> argparse.ArgumentParser:
     for name, case in CASES.items():
         one = cases.add_parser(
             name,
-            aliases=[OLD_NAMES[name]] if name in OLD_NAMES else [],
-            help=case.HELP,
-            description=f"{case.__doc__}",
+            aliases=[case.old_name] if case.old_name else [],
+            help=case.help.replace("%", "%%"),
+            description=case.text,
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
         common = one.add_argument_group("of every case")
@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
             metavar="A,B,...",
             help="of horovod, ddp, post-local-sgd, torchft, torchft-diloco, decent-dp; all, majority, solo, auto, "
             "k3 (3 ranks), 0.75; sgp, osgp, dpsgd, adpsgd, local-sgd, local, slowmo, diloco; lsgd, easgd; some "
-            "compressed: horovod-fp16, ddp-powersgd, solo-bf16, sgp-int8; some averaged every so many steps: "
+            "compressed: horovod-fp16, ddp-powersgd, solo-bf16, sgp-int8; some averaged each few steps: "
             "dpsgd-avg4, sgp-bf16-avg8, local-avg8. "
             "No case has all",
         )
@@ -50,17 +50,16 @@ def parser() -> argparse.ArgumentParser:
         common.add_argument(
             "--quick", action="store_true", help="a small run of fewer arms, to see that it works; judge nothing by it"
         )
-        common.add_argument("--limit", type=float, metavar="MIN", help="end the job after so many minutes")
+        common.add_argument("--limit", type=float, metavar="MIN", help="end the job after this many minutes")
         common.add_argument(
             "--resume",
             type=Path,
             metavar="FILE",
-            help="keep each result there as it comes, and take those that are there: to run a case in pieces",
+            help="keep each result there as it comes, and take results that are there: to run a case in pieces",
         )
         common.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
         common.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (PNG)")
         case.add_arguments(one)
-        one.set_defaults(every_arm=one.get_default("arms"))
     every = cases.add_parser(
         "all",
         help="every case, one after the other: a folder of JSON files and plots",
@@ -75,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def say(text: str) -> None:
-    """Progress."""
+    """Print a line of progress."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -87,9 +86,9 @@ def run_case(args: argparse.Namespace) -> Report:
         JobError: a job failed.
     """
     case = CASES[current_name(args.case)]
-    if args.quick and args.arms == args.every_arm:
-        args.arms = getattr(case, "QUICK", args.arms)  # a case with many arms says which are enough
-    report: Report = case.run(args, say)
+    if args.quick:
+        case.make_quick(args)
+    report = case.run(args, say)
     if args.quick:
         report.notes.append("a quick run: the goals are listed, but nothing can be judged by it")
         report.goals = [dataclasses.replace(goal, judged=goal.exact) for goal in report.goals]
@@ -97,7 +96,7 @@ def run_case(args: argparse.Namespace) -> Report:
     if args.json is not None:
         report.write(args.json)
     if args.plot is not None:
-        plot.save(report, args.plot)
+        plot.save(case, report.content(), args.plot)
     return report
 
 
@@ -110,7 +109,7 @@ def run_all(command: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     for number, name in enumerate(names, start=1):
         say(f"== case {number} of {len(names)}: {name}; {(time.monotonic() - started) / 60:.1f} min so far")
         print(f"\n== {name}", flush=True)
-        file = args.out / OLD_NAMES.get(name, name)
+        file = args.out / CASES[name].file
         files = [f"--json={file}.json", f"--plot={file}.png"]
         try:
             report = run_case(command.parse_args([name, *files, *(["--quick"] if args.quick else [])]))

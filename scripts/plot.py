@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import CASES, current_name
-from benchmarks.support import panels, plot, runs
+from benchmarks.support import plot, runs
 
 EXAMPLES = """\
 examples:
   scripts/plot.py logs --plot run.png
   scripts/plot.py logs/solo logs/sgp logs/lsgd --plot compared.png
   scripts/plot.py logs/leaders.csv --ranks 8 --plot leaders.png
-  scripts/plot.py convergence.json --plot convergence.png
+  scripts/plot.py straggler.json --plot straggler.png
 """
 
 
@@ -38,7 +38,7 @@ def draw_benchmark(path: Path, content: dict[str, Any], picture: Path) -> None:
     if case is None:
         raise ValueError(f"{path} is of a case {content['case']!r} that is not there: give one of {', '.join(CASES)}")
     try:
-        plot.redraw(content, case.draw, picture)
+        plot.save(case, content, picture)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         told = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path}: its rows are not those of {content['case']} ({told}): run the case again") from error
@@ -54,7 +54,7 @@ def draw_runs(paths: Sequence[Path], ranks: int | None, picture: Path) -> None:
     named = dict(zip(runs.labels(found), found, strict=True))
     sizes = sorted({run.ranks for run in found})
     title = f"{', '.join(named)}: {' and '.join(map(str, sizes))} ranks"
-    plot.picture(picture, title, panels.draw, named)
+    plot.picture(picture, title, lambda figure: runs.draw(figure, named))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

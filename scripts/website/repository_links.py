@@ -12,7 +12,7 @@ LINK = re.compile(r"(?<=\]\()(?![a-z]+://|#|mailto:)([^)\s#]+)(#[^)\s]*)?(?=\))"
 """The target of a relative link, and its anchor."""
 PICTURES = {".png", ".svg"}
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".md": "markdown", ".toml": "toml", ".yml": "yaml"}
-ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md")
+ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md", "scripts/benchmarks/measurements.md")
 """They are in the site's navigation."""
 
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from scripts.benchmarks.jobs.shared.arm import Arm
-from scripts.benchmarks.jobs.shared.host_counts import (
+from scripts.benchmarks.jobs.arm import Arm
+from scripts.benchmarks.jobs.host_counts import (
     BUCKET_MB,
     ELEMENTS,
     STEPS,
@@ -25,7 +25,7 @@ from scripts.benchmarks.jobs.shared.host_counts import (
     mean_counts,
     momentum_sgd,
 )
-from scripts.benchmarks.support.arms import PLAIN, eager
+from scripts.benchmarks.support.arms import PLAIN, is_eager
 from tests.conformance.lockstep import LockstepCluster
 
 MODES = ("all", "solo", "majority", "sgp", "dpsgd", "adpsgd", "local", "lsgd", "easgd")
@@ -57,7 +57,7 @@ def loss(model: torch.nn.Module) -> torch.Tensor:
 
 def made(mode: str, rank: int, ranks: int) -> Arm:
     """Return a model with the optimizer of a mode, without a grace, so that rounds do not depend on time."""
-    own: dict[str, Any] = {"bucket_cap_mb": BUCKET_MB, "grace": 0.0} if eager(mode) else {}
+    own: dict[str, Any] = {"bucket_cap_mb": BUCKET_MB, "grace": 0.0} if is_eager(mode) else {}
     own |= {"group": [list(range(ranks))]} if mode == "lsgd" else {}
     model = SmallTensors()
     return Arm(mode, model, SimpleNamespace(rank=rank, size=ranks), momentum_sgd(model), **own)  # type: ignore[arg-type]

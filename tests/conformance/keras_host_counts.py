@@ -11,8 +11,8 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from hvd_async.testing import Cluster
-from scripts.benchmarks.jobs.shared.keras_host_counts import BUCKET_MB, PY_FUNCTIONS, STEPS, Crossings, SmallSteps
-from scripts.benchmarks.support.arms import PLAIN, eager
+from scripts.benchmarks.jobs.timed_keras import BUCKET_MB, PY_FUNCTIONS, STEPS, Crossings, SmallSteps
+from scripts.benchmarks.support.arms import PLAIN, is_eager
 from tests.conformance import (
     conftest,  # noqa: F401  ranks that are threads trace one at a time
     keras_ranks,  # noqa: F401  before anything has run in TensorFlow
@@ -42,7 +42,7 @@ class KerasCost(NamedTuple):
 
 def made(mode: str, ranks: int) -> SmallSteps:
     """Return a model with the optimizer of a mode, without a grace, so that rounds do not depend on time."""
-    own: dict[str, Any] = {"bucket_cap_mb": BUCKET_MB, "grace": 0.0} if eager(mode) else {}
+    own: dict[str, Any] = {"bucket_cap_mb": BUCKET_MB, "grace": 0.0} if is_eager(mode) else {}
     return SmallSteps(mode, **own | ({"group": [list(range(ranks))]} if mode == "lsgd" else {}))
 
 

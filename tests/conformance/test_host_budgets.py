@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hvd_async.torch.testing import FakeGpu
-from scripts.benchmarks.jobs.shared.host_counts import Calls, Operators, mean_counts
+from scripts.benchmarks.jobs.host_counts import Calls, Operators, mean_counts
 from tests.conformance import keras_host_counts
 from tests.conformance.host_counts import highest, measure, plain
 from tests.conftest import LONG_RUN

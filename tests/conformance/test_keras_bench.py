@@ -23,8 +23,8 @@ ALGORITHMS = {"all": "eager", "majority": "eager", "adpsgd": "adpsgd"}
 def alike(made):
     """Have models the same weights: here ranks are threads, which share the random numbers of one seed."""
 
-    def made_alike(plan):
-        model, samples = made(plan)
+    def made_alike(task):
+        model, samples = made(task)
         model.set_weights([np.full_like(weights, 0.01) for weights in model.get_weights()])
         return model, samples
 
@@ -43,10 +43,10 @@ def test_the_recorded_job_sleeps_as_its_schedule_says(monkeypatch, tmp_path, arm
     def train(rank):
         own = []
         record = lambda block, found: own.append(found)  # noqa: E731
-        job = SimpleNamespace(rank=rank, plan={"model": "small"}, barrier=together.wait, record=record)
-        block = {"arm": arm, "seed": 0, "barrier": False, "times": times, "trace": str(tmp_path)}
+        job = SimpleNamespace(rank=rank, barrier=together.wait, record=record)
+        block = {"arm": arm, "fit": True, "task": {"name": "small"}, "times": times, "trace": str(tmp_path)}
         timed_keras.run_block(job, block)
-        return own[0]["elapsed"]
+        return own[0]["ends"][-1]
 
     seconds = Cluster(2).run(train)
     trace = read_trace(tmp_path, skip=0, least=1)
@@ -57,3 +57,9 @@ def test_the_recorded_job_sleeps_as_its_schedule_says(monkeypatch, tmp_path, arm
     assert trace.work[1:, 0].mean() < trace.work[1:, 1].mean(), "waiting is no work"
     assert seconds[1] >= 0.04 * STEPS
     assert seconds == pytest.approx((trace.done[-1] - trace.begin[0]).tolist(), abs=0.5)
+
+
+def test_the_job_on_slow_links_has_as_many_megabytes_as_its_plan_says():
+    model, samples = timed_keras.made({"name": "network", "megabytes": 2.0})
+    assert 4 * model.count_params() == pytest.approx(2e6, rel=0.01)
+    assert samples == 1

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.runtime.lifecycle import local_engine
+from hvd_async.tensorflow.ops import as_op
 from hvd_async.testing import Cluster
 from tests.conformance.cases import SCHEDULES, SCRIPTS
 from tests.conformance.drive import ScriptedWorker, attach, scripted_engine, with_late_rank

@@ -47,7 +47,7 @@ def histories_of(
     benchmarks: Any, ranks: int, schedules: Sequence[Any], server: ForkServer | None = None, **how: Any
 ) -> list[Any]:
     """Return the histories of a job that goes through these schedules; ``server`` forks its ranks."""
-    nemesis, history, launch = map(benchmarks, ("nemesis", "history", "launch"))
+    nemesis, launch = map(benchmarks, ("nemesis", "launch"))
     weights = nemesis.COLUMNS * nemesis.SLOTS
     plan = {"framework": "torch", "weights": weights, "schedules": [one.content() for one in schedules]}
     with pytest.MonkeyPatch.context() as patched:
@@ -55,7 +55,7 @@ def histories_of(
             patched.setattr(launch.subprocess, "Popen", forking(subprocess.Popen, server))
         blocks = launch.run("nemesis", ranks, plan, limit=240.0, elastic=True, **how)
     assert server is None or server.sweep(GOODBYE) == []
-    return [history.History(nemesis.Schedule.of(block["schedule"]), block["history"]) for block in blocks]
+    return [nemesis.History(nemesis.Schedule.of(block["schedule"]), block["history"]) for block in blocks]
 
 
 @pytest.fixture(scope="module")

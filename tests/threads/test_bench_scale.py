@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
 
-from scripts.benchmarks.cases import scale
-from scripts.benchmarks.support import connections
+from scripts.benchmarks.cases import CASES
+from scripts.benchmarks.support import connections, plot
+from tests.unit.bench_jobs import options
 
 
 def report_of(*parts: str, **more: Any) -> Any:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int)
-    parser.add_argument("--arms")
-    parser.add_argument("--repetitions", type=int)
-    scale.add_arguments(parser)
-    args = parser.parse_args(["--parts", *parts])
-    vars(args).update(quick=False, **more)
-    return scale.run(args, lambda _: None)
+    return CASES["scale"].run(options(CASES["scale"], "--parts", *parts, **more), lambda _: None)
 
 
 def test_machines_and_jobs_are_measured_judged_and_drawn():
@@ -30,7 +23,7 @@ def test_machines_and_jobs_are_measured_judged_and_drawn():
     assert all(row["value"] > 0 for row in found.rows)
     assert {"solo", "sgp", "adpsgd", "lsgd", "easgd"} <= {row["arm"] for row in found.rows if row["part"] == "machines"}
     assert any("s for all ends of 16 ranks" in goal.what for goal in found.goals)
-    scale.draw(figure := Figure(layout="constrained"), found.rows)
+    plot.draw(figure := Figure(layout="constrained"), CASES["scale"], found.rows)
     assert all(axes.has_data() for axes in figure.axes)
     assert "jobs" in found.text()
 

@@ -19,6 +19,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "scripts" / "slurm" / "README.md",
     ROOT / "scripts" / "benchmarks" / "figures.md",
+    ROOT / "scripts" / "benchmarks" / "measurements.md",
 ]
 TROUBLE = [ROOT / "docs" / name for name in ("troubleshooting.md", "troubleshooting_training.md")]
 GAP = "\0"

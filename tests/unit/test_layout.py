@@ -131,8 +131,7 @@ def test_frameworks_stay_in_their_bindings(path):
 
 
 BENCHMARKS = {
-    "cases": {"cases", "simulation", "support"},
-    "simulation": {"simulation", "support"},
+    "cases": {"cases", "support"},
     "support": {"support"},
     "jobs": {"jobs", "support"},
 }

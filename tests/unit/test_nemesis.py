@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from scripts.benchmarks.support.history import History
 from scripts.benchmarks.support.nemesis import (
     COLUMNS,
     FAST,
@@ -16,6 +15,7 @@ from scripts.benchmarks.support.nemesis import (
     LOSSES,
     POINTS,
     START,
+    History,
     Schedule,
     Trouble,
     drawn,

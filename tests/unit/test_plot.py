@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import math
 import pathlib
 
 import pytest
@@ -16,10 +17,11 @@ from hvd_async.runner.report import (
     write_leaders,
     write_step_times,
 )
-from scripts.benchmarks.cases import accuracy
+from scripts.benchmarks.cases import CASES
 from scripts.benchmarks.support import plot as drawing
 from scripts.benchmarks.support import runs
-from scripts.benchmarks.support.report import Report, row
+from scripts.benchmarks.support.figures import Interval
+from scripts.benchmarks.support.report import Panel, Report, row
 
 SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / "scripts"
 PULLS = [(10.0, 0, 1), (10.2, 1, 3), (11.0, -1, 3), (12.0, 0, 0), (13.5, -1, 0)]
@@ -103,10 +105,8 @@ def test_runs_are_compared(plot, tmp_path, capsys):
 def titles(*given):
     from matplotlib.figure import Figure
 
-    from scripts.benchmarks.support import panels
-
     figure = Figure(layout="constrained")
-    panels.draw(figure, dict(zip(runs.labels(given), given, strict=True)))
+    runs.draw(figure, dict(zip(runs.labels(given), given, strict=True)))
     return {axes.get_title(): axes for axes in figure.axes}
 
 
@@ -141,19 +141,42 @@ def test_who_led_is_drawn_from_what_a_runner_wrote(plot, tmp_path, capsys):
 # -- pictures of benchmarks -----------------------------------------------------------------------------------
 
 
+def test_bars_stand_in_groups_with_their_ends_and_marks():
+    from matplotlib.figure import Figure
+
+    rows = [
+        row(arm, {"ranks": ranks}, Interval(10.0 * ranks + place, 5.0, 90.0), "s", most=95.0 if place else None)
+        for ranks in (8, 4)
+        for place, arm in enumerate(("horovod", "solo"))
+    ]
+    case = dataclasses.replace(CASES["straggler"], panels=(Panel(marks=("most",)),), group="{ranks} ranks")
+    drawing.draw(figure := Figure(), case, rows)
+    (axes,) = figure.axes
+    middles = [patch.get_x() + patch.get_width() / 2 for patch in axes.patches]
+    quarter = drawing.WIDTH / 4
+    assert middles == pytest.approx([-quarter, quarter, 1 - quarter, 1 + quarter])
+    assert [patch.get_height() for patch in axes.patches] == [80.0, 81.0, 40.0, 41.0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["8 ranks", "4 ranks"]
+    ends = [segment[:, 1].tolist() for bars in axes.collections for segment in bars.get_segments()]
+    assert ends == [[5.0, 90.0]] * 4
+    marks = [
+        (line.get_xdata()[0], line.get_ydata()[0])
+        for line in axes.lines
+        if line.get_marker() == "D" and len(line.get_xdata())
+    ]
+    assert marks == [(pytest.approx(quarter), 95.0), (pytest.approx(1 + quarter), 95.0)]
+
+
 def test_a_benchmark_is_drawn_again_as_it_was(plot, tmp_path):
     """A report's picture is drawn from its JSON, which knows no infinity."""
-    gap = {"difference": 0.0, "difference_low": float("-inf"), "difference_high": float("inf"), "pairs": [0.0]}
+    case, gap = CASES["split_classes"], {"difference": 0.0, "difference_low": -math.inf, "difference_high": math.inf}
     rows = [row(arm, {"delay": None}, 0.9, "share", **gap) for arm in ("horovod", "solo")]
-    report = Report("accuracy", 4, rows, accuracy.COLUMNS, draw=accuracy.draw)
+    report = Report(case, 4, rows)
     report.write(tmp_path / "found.json")
-    drawing.save(report, tmp_path / "first.png")
+    drawing.save(case, report.content(), tmp_path / "first.png")
     plot.main([str(tmp_path / "found.json"), "--plot", str(tmp_path / "again.png")])
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "first.png").read_bytes()
-    drawn = []
-    drawing.save(dataclasses.replace(report, draw=lambda _, given: drawn.extend(given)), tmp_path / "x.png")
-    assert drawn == json.loads(report.json())["rows"]
-    assert drawn[0]["difference_low"] is None
+    assert report.content()["rows"][0]["difference_low"] is None
 
 
 # -- what cannot be drawn -------------------------------------------------------------------------------------
@@ -176,8 +199,13 @@ def test_a_benchmark_is_drawn_again_as_it_was(plot, tmp_path):
             [],
             "is of a case 'chess' that is not there: give one of straggler",
         ),
-        ("x.json", '{"case": "race", "rows": [{}]}', [], "x.json: its rows are not those of race"),
-        ("x.json", '{"case": "race", "rows": []}', ["SCRIPTS"], "x.json is a benchmark's: give it by itself"),
+        (
+            "x.json",
+            '{"case": "hetero", "ranks": 4, "transport": "gloo", "rows": [{"value": 1}]}',
+            [],
+            "x.json: its rows are not those of hetero",
+        ),
+        ("x.json", '{"case": "hetero", "rows": []}', ["SCRIPTS"], "x.json is a benchmark's: give it by itself"),
         ("x.json", "{}", ["nowhere"], "nowhere is not there: give a runner's --log-dir"),
         ("empty/x", "", ["empty"], "empty holds no metrics.csv, step_times.csv, leaders.csv or summary.json"),
     ],

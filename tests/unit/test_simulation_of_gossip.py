@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 
@@ -11,7 +14,31 @@ from hvd_async.simulation import schedule
 from hvd_async.simulation.arms import job_of, simulate
 from hvd_async.simulation.job import Clock, DataPlane, Rank, RankCollectives, Setup, Sizes
 from hvd_async.simulation.network import Network
-from scripts.benchmarks.support.stalls import stalls
+
+
+class Stall(NamedTuple):
+    """Where a rank stands still: in this step, for the messages of these ranks."""
+
+    step: int
+    senders: tuple[int, ...]
+
+
+def stalls(graph, sleeper, step):
+    """Where each other rank comes to a stand if ``sleeper`` sends no message from ``step`` on: in the first step in
+    which a message of an in-neighbor is not sent."""
+    last = dict.fromkeys(range(graph.size), math.inf) | {sleeper: step - 1}
+    found = {}
+    now = step
+    while len(found) < graph.size - 1:
+        for rank in range(graph.size):
+            missing = tuple(sender for sender in graph.into(rank, now - 1) if last[sender] < now)
+            if missing and rank != sleeper and rank not in found:
+                found[rank] = Stall(now, missing)
+        for rank, stall in found.items():
+            last[rank] = stall.step
+        now += 1
+    return found
+
 
 # -- gossip -----------------------------------------------------------------------------------------------------
 

@@ -1,58 +1,23 @@
-"""The cases of ``scripts/bench.py``: a module each, with ``HELP``, ``add_arguments``, ``run`` and ``draw``."""
+"""The cases of ``scripts/bench.py``."""
 
 from __future__ import annotations
 
-from types import ModuleType
+from .advice import ADVICE
+from .imbalance import HETERO, STRAGGLER
+from .network import NETWORK
+from .overhead import ACTIVATION, GPU, HOST, NO_STRAGGLERS
+from .simulations import LATE_GRADIENTS, SCALE
+from .trainings import LENGTHS, SPLIT, TIME_TO_ACCURACY
+from .trouble import ELASTIC, NEMESIS, SOAK
 
-from . import (
-    accuracy,
-    activation,
-    advice,
-    convergence,
-    deaths,
-    elastic,
-    exchange_cost,
-    gpu,
-    hetero,
-    host,
-    late_gradients,
-    memory,
-    nemesis,
-    network,
-    no_stragglers,
-    profile,
-    pull_cost,
-    race,
-    scale,
-    scaling,
-    sequence_lengths,
-    skew,
-    sleeping_rank,
-    soak,
-    split_classes,
-    straggler,
-    time_to_accuracy,
+ALL = (
+    *(STRAGGLER, NO_STRAGGLERS, ACTIVATION, SPLIT, LENGTHS, LATE_GRADIENTS, HETERO, NETWORK, TIME_TO_ACCURACY, SOAK),
+    *(ELASTIC, NEMESIS, SCALE, ADVICE, HOST, GPU),
 )
-
-_MODULES: tuple[ModuleType, ...] = (
-    *(straggler, skew, no_stragglers, activation, memory, accuracy, split_classes, convergence, sequence_lengths),
-    late_gradients,
-    *(hetero, sleeping_rank, exchange_cost, network, scaling, pull_cost, race, time_to_accuracy, soak),
-    *(elastic, deaths, nemesis, scale, advice, host, gpu, profile),
-)
-CASES = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
+CASES = {case.name: case for case in ALL}
 """By name, in the order in which ``all`` runs them."""
-OLD_NAMES = {
-    "no_stragglers": "balanced",
-    "split_classes": "hard",
-    "sequence_lengths": "lengths",
-    "sleeping_rank": "independence",
-    "exchange_cost": "exchange",
-    "pull_cost": "pull",
-}
-"""Names of 0.1.0: the command line knows them too, and the files of results keep them."""
 
 
 def current_name(name: str) -> str:
-    """Return the name of the case that is called so, now or in 0.1.0; a name of no case as it is."""
-    return next((current for current, old in OLD_NAMES.items() if old == name), name)
+    """Return the name of the case that had a name in 0.1.0; another name as it is."""
+    return next((case.name for case in ALL if case.old_name == name), name)

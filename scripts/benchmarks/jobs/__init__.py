@@ -1,1 +1,1 @@
-"""Scripts that run under horovodrun: every arm and repetition of a case, one after the other in one job."""
+"""Programs that run under horovodrun: all arms and repetitions of a case in one job, one after the other."""

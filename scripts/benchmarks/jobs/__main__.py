@@ -16,8 +16,7 @@ def main(name: str) -> None:
     if hasattr(module, "main"):
         module.main()
         return
-    framework = "keras" if name.endswith("_keras") else "torch"
-    ranks = importlib.import_module(f".shared.{framework}_ranks", __package__)
+    ranks = module if name.endswith("_keras") else importlib.import_module(".arm", __package__)
     ranks.run(module.work if hasattr(module, "work") else lambda job: job.each_block(module.run_block))
 
 

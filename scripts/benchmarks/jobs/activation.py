@@ -1,4 +1,4 @@
-"""The job of ``activation``: messages alone, without tensors; and the engine thread's CPU time with 100 MB of them.
+"""The job of ``activation``: rounds by messages alone, without tensors.
 
 Beside the public API it needs the engine and its messages: what it measures has no tensors, so no optimizer.
 """
@@ -11,15 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 
 from hvd_async.algorithms.eager.config import EagerConfig, ExplainRound, GradientReady, StartRound, StepEntered
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.protocol import Accepted, Command, Drained, Finished, Registered
 from hvd_async.torch.collectives import LIFECYCLE
 
-from .shared.arm import Arm
-from .shared.rank import Block, Job
+from .rank import Block, Job
 
 GAP = 0.02
 """Seconds of silence before each round, so that rounds do not share messages."""
@@ -69,7 +67,6 @@ class Listener:
     # -- what the engine asks of a participant ----------------------------------------------------------------
 
     def on_command(self, command: Command) -> None:
-        """Note when a round's command came."""
         now = time.monotonic()
         if isinstance(command, ExplainRound):  # (nobody waits for it)
             self.first[command.round] = command.trigger.first
@@ -85,15 +82,12 @@ class Listener:
             self._changed.notify_all()
 
     def fail(self, error: Exception) -> None:
-        """Wake the waiting thread, which asks the engine."""
         with self._changed:
             self._changed.notify_all()
 
-    def announce_finished(self, flush: bool) -> None:
-        """Nothing to say: ``close`` has."""
+    def announce_finished(self, flush: bool) -> None: ...
 
-    def delete(self) -> None:
-        """Nothing is left when the process ends: ``close`` was before."""
+    def delete(self) -> None: ...
 
     def _send(self, event: Any) -> None:
         self._engine.call_soon(lambda: self._engine.send(event))
@@ -107,8 +101,9 @@ class Listener:
                     raise TimeoutError(f"rank {self._engine.rank} waited {PATIENCE:g} s for a round without tensors")
 
 
-def latency(job: Job, rounds: int, busy: bool) -> None:
-    """Rounds by messages alone; each is begun by another rank."""
+def run_block(job: Job, block: Block) -> None:
+    """Go through rounds by messages alone; each is begun by another rank."""
+    rounds, busy = block["rounds"], block["busy"]
     listener = Listener(LIFECYCLE.engine())
     job.barrier()
     sent = []
@@ -132,7 +127,7 @@ def latency(job: Job, rounds: int, busy: bool) -> None:
         name: [each[key] for key in sorted(each)]
         for name, each in (("received", listener.went), ("first", listener.first))
     }
-    job.record({"what": "latency", "busy": busy, "rounds": rounds}, own)
+    job.record(block, own)
 
 
 def pause(seconds: float, busy: bool) -> None:
@@ -150,47 +145,3 @@ def spin() -> None:
     matrix = np.ones((96, 96), np.float32)
     matrix @= matrix
     sum(range(2000))
-
-
-def engine_cpu(job: Job, arm_name: str, rounds: int, megabytes: float) -> None:
-    """CPU seconds of the engine's thread in rounds of so many megabytes of gradients."""
-    torch.manual_seed(0)
-    elements = int(megabytes * 1e6 / 4 / 16)
-    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(elements)) for _ in range(16)])
-    arm = Arm(arm_name, model, job, torch.optim.SGD(model.parameters(), lr=0.0))
-
-    def loss(trained: torch.nn.Module) -> torch.Tensor:
-        total: torch.Tensor = sum(parameter.sum() for parameter in trained.parameters())  # type: ignore[assignment]
-        return total
-
-    for _ in range(2):
-        arm.train(loss)
-    arm.drain()
-    clock = engine_clock()
-    before, process = time.clock_gettime(clock), time.process_time()
-    rounds_before = int(arm.stats()["rounds"])
-    job.barrier()
-    started = time.perf_counter()
-    for _ in range(rounds):
-        arm.train(loss)
-    elapsed = time.perf_counter() - started
-    done = int(arm.stats()["rounds"]) - rounds_before
-    used, process = time.clock_gettime(clock) - before, time.process_time() - process
-    arm.drain()
-    own = {"engine_s": used / done, "process_s": process / done, "step_s": elapsed / rounds}
-    job.record({"what": "engine", "arm": arm_name, "megabytes": megabytes, "rounds": rounds}, own)
-
-
-def engine_clock() -> int:
-    """The CPU clock of this process's engine thread."""
-    thread = next(t for t in threading.enumerate() if t.name.startswith("hvd_async-engine"))
-    assert thread.ident is not None
-    return time.pthread_getcpuclockid(thread.ident)
-
-
-def run_block(job: Job, block: Block) -> None:
-    """Latencies, or the engine's CPU time under one arm."""
-    if block["what"] == "latency":
-        latency(job, block["rounds"], block["busy"])
-    else:
-        engine_cpu(job, block["arm"], block["rounds"], block["megabytes"])

@@ -21,17 +21,16 @@ from hvd_async.simulation.names import (
     read_name,
 )
 
-FOLLOWING = {
-    "lsgd": ("local_period", "global_period", "group", "global_pull"),
-    "easgd": ("global_period", "alpha", "beta"),
-}
-"""Settings that a training may have of these; the rest is the optimizer's default."""
 PACKAGES = {"decent-dp": "decent_dp", "torchft": "torchft", "torchft-diloco": "torchft"}
 """Rivals' packages, by their names in Python."""
 PLAIN = "plain"
-"""torch's optimizer, not wrapped: of one rank."""
+"""torch's optimizer, not wrapped: for one rank."""
 DDP_NO_OP = "ddp-no-op"
 """DDP with a communication hook that does nothing: what its reducer alone costs."""
+RECORDED = "horovod-recorded"
+"""Horovod's optimizer, whose steps are recorded as ``hvd_async record`` does."""
+MUTANT = "drops_late"
+"""A variant of ``solo`` that loses late gradients."""
 IN_BACKWARD = ("ddp", "decent-dp")
 """They wait for others in the backward pass."""
 REDUCTIONS = {"horovod": ("fp16",), "ddp": ("fp16", "bf16", "powersgd")} | dict.fromkeys((*LOCAL_RIVALS, *LEADERS), ())
@@ -40,47 +39,39 @@ REDUCED = ("fp16", "bf16")
 """How partial allreduce may."""
 WARM_UP = 3
 """Untimed steps at the start of a block: ranks meet, DDP orders its buckets, Horovod fills its cache."""
-RECORDED = "horovod-recorded"
-"""Horovod's optimizer, whose steps are recorded as ``hvd_async record`` does."""
-MUTANT = "drops_late"
-"""A variant of ``solo`` that loses late gradients."""
 
 
-def groups_in(arm: str, group: int | None, ranks: int) -> bool:
-    """Return whether an arm makes process sets: its leaders lead so many ranks each, and not only one or all."""
-    return group is not None and "group" in FOLLOWING.get(arm, ()) and 1 < group < ranks
-
-
-def eager(arm: str) -> bool:
+def is_eager(arm: str) -> bool:
     """Return whether an arm is partial allreduce of ours, with a quorum."""
-    return read_name(arm).base not in (*RIVALS, PLAIN, *LEADERS, *GOSSIP)
+    return read_name(arm).base not in (*RIVALS, PLAIN, RECORDED, DDP_NO_OP, *LEADERS, *GOSSIP)
 
 
-def own_weights(arm: str) -> bool:
-    """Return whether under an arm each rank has weights of its own, whose mean stands for all."""
+def has_own_weights(arm: str) -> bool:
+    """Return whether under an arm each rank has weights of its own, whose mean is the consensus."""
     base = read_name(arm).base
     return base in LOCAL_RIVALS or base in LEADERS or base in GOSSIP
 
 
+def listed(text: str) -> list[str]:
+    """Return the names of a command line's list, each once."""
+    return list(dict.fromkeys(arm.strip() for arm in text.split(",") if arm.strip()))
+
+
 def named_arms(text: str, known: Sequence[str]) -> list[str]:
-    """The arms of a command line's list, of a case that has arms of its own.
+    """Return the arms of a command line's list, of a case that has arms of its own.
 
     Raises:
         ValueError: it has no such arm.
     """
-    arms = list(dict.fromkeys(arm.strip() for arm in text.split(",") if arm.strip()))
+    arms = listed(text)
     for arm in arms or [""]:
         if arm not in known:
-            raise ValueError(f"there is no arm {arm!r} in this case: say some of {', '.join(known)}")
+            raise ValueError(f"there is no arm {arm!r} in this case: take some of {', '.join(known)}")
     return arms
 
 
 def need_arm(baseline: str, arms: Sequence[str]) -> None:
-    """Check that the arm which others are compared with is one of these.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Check that the arm which others are compared with is one of these; ValueError if not."""
     if baseline not in arms:
         raise ValueError(f"--arms: the case needs the arm {baseline!r}, to which the others are compared")
 
@@ -88,36 +79,36 @@ def need_arm(baseline: str, arms: Sequence[str]) -> None:
 def parse_arms(
     text: str,
     ranks: int,
-    rivals: tuple[str, ...] = ("horovod", "ddp"),
+    rivals: Sequence[str] = ("horovod", "ddp"),
     gossip: bool = False,
     leaders: bool = False,
-    reduced: bool = False,
+    compressed: bool = False,
     local_size: int = 1,
 ) -> list[str]:
-    """The arms of a command line's list, each once.
+    """Return the arms of a command line's list, each once.
 
     Args:
         text: names with commas between them.
         ranks: of the job.
         rivals: those that the case has.
-        gossip: whether it has those that gossip.
-        leaders: whether it has those that follow a leader, or a center.
-        reduced: whether it has those whose gradients are compressed.
+        gossip: whether it has arms that gossip.
+        leaders: whether it has arms that follow a leader, or a center.
+        compressed: whether it has arms whose gradients are compressed.
         local_size: ranks of a host, of which arms ``-hosts`` make one.
 
     Raises:
-        ValueError: an arm that cannot be with so many ranks, or in this case.
+        ValueError: an arm that cannot be with this number of ranks, or in this case.
     """
-    arms = list(dict.fromkeys(arm.strip() for arm in text.split(",") if arm.strip()))
+    arms = listed(text)
     if not arms:
-        raise ValueError(f"no arm was named: say {', '.join(ARMS)}, k3 for three ranks, or a fraction")
+        raise ValueError(f"no arm was named: take {', '.join(ARMS)}, k3 for three ranks, or a fraction")
     for arm in arms:
         how, (base, compression, every, hosts, quasi_global) = gossip_of(arm), read_name(arm)
         if hosts and (local_size == 1 or base in (*RIVALS, *LEADERS, "local-sgd", *OUTER)):
             raise ValueError(f"the arm {arm!r} is not there: -hosts is for partial allreduce and gossip, --per-host 2")
         if (base in RIVALS and base not in rivals) or (how and not gossip) or (base in LEADERS and not leaders):
             raise ValueError(f"the arm {arm!r} is not there in this case")
-        if base == "decent-dp" and not pairs_off(ranks):
+        if base == "decent-dp" and not (ranks > 1 and ranks.bit_count() == 1):
             raise ValueError(f"{ranks} ranks: the arm {arm} wants 2, 4, 8, ...: in its graph ranks pair off in turn")
         if not installed([base]):
             raise ValueError(f"the arm {arm} needs its package: pip install {PACKAGES[base].replace('_', '-')}")
@@ -125,21 +116,15 @@ def parse_arms(
             make_plan(ranks, **how._asdict(), local_size=local_size if hosts else 1)
         elif every or quasi_global:
             raise ValueError(f"the arm {arm!r} is not there: -avg4 or -qg is for those that gossip")
-        elif compression != "none" and not (reduced and compression in REDUCTIONS.get(base, REDUCED)):
+        elif compression != "none" and not (compressed and compression in REDUCTIONS.get(base, REDUCED)):
             raise ValueError(f"the arm {arm!r} is not there in this case: {base} is not compressed so")
-        if not eager(arm):
-            continue
-        quorum = quorum_of(base)
-        if isinstance(quorum, int) and quorum > ranks:
-            raise ValueError(f"the arm {arm!r} wants {quorum} of {ranks} ranks")
+        if base not in rivals and is_eager(arm):
+            quorum = quorum_of(base)
+            if isinstance(quorum, int) and quorum > ranks:
+                raise ValueError(f"the arm {arm!r} wants {quorum} of {ranks} ranks")
     return arms
 
 
 def installed(arms: Sequence[str]) -> list[str]:
-    """Return those whose package is there, if they need one."""
+    """Return the arms whose package is there, if they need one."""
     return [arm for arm in arms if arm not in PACKAGES or importlib.util.find_spec(PACKAGES[arm])]
-
-
-def pairs_off(ranks: int) -> bool:
-    """Return whether so many ranks can be in decent-dp's graph."""
-    return ranks > 1 and not ranks & (ranks - 1)

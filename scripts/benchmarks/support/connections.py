@@ -5,30 +5,50 @@ its own, and ranks that are only connections, many a process. All are encrypted.
 from __future__ import annotations
 
 import contextlib
-import json
-import subprocess
-import sys
+import multiprocessing
+import select
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import IO, Any, NamedTuple
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
+import msgspec
 import psutil
 import zmq
 
+from hvd_async.algorithms.eager.config import EagerConfig, StartRound, StepEntered
+from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.runtime.control_process import ControlProcess
-from hvd_async.runtime.relays import direct_tree, plan_tree
+from hvd_async.runtime.descriptors import shortage
+from hvd_async.runtime.protocol import (
+    Accepted,
+    Close,
+    Codec,
+    Command,
+    Event,
+    Finished,
+    Hello,
+    Leaving,
+    Registered,
+    Welcome,
+    encode,
+    packed,
+)
 from hvd_async.runtime.rendezvous import Card, RelayCard, above_of, relay_setup_of, setup_of
-from hvd_async.runtime.transport import LOOPBACK
+from hvd_async.runtime.transport import LOOPBACK, Uplink
 
-SCRIPTS = Path(__file__).resolve().parents[2]
 CLIENTS = 2
 """Processes that hold the ranks' connections."""
 SETTLE = 0.05
 """Seconds in which the coordinator has handled late arrivals, whose time is not to be counted in the next round's."""
 BUCKETS = 4
 OPTIMIZERS = ("solo", "all")
+LIMIT = 120.0
+"""Seconds to wait for the coordinator."""
+LOOK = 0.05
+"""Seconds after which all connections are looked at, whatever the poll says."""
+HYPER = [{"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}]
 
 
 class Connected(NamedTuple):
@@ -56,41 +76,29 @@ class Connected(NamedTuple):
     files: int
 
 
+# -- the launching side ------------------------------------------------------------------------------------------------
+
+
 class _Client:
-    """One process with some ranks' connections."""
+    """One process with some ranks' connections, which does what it is sent through a pipe."""
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.support.connected_ranks"],
-            cwd=SCRIPTS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._in: IO[str] = self._process.stdin
-        self._out: IO[str] = self._process.stdout
-
-    def tell(self, **order: Any) -> None:
-        self._in.write(json.dumps(order) + "\n")
-        self._in.flush()
-
-    def answer(self) -> dict[str, Any]:
-        line = self._out.readline()
-        if not line:
-            raise RuntimeError("a process that holds ranks' connections has ended: what it said is above")
-        found: dict[str, Any] = json.loads(line)
-        return found
+    def __init__(self, told: dict[str, Any]) -> None:
+        spawned = multiprocessing.get_context("spawn")
+        self.pipe, theirs = spawned.Pipe()
+        self._process = spawned.Process(target=_serve, args=(theirs, told))
+        self._process.start()
+        theirs.close()
 
     def close(self) -> None:
-        self._in.close()
-        self._out.close()
-        self._process.wait()
+        self.pipe.close()
+        self._process.join(LIMIT)
 
 
 def _ask(clients: Sequence[_Client], **order: Any) -> tuple[float, float]:
-    """Have all do something; returns when the first began and the last was done, in seconds of the same clock."""
+    """Have all do something; return when the first began and the last was done, in seconds of the same clock."""
     for client in clients:
-        client.tell(**order)
-    answers = [client.answer() for client in clients]
+        client.pipe.send(order)
+    answers = [client.pipe.recv() for client in clients]
     return min(a["sent"] for a in answers), max(a.get("received", 0.0) for a in answers)
 
 
@@ -145,13 +153,11 @@ def measure(ranks: int, relays: bool, per_host: int = 8, rounds: int = 20) -> Co
     with contextlib.ExitStack() as undo:
         coordinator, told, number = undo.enter_context(_control_plane(ranks, per_host, relays))
         empty = coordinator.memory_info().rss
-        clients = [_Client() for _ in told]
+        clients = [_Client(own) for own in told]
         for client in clients:
             undo.callback(client.close)
-        for client, own in zip(clients, told, strict=True):
-            client.tell(**own)
         for client in clients:
-            client.answer()
+            client.pipe.recv()  # its ranks are connected
         began, connected = _ask(clients, do="hello")
         for optimizer, quorum in enumerate(OPTIMIZERS):
             _ask(clients, do="register", optimizer=optimizer, quorum=quorum, buckets=BUCKETS)
@@ -171,3 +177,101 @@ def measure(ranks: int, relays: bool, per_host: int = 8, rounds: int = 20) -> Co
         files = coordinator.num_fds()
         leaving, left = _ask(clients, do="leave", step=rounds, buckets=BUCKETS, optimizers=len(OPTIMIZERS))
     return Connected(ranks, number, connected - began, solo, every, cpu, left - leaving, kib, files)
+
+
+# -- a process with ranks ----------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """The connections.
+
+    Args:
+        told: ``ranks``, and of each ``above`` (address, port, key) and ``keys``.
+    """
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        self._ranks: list[int] = told["ranks"]
+        if problem := shortage(3 * len(self._ranks)):
+            raise OSError(problem)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context.set(zmq.MAX_SOCKETS, 4 * len(self._ranks) + 16)  # each has monitors
+        self._codec = Codec(FAMILIES)
+        self._uplinks = [
+            Uplink(address, port, server.encode(), (public.encode(), secret.encode()), context)
+            for (address, port, server), (public, secret) in zip(told["above"], told["keys"], strict=True)
+        ]
+        self._poll = select.epoll()
+        self._by_descriptor = {uplink.descriptors[0]: place for place, uplink in enumerate(self._uplinks)}
+        for descriptor in self._by_descriptor:
+            self._poll.register(descriptor, select.EPOLLIN)
+
+    def send(self, events: Callable[[int], list[Event]]) -> float:
+        """Send each rank's events, for which there may be none; returns when the first were sent."""
+        began = time.monotonic()
+        for rank, uplink in zip(self._ranks, self._uplinks, strict=True):
+            own = events(rank)
+            if own:
+                uplink.send(packed([msgspec.Raw(encode(event)) for event in own]))
+        return began
+
+    def wait(self, wanted: Callable[[Command], bool]) -> float:
+        """Wait until all have received such a command; returns when the last had.
+
+        Raises:
+            TimeoutError: they have not.
+        """
+        missing = {*range(len(self._uplinks))}
+        raw: dict[bytes, bool] = {}  # most messages are the same for all
+        last, deadline = time.monotonic(), time.monotonic() + LIMIT
+        while missing:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{len(missing)} ranks still wait")
+            ready = [self._by_descriptor[descriptor] for descriptor, _ in self._poll.poll(LOOK)] or [*missing]
+            for place in ready:
+                while (frames := self._uplinks[place].read()) is not None:
+                    at = time.monotonic()
+                    data = frames[0]
+                    if data not in raw:
+                        raw[data] = any(wanted(command) for command in self._codec.decode_commands(data))
+                    if raw[data] and place in missing:
+                        missing.discard(place)
+                        last = max(last, at)
+        return last
+
+    def act(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Do what an order says; return the answer."""
+        optimizer, step = order.get("optimizer", 0), order.get("step", 0)
+        match order["do"]:
+            case "hello":
+                sent = self.send(lambda rank: [Hello("host", rank)])
+                return {"sent": sent, "received": self.wait(lambda command: isinstance(command, Welcome))}
+            case "register":
+                config = EagerConfig(order["quorum"], 16, 0.0, 0, order["buckets"])
+                sent = self.send(lambda rank: [Registered(optimizer, config, ["w"], [1], hyper=HYPER)])
+                return {"sent": sent, "received": self.wait(lambda command: command == Accepted(optimizer))}
+            case "step":
+                entered = StepEntered(optimizer, step, buckets=[*range(order["buckets"])], landed=step - 1)
+                some = {*order["ranks"]}
+                chosen = (lambda rank: rank in some) if some else (lambda rank: order["others"])
+                sent = self.send(lambda rank: [entered] if chosen(rank) else [])
+                if not order["wait"]:
+                    return {"sent": sent}
+
+                def starts(command: Command) -> bool:
+                    return isinstance(command, StartRound) and (command.optimizer, command.round) == (optimizer, step)
+
+                return {"sent": sent, "received": self.wait(starts)}
+            case _:
+                produced = [step] * order["buckets"]
+                ends = [Finished(number, produced) for number in range(order["optimizers"])]
+                sent = self.send(lambda rank: [*ends, Leaving()])
+                return {"sent": sent, "received": self.wait(lambda command: isinstance(command, Close))}
+
+
+def _serve(pipe: Connection, told: dict[str, Any]) -> None:
+    """Do what comes through the pipe until it is closed."""
+    ranks = Ranks(told)
+    pipe.send({})
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send(ranks.act(pipe.recv()))

@@ -1,7 +1,7 @@
 """Start a job under horovodrun, take in its results block by block, and leave no process behind.
 
-A job is a module of ``jobs/``. It is told what to do by a JSON file, its plan, beside which the digits lie, and answers
-by lines of JSON in another, one a block, which is also how the progress is known. All its processes carry a mark in
+A job is a module of ``jobs/``. A JSON file, its plan, says what it is to do; the digits lie beside it. It answers by
+lines of JSON in another file, one per block, which is also how progress is known. All its processes carry a mark in
 their environment, by which they are found when the job has to be ended.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -20,13 +21,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
-from . import digits
-from .arms import groups_in
-from .kept import Kept
+from . import data
+from .arms import WARM_UP
+from .figures import Block
+from .report import Say
 
 SCRIPTS = Path(__file__).resolve().parents[2]
 VIRTUAL = SCRIPTS / "virtual_cluster.py"
@@ -34,17 +36,15 @@ SPARE = 200
 """Hosts that an elastic job may have."""
 ROOT = SCRIPTS.parent
 MARK = "HVD_ASYNC_BENCH_JOB"
+ENOUGH = "enough"
+"""File in the job's folder that tells it to do no more repetitions."""
 GOODBYE = 15.0
 """Seconds that processes may take to end by themselves."""
 START = 180.0
 """Seconds that a job may take to start: eight processes import torch."""
-GROUPS_ENV = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-"""Environment of jobs that make process sets. No others: each of Horovod's idle cycles costs two allgathers more."""
 LOOK = 0.25
 """Seconds between two looks at the results."""
-
-Block = dict[str, Any]
-Say = Callable[[str], None]
+Arm = TypeVar("Arm")
 
 
 class JobError(RuntimeError):
@@ -69,7 +69,7 @@ def run(
     per_host: int = 1,
     elastic: bool = False,
 ) -> list[Block]:
-    """Run a job to its end.
+    """Run a job to its end, and return its blocks.
 
     Args:
         job: the module's name in ``jobs/``.
@@ -79,14 +79,11 @@ def run(
         on_block: called with every block as it comes.
         while_running: called with the job's folder several times a second.
         env: added to the environment.
-        mbit: ranks are on virtual hosts, each of whose links has so many Mbit/s; None: no limit.
+        mbit: bandwidth of each virtual host's link, Mbit/s; None: no limit.
         virtual: ranks are on virtual hosts also without a limit; else all are on this machine.
         per_host: ranks of a virtual host, or of any host of an elastic job.
         elastic: hosts are lines of the file ``hosts`` in the job's folder; ``hosts.spare`` has more. They are virtual
             ones, or names of this machine.
-
-    Returns:
-        All blocks.
 
     Raises:
         NotHereError: there are no virtual hosts here.
@@ -98,7 +95,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="hvd_async_bench_") as name:
         folder = Path(name)
         (folder / "plan.json").write_text(json.dumps(plan))
-        digits.leave(folder)
+        data.leave(folder)
         starts = _elastic(folder, ranks, virtual, per_host) if elastic else _launcher(ranks, virtual, mbit, per_host)
         mark = uuid.uuid4().hex
         with (folder / "output").open("wb") as output, _swept(mark, virtual):
@@ -122,7 +119,7 @@ def run(
 
 
 def _launcher(ranks: int, virtual: bool, mbit: float | None, per_host: int) -> list[str]:
-    """The command that starts as many ranks of what follows it."""
+    """Return the command that starts as many ranks of what follows it."""
     if not virtual:
         return [str(Path(sys.executable).parent / "horovodrun"), "-np", str(ranks), "--gloo"]
     limited = [] if mbit is None else [f"--mbit={mbit:g}"]
@@ -130,7 +127,7 @@ def _launcher(ranks: int, virtual: bool, mbit: float | None, per_host: int) -> l
 
 
 def _elastic(folder: Path, ranks: int, virtual: bool, per_host: int) -> list[str]:
-    """The command that starts what follows it on the hosts that a file names; others come and go with its lines."""
+    """Return the command that starts what follows it on the hosts that a file names."""
     hosts, begin = folder / "hosts", ranks // per_host
     if virtual:
         many = [f"--hosts={SPARE}", f"--per-host={per_host}", f"--elastic={hosts}", f"--np={begin}"]
@@ -167,7 +164,7 @@ def _environment(mark: str, folder: Path, more: dict[str, str]) -> dict[str, str
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "CUDA_VISIBLE_DEVICES": "",  # all arms go through the CPU and Gloo
         MARK: mark,
-        digits.FOLDER: str(folder),
+        data.FOLDER: str(folder),
         **more,
     }
 
@@ -185,13 +182,12 @@ def _follow(
     while True:
         ended = launcher.poll() is not None
         if results.exists():
-            text = results.read_text()
-            whole = text.rpartition("\n")[0].splitlines()
-            for line in whole[read:]:
+            complete = results.read_text().rpartition("\n")[0].splitlines()
+            for line in complete[read:]:
                 blocks.append(json.loads(line))
                 if on_block is not None:
                     on_block(blocks[-1])
-            read = len(whole)
+            read = len(complete)
         if ended or time.monotonic() > deadline:
             return blocks
         if while_running is not None:
@@ -199,9 +195,12 @@ def _follow(
         time.sleep(LOOK)
 
 
+# -- no process is left ------------------------------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
 def _swept(mark: str, virtual: bool) -> Iterator[None]:
-    """Whatever happens inside, a signal included, no process with this mark outlives it, nor a virtual host."""
+    """Context that no process with this mark outlives, nor a virtual host, whatever happens inside."""
 
     def stop(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
@@ -220,7 +219,7 @@ def _swept(mark: str, virtual: bool) -> Iterator[None]:
 
 
 def _processes(mark: str) -> list[psutil.Process]:
-    """This job's processes, zombies aside."""
+    """Return this job's processes, zombies aside."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile, or is not ours to look at
@@ -238,11 +237,14 @@ def _end(mark: str) -> None:
         psutil.wait_procs(alive, timeout=2.0)
 
 
+# -- blocks of a case --------------------------------------------------------------------------------------------------
+
+
 class Progress:
-    """Says on stderr what is done, how long it took, and how long the rest may take.
+    """Says what is done, and how long the rest may take.
 
     Args:
-        total: blocks in all.
+        total: number of blocks.
         say: takes a line of text.
     """
 
@@ -252,11 +254,11 @@ class Progress:
         self._first: float | None = None
 
     def leave_out(self, count: int) -> None:
-        """So many of the blocks were done by an earlier run."""
+        """Do not wait for ``count`` of the blocks, which an earlier run has done."""
         self._total -= count
 
     def __call__(self, text: str) -> None:
-        """One more block is done."""
+        """Count one more block as done."""
         now = time.monotonic()
         self._done += 1
         if self._first is None:
@@ -265,6 +267,34 @@ class Progress:
         each = (now - self._first) / (self._done - 1) if self._done > 1 else now - self._started
         left = max(0, self._total - self._done) * each
         self._say(f"[{self._done}/{self._total}] {text}; {left / 60:.1f} min left")
+
+
+class Kept:
+    """Results of blocks in a file, a line of JSON each: a run that was ended goes on with what is left.
+
+    Args:
+        path: the file, which need not be there; None: they are kept in memory only.
+        how: what the blocks are run with beside what they say themselves, as JSON.
+    """
+
+    def __init__(self, path: Path | None, how: Any = None) -> None:
+        self._path, self._how, self._found = path, how, dict[str, Block]()
+        if path is not None and path.exists():
+            complete = path.read_text().rpartition("\n")[0]
+            path.write_text(f"{complete}\n" if complete else "")  # the last line was cut off if a run was killed
+            self._found = dict(map(json.loads, complete.splitlines()))
+
+    def of(self, asked: Block) -> Block | None:
+        return self._found.get(self._key(asked))
+
+    def add(self, asked: Block, found: Block) -> None:
+        self._found[self._key(asked)] = found
+        if self._path is not None:
+            with self._path.open("a") as lines:
+                lines.write(json.dumps([self._key(asked), found]) + "\n")
+
+    def _key(self, asked: Block) -> str:
+        return hashlib.sha256(json.dumps([self._how, asked], sort_keys=True).encode()).hexdigest()
 
 
 def measure(
@@ -278,9 +308,10 @@ def measure(
     ranks: int | None = None,
     progress: Progress | None = None,
     plan: dict[str, Any] | None = None,
+    enough: Callable[[list[Block]], bool] | None = None,
     **how: Any,
 ) -> list[Block]:
-    """Run blocks in one job, and tell of each as it comes; not those whose results an earlier run has kept.
+    """Run blocks in one job, except those whose results an earlier run has kept, and tell of each as it comes.
 
     Args:
         args: the command line: ``ranks``, the ``limit`` in minutes, if one was given, and the file to ``resume`` from.
@@ -292,6 +323,7 @@ def measure(
         ranks: of the job, if they are not the command line's.
         progress: of several jobs together; None: of this one.
         plan: what the plan has beside the blocks.
+        enough: asked after each block whether these results are enough; the job then ends after this repetition.
         how: further arguments of ``run``.
     """
     ranks = ranks or args.ranks
@@ -299,27 +331,33 @@ def measure(
     left = [block for block in blocks if kept.of(block) is None]
     progress = progress or Progress(len(blocks), say)
     progress.leave_out(len(blocks) - len(left))
-    asked = iter(left)  # results come in this order
+    asked, found = iter(left), list[Block]()  # results come in this order
 
     def on_block(block: Block) -> None:
         kept.add(next(asked), block)
+        found.append(block)
         progress(tell(block))
 
+    def look(folder: Path) -> None:
+        if enough is not None and not (folder / ENOUGH).exists() and enough(found):
+            (folder / ENOUGH).touch()
+
     if left:
-        limit = args.limit * 60 if args.limit else seconds
-        run(job, ranks, {"blocks": left, **(plan or {})}, limit=limit, on_block=on_block, **how)
-    return [found for found in map(kept.of, blocks) if found is not None]
+        limit = seconds if enough is not None or not args.limit else args.limit * 60
+        asks = {"blocks": left, "may_end": enough is not None, **(plan or {})}
+        run(job, ranks, asks, limit=limit, on_block=on_block, while_running=look, **how)
+    return [result for result in map(kept.of, blocks) if result is not None]
 
 
-def groups_env(blocks: Sequence[Block], ranks: int) -> dict[str, str]:
-    """Return the environment of a job of these blocks, one an arm: it makes process sets if an arm has groups."""
-    return GROUPS_ENV if any(groups_in(block["arm"], block["group"], ranks) for block in blocks) else {}
-
-
-def repetitions(arms: Sequence[str], count: int) -> list[tuple[int, str]]:
-    """Arms in alternation: (repetition, arm); each repetition begins with another arm, so that none is always first."""
+def repetitions(arms: Sequence[Arm], count: int) -> list[tuple[int, Arm]]:
+    """Return (repetition, arm) in alternation; each repetition begins with another arm."""
     order = []
     for repetition in range(count):
         first = repetition % len(arms)
         order += [(repetition, arm) for arm in (*arms[first:], *arms[:first])]
     return order
+
+
+def block_of(arm: str, repetition: int, task: dict[str, Any], **more: Any) -> Block:
+    """Return a block of the timed jobs; ``jobs/timed.py`` says what it may have."""
+    return {"arm": arm, "repetition": repetition, "seed": 0, "untimed": WARM_UP, "lr": 0.001, "task": task} | more

@@ -1,156 +1,159 @@
-"""Plots to PNG, and parts of the cases' drawings. matplotlib is imported only when a plot is asked for."""
+"""Pictures as PNG: how arms look, and the panels of a case. matplotlib is imported only when a picture is asked for."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvd_async.simulation.names import COMPRESSED, OUTER, read_name
+import numpy as np
 
-from .report import Report, Row
+from hvd_async.simulation.names import GOSSIP, LEADERS, RIVALS, read_name
 
-COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
-"""Okabe and Ito's: they can be told apart whatever colours one sees. Hatches tell arms apart without colour."""
+from .figures import grouped
+from .report import Case, Panel, Row, finite
+
+COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
+"""Okabe and Ito's: people who see fewer colors can tell them apart. Hatches and markers need no color."""
 HATCHES = ("", "/", ".", "\\\\", "x", "-", "|", "+")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+HUES = {"horovod": 0, "ddp": 1, "post-local-sgd": 4, "decent-dp": 6, "torchft": 3, "torchft-diloco": 1, "plain": 4}
+HUES |= {"all": 2, "majority": 3, "solo": 5, "auto": 7, "sgp": 6, "osgp": 7, "dpsgd": 2, "adpsgd": 3, "local-sgd": 4}
+HUES |= {"local": 5, "slowmo": 1, "diloco": 7, "lsgd": 5, "easgd": 1}
+"""Places of the arms' colors, by their base, so that an arm has the same color in every picture."""
 WIDTH = 0.85
 """Width of a group of bars; groups are 1 apart."""
-ORDER = (
-    *("horovod", "ddp", "all", "majority", "solo", "auto"),
-    *("post-local-sgd", "decent-dp", "torchft", "torchft-diloco"),
-)
-LOCAL = {"sgp": 6, "osgp": 7, "dpsgd": 2, "adpsgd": 3, "lsgd": 5, "easgd": 1, "local-sgd": 4}
-LOCAL |= {"local": 5, "slowmo": 1, "diloco": 7}
-"""Places of their colours; where arms share one, as those with compressed messages do, hatches differ."""
-FAMILIES = (
-    ("horovod", "ddp", "post-local-sgd", "decent-dp", "torchft", "torchft-diloco"),
-    (),
-    ("sgp", "osgp", "dpsgd", "adpsgd", "local-sgd", *OUTER),
-    ("lsgd", "easgd"),
-)
-STYLES = ("-", "--", "-.", ":")
-"""Styles of their lines; partial allreduce, with its quorums, is the second."""
 DPI = 130
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
-def colour(arm: str, arms: Sequence[str]) -> tuple[str, str]:
-    """Colour and hatch of an arm: named arms have their own, unless another of these has it; counts take what is
-    left. Arms that differ in their messages' compression alone share one."""
-    place, hatch = _own_look(arm, arms)
-    taken: dict[str, int] = {}
-    wanted = {read_name(each).base: _own_look(each, arms)[0] for each in arms}
-    for algorithm, own in wanted.items():
-        free = [each for each in range(len(COLOURS)) if each not in {*taken.values(), *wanted.values()}]
-        taken[algorithm] = free[0] if own in taken.values() and free else own
-    return COLOURS[taken.get(read_name(arm).base, place)], hatch
+def _hue(arm: str) -> int:
+    base = read_name(arm).base
+    return HUES.get(base, sum(base.encode())) % len(COLORS)
 
 
-def _own_look(arm: str, arms: Sequence[str]) -> tuple[int, str]:
-    """Place of an arm's own colour, and its hatch."""
-    base, compression, every = read_name(arm)[:3]
-    if base in LOCAL:
-        place, variants = LOCAL[base], ("none", *COMPRESSED)
-        averaged = every > 0 and base != "local-sgd"
-        return place, HATCHES[(place + 2 + variants.index(compression) + 4 * averaged) % len(HATCHES)]
-    others = [each for each in arms if each not in ORDER and read_name(each).base not in LOCAL]
-    place = ORDER.index(arm) if arm in ORDER else len(ORDER) + others.index(arm)
-    return place % len(COLOURS), HATCHES[(place + place // len(COLOURS)) % len(HATCHES)]
+def _place(arm: str, arms: Sequence[str]) -> int:
+    """Return an arm's place among those of its color."""
+    alike = [each for each in dict.fromkeys([*arms, arm]) if _hue(each) == _hue(arm)]
+    return alike.index(arm) % len(HATCHES)
+
+
+def color(arm: str, arms: Sequence[str]) -> tuple[str, str]:
+    """Return an arm's color and its hatch, which differ from those of the other arms of a picture."""
+    return COLORS[_hue(arm)], HATCHES[_place(arm, arms)]
 
 
 def fill(arm: str, arms: Sequence[str]) -> dict[str, Any]:
-    """Look of an arm's bar: its colour, hatch, and an edge that is seen on it."""
-    own, hatch = colour(arm, arms)
-    return {"color": own, "hatch": hatch, "edgecolor": "white" if own == COLOURS[0] else "black", "linewidth": 0.6}
+    """Return the look of an arm's bar: its color, hatch, and an edge that is seen on it."""
+    own, hatch = color(arm, arms)
+    return {"color": own, "hatch": hatch, "edgecolor": "white" if own == COLORS[0] else "black", "linewidth": 0.6}
 
 
 def line(arm: str, arms: Sequence[str]) -> dict[str, Any]:
-    """Look of an arm's line: its colour, a style for each family, and a marker, so that no two of a case are alike."""
-    own, hatch = colour(arm, arms)
-    family = next((number for number, named in enumerate(FAMILIES) if read_name(arm).base in named), 1)
-    marker = MARKERS[HATCHES.index(hatch)]
-    look = {"color": own, "linestyle": STYLES[family], "linewidth": 1.4, "marker": marker}
+    """Return the look of an arm's line: its color, a style for each family, and a marker."""
+    base = read_name(arm).base
+    style = "-" if base in RIVALS else "-." if base in GOSSIP else ":" if base in LEADERS else "--"
+    look = {"color": COLORS[_hue(arm)], "linestyle": style, "marker": MARKERS[_place(arm, arms)], "linewidth": 1.4}
     return look | {"markersize": 5, "markeredgecolor": "black", "markeredgewidth": 0.5}
 
 
-def bars(axes: Any, rows: Sequence[Row], group: str, key: str = "value") -> None:
-    """Bars side by side, one group a setting, one bar an arm, with the ends of a figure that has some.
+# -- the panels of a case ----------------------------------------------------------------------------------------------
 
-    Args:
-        axes: matplotlib's.
-        rows: of any arms and settings.
-        group: the name of a row's group, as a format of its setting.
-        key: of the figure.
-    """
-    places = _places(rows, group)
+
+def draw(figure: Any, case: Case, rows: Sequence[Row]) -> None:
+    """Draw a case's panels, as far as the rows have their figures."""
+    shown = []
+    for panel in case.panels:
+        mine = [row for row in rows if row.get(panel.key) is not None]
+        parts = grouped(mine, lambda row, panel=panel: row["setting"].get(panel.each) if panel.each else "")
+        shown += [(panel, value, part) for value, part in parts.items()]
+    across = min(3, len(shown))
+    down = -(-len(shown) // max(1, across))
+    figure.set_size_inches(max(8.0, 4.4 * across), 0.8 + 4.0 * down)
+    panels = list(figure.subplots(down, across, squeeze=False).flat)
+    for axes, (panel, value, mine) in zip(panels, shown, strict=False):
+        groups = [case.group.format(**row["setting"]) for row in mine]
+        {"bars": _bars, "points": _points, "curves": _curves}[panel.kind](axes, case, panel, mine, groups)
+        label(axes, str(value), "", case.heading(panel.key))
+    for axes in panels[len(shown) :]:
+        axes.remove()
+    legend(figure, *panels[: len(shown)])
+
+
+def _bars(axes: Any, case: Case, panel: Panel, rows: Sequence[Row], groups: Sequence[str]) -> None:
+    """Draw bars side by side, a group for each setting, and marks over them."""
+    bars(axes, rows, groups, panel.key)
+    for key, marker in zip(panel.marks, MARKERS[3:], strict=False):
+        look = {"color": "white", "markeredgecolor": "black", "markersize": 7}
+        for place, row in zip(places_of(rows, groups), rows, strict=True):
+            if row.get(key) is not None:
+                axes.plot(place, row[key], marker, **look)
+        axes.plot([], [], marker, label=case.heading(key), **look)
+
+
+def _points(axes: Any, case: Case, panel: Panel, rows: Sequence[Row], groups: Sequence[str]) -> None:
+    """Draw a point for each row, with the ends of its interval."""
+    names, stem = [row["arm"] for row in rows], "" if panel.key == "value" else f"{panel.key}_"
+    for place, row in zip(places_of(rows, groups), rows, strict=True):
+        value, low, high = row[panel.key], row[f"{stem}low"], row[f"{stem}high"]
+        sides = [[0.0 if end is None else max(0.0, sign * (value - end))] for sign, end in ((1, low), (-1, high))]
+        look = line(row["arm"], names) | {"linestyle": "none", "ecolor": "#555555", "capsize": 4}
+        axes.errorbar(place, value, yerr=sides, label=row["arm"], **look)
+    _ticks(axes, groups)
+
+
+def _curves(axes: Any, case: Case, panel: Panel, rows: Sequence[Row], groups: Sequence[str]) -> None:
+    """Draw a line for each row: its figure is a list of points, or of such lists, whose mean is drawn."""
+    names = [row["arm"] for row in rows]
+    for row, group in zip(rows, groups, strict=True):
+        points = np.array(row[panel.key], float)
+        x, y = (points if points.ndim == 2 else points.mean(axis=0)).T
+        text = row["arm"] if panel.each else f"{row['arm']} {group}"
+        axes.plot(x, y, label=text, **line(row["arm"], names) | {"markersize": 3})
+    for key in panel.marks:
+        for value in np.atleast_1d(rows[0][key]):
+            axes.axhline(value, color="#555555", linewidth=0.8, linestyle="--")
+        axes.plot([], [], color="#555555", linestyle="--", label=case.heading(key))
+
+
+def bars(axes: Any, rows: Sequence[Row], groups: Sequence[str], key: str) -> None:
+    """Draw bars side by side: one per row, in the group of this name."""
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     stem = "" if key == "value" else f"{key}_"
-    for arm in arms:
-        there = [(place, row) for place, row in zip(places, rows, strict=True) if row["arm"] == arm and has(row, key)]
-        if not there:
-            continue
-        mine = [row for _, row in there]
-        errors = None
-        if f"{stem}low" in mine[0]:
-            errors = [[row[key] - row[f"{stem}low"] for row in mine], [row[f"{stem}high"] - row[key] for row in mine]]
+    for place, row in zip(places_of(rows, groups), rows, strict=True):
+        value, sides = row[key], None
+        if row.get(f"{stem}low") is not None and row.get(f"{stem}high") is not None:
+            sides = [[value - row[f"{stem}low"]], [row[f"{stem}high"] - value]]
         axes.bar(
-            [place for place, _ in there],
-            [row[key] for row in mine],
+            place,
+            value,
             WIDTH / len(arms),
-            yerr=errors,
-            label=arm,
+            yerr=sides,
+            label=row["arm"],
             error_kw={"elinewidth": 1.2, "capsize": 2, "ecolor": "#555555"},
-            **fill(arm, arms),
+            **fill(row["arm"], arms),
         )
-    groups = list(dict.fromkeys(group.format(**row["setting"]) for row in rows))
-    axes.set_xticks(range(len(groups)), groups)
+    _ticks(axes, groups)
 
 
-def arms_below(axes: Any, names: Sequence[str]) -> None:
-    """An arm's name below each place, from 0 on, of bars that are drawn one by one."""
+def _ticks(axes: Any, groups: Sequence[str]) -> None:
+    names = list(dict.fromkeys(groups))
     axes.set_xticks(range(len(names)), names)
-    axes.set_xlim(-0.6, len(names) - 0.4)
 
 
-def points(axes: Any, rows: Sequence[Row], key: str, **ticks: Any) -> None:
-    """A point an arm, with the ends of its interval."""
-    names = [each["arm"] for each in rows]
-    for place, each in enumerate(rows):
-        own, _ = colour(each["arm"], names)
-        ends = sides(each[key], each[f"{key}_low"], each[f"{key}_high"])
-        style = {"color": own, "markeredgecolor": "black", "ecolor": "black", "capsize": 5, "markersize": 9}
-        axes.errorbar(place, each[key], yerr=ends, fmt="o", **style)
-    axes.set_xticks(range(len(names)), names, **ticks)
-
-
-def marks(axes: Any, rows: Sequence[Row], group: str, key: str, marker: str, text: str) -> None:
-    """White marks on the bars that ``bars`` has drawn of the same rows: a second figure of each."""
-    look = {"color": "white", "markeredgecolor": "black", "markersize": 7}
-    for place, row in zip(_places(rows, group), rows, strict=True):
-        if has(row, key):
-            axes.plot(place, row[key], marker, **look)
-    axes.plot([], [], marker, label=text, **look)
-
-
-def has(row: Row, key: str) -> bool:
-    """Return whether a row has a figure."""
-    return row.get(key) is not None
-
-
-def _places(rows: Sequence[Row], group: str) -> list[float]:
-    """Where each row's bar is: groups and arms in the order in which they come."""
-    names = [group.format(**row["setting"]) for row in rows]
-    groups, arms = list(dict.fromkeys(names)), list(dict.fromkeys(row["arm"] for row in rows))
+def places_of(rows: Sequence[Row], groups: Sequence[str]) -> list[float]:
+    """Return where each row's bar is: groups and arms in the order in which they come."""
+    names, arms = list(dict.fromkeys(groups)), list(dict.fromkeys(row["arm"] for row in rows))
     return [
-        groups.index(name) + (arms.index(row["arm"]) - (len(arms) - 1) / 2) * WIDTH / len(arms)
-        for name, row in zip(names, rows, strict=True)
+        names.index(group) + (arms.index(row["arm"]) - (len(arms) - 1) / 2) * WIDTH / len(arms)
+        for group, row in zip(groups, rows, strict=True)
     ]
 
 
+# -- any picture -------------------------------------------------------------------------------------------------------
+
+
 def label(axes: Any, title: str, x: str, y: str) -> None:
-    """Title and axes' labels, and a light grid to read values by."""
+    """Set title and axes' labels, and a light grid to read values by."""
     axes.set_title(title)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -158,21 +161,8 @@ def label(axes: Any, title: str, x: str, y: str) -> None:
     axes.set_axisbelow(True)
 
 
-def near_one(axes: Any) -> None:
-    """Shares, on a scale on which those near 1 are told apart: evenly spaced in the logarithm of what is left to 1."""
-    import numpy as np
-
-    whole = 1.005  # so that 1 itself has a place
-    axes.set_yscale(
-        "function", functions=(lambda y: -np.log10(np.maximum(whole - y, 1e-9)), lambda z: whole - 10.0**-z)
-    )
-    low, high = axes.get_ylim()
-    ticks = [tick for tick in (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 1.0) if low <= tick <= high]
-    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-
-
 def logarithmic(axes: Any) -> None:
-    """Values on a logarithmic scale, with readable numbers at 1, 2 and 5 of each power of ten where there are few."""
+    """Scale values by their logarithm, with readable numbers at 1, 2 and 5 of each power of ten where there are few."""
     from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
     axes.set_yscale("log")
@@ -183,7 +173,7 @@ def logarithmic(axes: Any) -> None:
 
 
 def legend(figure: Any, *axes: Any) -> None:
-    """One legend for the figure, below it, of all that these axes name; what has lines and bars is shown as both."""
+    """Put one legend below the figure, of all that these axes name; what has lines and bars is shown as both."""
     from matplotlib.legend_handler import HandlerTuple
 
     named: dict[str, dict[type, Any]] = {}
@@ -195,30 +185,19 @@ def legend(figure: Any, *axes: Any) -> None:
     figure.legend(looks, named, loc="outside lower center", ncols=min(6, len(named)), frameon=False, **side_by_side)
 
 
-def sides(value: float, low: float | None, high: float | None) -> list[list[float]]:
-    """Return the sides of an error bar; one that is endless, in JSON null, is not drawn."""
-    return [[math.nan if end is None else max(0.0, sign * (value - end))] for sign, end in ((1, low), (-1, high))]
-
-
-def save(report: Report, path: Path) -> None:
-    """Draw a report and write it as PNG."""
-    assert report.draw is not None
-    redraw(json.loads(report.json()), report.draw, path)
-
-
-def redraw(content: Mapping[str, Any], draw: Callable[[Any, list[Row]], None], path: Path) -> None:
+def save(case: Case, content: Mapping[str, Any], path: Path) -> None:
     """Draw a report's JSON and write it as PNG."""
     ranks = "1 rank" if content["ranks"] == 1 else f"{content['ranks']} ranks"
     title = f"{content['case']}: {ranks}, {content['transport']}, one machine"
-    picture(path, title, draw, content["rows"])
+    picture(path, title, lambda figure: draw(figure, case, finite(content["rows"])))
 
 
-def picture(path: Path, title: str, draw: Callable[[Any, Any], None], rows: Any, height: float = 5.0) -> None:
-    """Draw rows and write them as PNG, ``height`` inches high unless ``draw`` wants another size."""
+def picture(path: Path, title: str, draws: Callable[[Any], None]) -> None:
+    """Have a figure drawn and write it as PNG."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, height), layout="constrained")
-    draw(figure, rows)
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    draws(figure)
     figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=DPI)

@@ -7,15 +7,14 @@ docs/eager.md), s the number of rounds that a gradient is late.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvd_async.simulation.schedule import Schedule, one_random
 
-from .blocks import Block
-from .clips import dealt_to, lengths_of
+from .data import longest_of
+from .figures import Block
 
 JITTER = 0.03
 """Largest share of a step's computation by which ranks differ by themselves: they never arrive all at once."""
@@ -23,8 +22,7 @@ CLIPS = {"median": 20, "batch": 8, "bucketed": True}
 """Clips as ``sequence_lengths`` has them by default."""
 
 
-@dataclass(frozen=True)
-class Remedy:
+class Remedy(NamedTuple):
     """A way to go about late gradients.
 
     Attributes:
@@ -92,33 +90,27 @@ class Task(NamedTuple):
     rate: float = 0.1
 
 
+OTHERS = ("adam", "adamw", "muon")
 TASKS = {
     "digits": Task("digits", 4, 176),
     "digits-late": Task("digits", 4, 176, late=1.0),
     "clips4": Task("clips", 4, 480, rate=0.05),
     "clips8": Task("clips", 8, 240, rate=0.05),
-    **{
-        f"digits-late-{name}": Task("digits", 4, 176, late=1.0, optimizer=name, rate=rate)
-        for name, rate in (("adam", 0.01), ("adamw", 0.01), ("muon", 0.01))
-    },
-    **{
-        f"clips8-{name}": Task("clips", 8, 240, optimizer=name, rate=rate)
-        for name, rate in (("adam", 0.01), ("adamw", 0.01), ("muon", 0.01))
-    },
+    **{f"digits-late-{name}": Task("digits", 4, 176, 1.0, name, 0.01) for name in OTHERS},
+    **{f"clips8-{name}": Task("clips", 8, 240, 0.0, name, 0.01) for name in OTHERS},
 }
-"""By name: the trainings of ``convergence`` and of ``sequence_lengths``, and with other optimizers."""
+"""By name: a whole training of a small ResNet, that of ``sequence_lengths``, and both with other optimizers."""
 
 
 def times_of(block: Block) -> Schedule:
-    """How long each rank computes in each step: by the longest of its clips, or as long but for jitter."""
-    if block["data"] == "clips":
-        lengths = lengths_of(block["seed"], CLIPS["median"])
-        return lengths[clips_dealt(block, lengths)].max(axis=2).astype(np.float64)
+    """Return how long each rank computes in each step: by the longest of its clips, or as long but for jitter."""
     steps, ranks, seed = (block[key] for key in ("steps", "ranks", "seed"))
+    if block["data"] == "clips":
+        return longest_of(clips_task(block), ranks)
     jitter = JITTER * np.random.default_rng([seed, 1]).random((steps, ranks))
     return one_random(steps, ranks, 1.0, block["late"], seed) + jitter
 
 
-def clips_dealt(block: Block, lengths: Any) -> Any:
-    """Return which clips each rank has in each step, [steps, ranks, batch]."""
-    return dealt_to(block | CLIPS, lengths, block["ranks"])
+def clips_task(block: Block) -> dict[str, Any]:
+    """Return the clips that a training is on."""
+    return {"name": "clips", "seed": block["seed"], "steps": block["steps"], **CLIPS}

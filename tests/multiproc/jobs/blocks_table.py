@@ -145,7 +145,7 @@ BLOCKS = {
     "docs/keras_hosts.md 2": Block("tensorflow", KERAS + ONE_HOT + "build = lambda: model\n",
                                    "assert int(opt.iterations) >= 1"),
     "docs/leaders.md 1": Block("torch", TORCH + WRAPPED, "assert opt.stats().steps == 4"),
-    "docs/measurements.md 1": Block("torch"),
+    "scripts/benchmarks/measurements.md 1": Block("torch"),
     "docs/migrating.md 1": Block("torch", TORCH, STEP),
     "docs/migrating.md 2": Block("torch", TORCH + WRAPPED + SAM, "assert opt.base_optimizer.stats().steps == 4"),
     "docs/monitoring.md 1": Block("torch", TORCH + WRAPPED + SGD + OPTIMIZER + "opt = optimizer\n",
@@ -161,7 +161,8 @@ BLOCKS = {
 def found() -> dict[str, str]:
     """The blocks of all pages; of a diff the code after the change. Those of recipes.md are parts of whole scripts."""
     blocks = {}
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    measured = ROOT / "scripts" / "benchmarks" / "measurements.md"
+    for page in [ROOT / "README.md", measured, *sorted((ROOT / "docs").glob("*.md"))]:
         if page.name == "recipes.md":
             continue
         for number, match in enumerate(FENCE.finditer(page.read_text(encoding="utf-8")), 1):

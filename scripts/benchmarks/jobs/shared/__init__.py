@@ -1,1 +1,0 @@
-"""Parts of the jobs: a rank, arms, models, trainings."""

@@ -1,1 +1,0 @@
-"""Simulated jobs of the benchmarks: what they measured, a published study, and every algorithm at many ranks."""
