@@ -35,6 +35,7 @@ from hvd_async.runtime.protocol import (
     encode,
     packed,
 )
+from hvd_async.runtime.relays import direct_tree, plan_tree
 from hvd_async.runtime.rendezvous import Card, RelayCard, above_of, relay_setup_of, setup_of
 from hvd_async.runtime.transport import LOOPBACK, Uplink
 
