@@ -12,12 +12,12 @@ from hvd_async.algorithms.gossip.config import (
     OUTER_BOUNDS,
     SMOOTHING,
     GossipOptions,
+    rank_class,
 )
 from hvd_async.algorithms.gossip.error_feedback import SavedState
 from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
 from hvd_async.algorithms.gossip.quasi_global import Correction
 from hvd_async.algorithms.gossip.rank import GossipWorker
-from hvd_async.algorithms.gossip.strategies import worker_class
 from hvd_async.algorithms.kept import Kept
 from hvd_async.algorithms.leader.rank import Statistics
 from hvd_async.optimizers.local import LocalDriver, StepEnd, StepStart
@@ -249,7 +249,7 @@ class GossipDriver(LocalDriver):
         post = self.replica.message_format(
             config.compression, self.rank_group, plan.parts, plan.max_messages, plan.plain_messages, plan.max_received
         )
-        worker = worker_class(config)(engine, plan, post, finish)
+        worker: GossipWorker = rank_class(config)(engine, plan, post, finish)
         worker.learning_rates = lambda: self._rates
         worker.inertia, worker.frozen, worker.sizes = self.replica.inertia, self.replica.frozen, self.replica.sizes
         worker.take_common_state(self._common)

@@ -12,12 +12,11 @@ from hvd_async.algorithms.eager.config import EagerConfig, EagerOptions, StartRo
 from hvd_async.algorithms.eager.gradient_format import GradientFormat
 from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.algorithms.eager.rank import EagerWorker
-from hvd_async.algorithms.gossip.config import ALGORITHMS
+from hvd_async.algorithms.gossip.config import ALGORITHMS, rank_class
 from hvd_async.algorithms.gossip.machine import GossipStateMachine
 from hvd_async.algorithms.gossip.message_format import make_message_format
 from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
 from hvd_async.algorithms.gossip.rank import GossipWorker
-from hvd_async.algorithms.gossip.strategies import worker_class
 from hvd_async.algorithms.leader.config import LeaderConfig, LeaderOptions, StartPull
 from hvd_async.algorithms.leader.machine import LeaderStateMachine
 from hvd_async.algorithms.leader.rank import LeaderWorker
@@ -124,7 +123,8 @@ class GossipJob(Job[GossipWorker]):
         post = make_message_format(
             1, np.float64, plan.config.compression, plan.max_messages, None, plan.parts, plain=plan.plain_messages
         )
-        worker = worker_class(plan.config)(rank, plan, post, lambda flush: self._gather(rank, flush))
+        kind = rank_class(plan.config)
+        worker: GossipWorker = kind(rank, plan, post, lambda flush: self._gather(rank, flush))
         worker.begin(rank.weights + 0)
         worker.log = []
         return worker

@@ -18,12 +18,12 @@ from hvd_async.algorithms.gossip.config import (
     MessageQueued,
     NoMessage,
     PairRequested,
+    rank_class,
 )
 from hvd_async.algorithms.gossip.machine import GossipStateMachine
 from hvd_async.algorithms.gossip.message_format import make_message_format
 from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
 from hvd_async.algorithms.gossip.rank import GossipWorker
-from hvd_async.algorithms.gossip.strategies import worker_class
 from hvd_async.runtime.interfaces import Program, Wait
 from hvd_async.runtime.protocol import Command, Drained, Finished, OptimizerEvent, Registered
 from tests.machines.driver import PAUSE, Drive, Job, Rank, programs
@@ -65,7 +65,7 @@ class GossipDrive(Drive):
         post = make_message_format(
             size, np.float64, plan.config.compression, plan.max_messages, group, plan.parts, plain=plan.plain_messages
         )
-        worker = worker_class(plan.config)(rank, plan, post, lambda flush: self._gather(rank, flush))
+        worker = rank_class(plan.config)(rank, plan, post, lambda flush: self._gather(rank, flush))
         rank.applied = np.zeros(size)
         worker.begin(rank.applied + 0)
         return worker

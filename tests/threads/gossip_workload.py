@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from hvd_async.algorithms.gossip.config import rank_class
 from hvd_async.algorithms.gossip.error_feedback import SavedState
 from hvd_async.algorithms.gossip.message_format import OutgoingMessage, make_message_format
 from hvd_async.algorithms.gossip.plan import ALGORITHMS, GossipPlan, make_plan
 from hvd_async.algorithms.gossip.rank import PushSumWorker
-from hvd_async.algorithms.gossip.strategies import worker_class
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.stats import GossipStats
@@ -63,7 +63,7 @@ class Job:
         rank_group = None if ranks is None else RankGroup(ranks, ranks, place, 1, len(ranks))
         own = plan.max_messages, rank_group, plan.parts
         post = make_message_format(self.elements, np.float64, config.compression, *own, plain=plan.plain_messages)
-        kind: Any = worker_class(config)
+        kind: Any = rank_class(config)
         worker: PushSumWorker = kind(engine, plan, post, finish)
         return worker
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvd_async.algorithms.gossip.config import rank_class
 from hvd_async.algorithms.gossip.message_format import make_message_format
 from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
-from hvd_async.algorithms.gossip.strategies import worker_class
 from hvd_async.errors import ReplicaStateError, WaitTimeoutError
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.lifecycle import local_engine
@@ -32,7 +32,7 @@ class Rank:
         self.z = np.zeros(WEIGHTS)
         own = plan.max_messages, None, plan.parts
         post = make_message_format(WEIGHTS, np.float64, plan.config.compression, *own, plain=plan.plain_messages)
-        kind: Any = worker_class(plan.config)
+        kind: Any = rank_class(plan.config)
         self.worker = kind(engine, plan, post, self._finish)
         self.worker.begin(self.z + 0)
         self.worker.connect(["weights"], [0])

@@ -123,6 +123,103 @@ print("trained")
 """
 
 
+GOSSIP = "hvd_async/algorithms/gossip"
+STRATEGY = '''"""Gossip with momentum: a rank goes on in the direction in which neighbours have pulled it."""
+
+from hvd_async.algorithms.gossip.rank import NeighbourAverageWorker
+
+BETA = 0.25
+
+
+class HeavyBallWorker(NeighbourAverageWorker):
+    """One optimizer of one rank under gossip with momentum; its pull starts from 0 after each drain."""
+
+    def begin(self, weights):
+        super().begin(weights)
+        self._pull = weights * 0.0
+
+    def mix_program(self, before, after):
+        self.check_step()
+        self._count_step()
+        own, others = yield from self._exchanged(after)
+        self._pull = self._pull * BETA
+        for place, weight in self._into(self._place, self._step):
+            if place in others:
+                self._pull = self._post.add(self._pull, others[place] - own, weight)
+        self._note()
+        return self._post.add(self._post.times(after, 1.0), self._pull, 1.0)
+
+    def gather_program(self, weights, flush):
+        weights = yield from super().gather_program(weights, flush)
+        self._pull = self._pull * (not flush)
+        return weights
+'''
+STRATEGY_ENTRY = """        _with_neighbours(
+            "heavy-ball",
+            {**_PUSH_SUM, "topology": "ring"},
+            "goes on as its neighbours have pulled it",
+            rank="heavy_ball:HeavyBallWorker",
+            **_BOTH_WAYS,
+        ),
+"""
+USE_GOSSIP = """
+import sys
+for name in ("torch", "tensorflow", "keras", "horovod"):
+    sys.modules[name] = None
+
+import numpy as np
+
+from hvd_async.algorithms.gossip.config import rank_class
+from hvd_async.algorithms.gossip.message_format import make_message_format
+from hvd_async.algorithms.gossip.plan import make_plan
+from hvd_async.runner.options import parse
+from hvd_async.runtime.lifecycle import local_engine
+from hvd_async.simulation.arms import GossipJob
+from hvd_async.simulation.job import Setup
+from hvd_async.testing import Cluster
+
+assert parse("torch", "--algorithm heavy-ball".split()).gossips
+
+SIZE, STEPS, BETA, LR = 4, 6, 0.25, 0.1
+PLAN = make_plan(SIZE, "heavy-ball", weights="metropolis")
+TARGETS = np.arange(8.0).reshape(SIZE, 2)
+MIXING = np.eye(SIZE)
+for place in range(SIZE):
+    for other, weight in PLAN.in_edges(place, 1):
+        MIXING[place, other] += weight
+        MIXING[place, place] -= weight
+
+def train(rank):
+    z = np.zeros(2)
+
+    def finish(flush):
+        nonlocal z
+        z = worker.gather(z, flush)
+
+    post = make_message_format(2, np.float64, "none", PLAN.max_messages, None, PLAN.parts, plain=PLAN.plain_messages)
+    worker = rank_class(PLAN.config)(local_engine(), PLAN, post, finish)
+    worker.begin(z + 0)
+    worker.connect(["w"], [1])
+    for _ in range(STEPS):
+        z = worker.mix(z, z - LR * (z - TARGETS[rank]))
+        worker.publish(z)
+    before = z + 0
+    worker.drain()
+    return before, z
+
+x, pull = np.zeros((SIZE, 2)), 0.0
+for _ in range(STEPS):
+    x = x - LR * (x - TARGETS)
+    pull = BETA * pull + MIXING @ x - x
+    x = x + pull
+for rank, (before, after) in enumerate(Cluster(SIZE).run(train, timeout=20.0)):
+    np.testing.assert_allclose(before, x[rank], rtol=1e-12)
+    np.testing.assert_allclose(after, x.mean(axis=0), rtol=1e-12)
+assert GossipJob("heavy-ball", Setup(np.ones((5, SIZE))), PLAN).run().seconds == 5.0
+print("gossiped")
+"""
+
+
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A folder with the package, edited."""
@@ -135,6 +232,21 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         assert source.count(before) == 1, (name, before)
         path.write_text(source.replace(before, text + before), encoding="utf-8")
     return folder
+
+
+def test_a_gossip_algorithm_with_a_state_of_its_own_is_a_class_an_entry_and_a_reference(tmp_path: pathlib.Path):
+    shutil.copytree(ROOT / "hvd_async", tmp_path / "hvd_async", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / GOSSIP / "heavy_ball.py").write_text(STRATEGY, encoding="utf-8")
+    table = tmp_path / GOSSIP / "config.py"
+    source, before = table.read_text(encoding="utf-8"), '        GossipAlgorithm("allreduce"'
+    assert source.count(before) == 1
+    table.write_text(source.replace(before, STRATEGY_ENTRY + before), encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "-c", USE_GOSSIP], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "gossiped" in done.stdout
 
 
 def test_the_registry_the_runner_and_a_cluster_have_it(copy: pathlib.Path):

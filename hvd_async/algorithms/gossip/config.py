@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -410,16 +411,18 @@ class GossipAlgorithm(Algorithm):
         pairs: whether neighbours are averaged in pairs, when one asks: edges are not fixed, and no rank sends alone.
         sends_before_update: whether messages hold the weights from before a step's update.
         exact: whether what ranks' data differ by is corrected: on static graphs, mixed by (I + W) / 2.
-        slow: whether neighbours' averages move a rank's slow weights, by an outer optimizer.
         outer: how the average of all ranks moves the anchor that they continue from; None: there is none.
+        rank: the class of its ranks, as MODULE:CLASS of this package. (By name, since ranks import this module.)
+        host_rank: the same where the ranks of a host step together.
     """
 
     doubly_stochastic: bool = False
     pairs: bool = False
     sends_before_update: bool = False
     exact: bool = False
-    slow: bool = False
     outer: outer.Step | None = None
+    rank: str = "rank:PushSumWorker"
+    host_rank: str = "hosts:HierarchicalWorker"
 
     @property
     def has_graph(self) -> bool:
@@ -447,7 +450,15 @@ def _with_neighbours(name: str, options: Mapping[str, Any], about: str, **traits
 def _with_anchor(name: str, options: Mapping[str, Any], about: str, step: outer.Step) -> GossipAlgorithm:
     """Return an algorithm whose ranks continue from an anchor that an outer optimizer moves."""
     return GossipAlgorithm(
-        name, "gossip", options, "weights", "period", about=about, compressions=COMPRESSIONS, outer=step
+        name,
+        "gossip",
+        options,
+        "weights",
+        "period",
+        about=about,
+        compressions=COMPRESSIONS,
+        outer=step,
+        rank="outer_worker:OuterWorker",
     )
 
 
@@ -489,19 +500,22 @@ ALGORITHMS: Mapping[str, GossipAlgorithm] = {
             about="averages with whichever neighbour is ready",
             compressions=("none", "fp16", "bf16"),
             pairs=True,
+            rank="adpsgd:ADPSGDWorker",
+            host_rank="hosts:HostPairWorker",
         ),
         _with_neighbours(
             "exact-diffusion",
             {**_MIXED, "topology": "ring"},
             "wants a static symmetric graph, and corrects what data differ by",
             exact=True,
+            rank="exact_diffusion:ExactDiffusionWorker",
             **_BOTH_WAYS,
         ),
         _with_neighbours(
             "noloco",
             {**_NO_AVERAGES, **_PAIRS_IN_TURN},
             "averages pairs every --gossip-every steps, with momentum",
-            slow=True,
+            rank="noloco:NoLoCoWorker",
             **_BOTH_WAYS,
         ),
         GossipAlgorithm("allreduce", "gossip", {"average_every": 1}, sends="weights", waits_for="all"),
@@ -523,3 +537,10 @@ ALGORITHMS: Mapping[str, GossipAlgorithm] = {
     )
 }
 """By name. Those without a graph average the weights of all ranks periodically."""
+
+
+def rank_class(config: GossipConfig) -> Any:
+    """Return the class of a configuration's ranks."""
+    algorithm = ALGORITHMS[config.algorithm]
+    module, name = (algorithm.host_rank if config.local_size > 1 else algorithm.rank).split(":")
+    return getattr(importlib.import_module(f"{__package__}.{module}"), name)

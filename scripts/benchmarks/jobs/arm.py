@@ -447,5 +447,5 @@ def forgetful(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    with mock.patch("hvd_async.torch.gradient_replica.EagerWorker", Forgetful):
+    with mock.patch("hvd_async.optimizers.eager.EagerWorker", Forgetful):
         yield
