@@ -67,7 +67,8 @@ def test_fit_is_recorded(tmp_path):
     assert trace.headers[0].parameter_bytes == 4 * size
     assert trace.synchronous
     assert trace.work[:, 1].min() >= LATE
-    assert trace.waits[:, 0].sum() > trace.waits[:, 1].sum()
+    ahead, late = np.median(trace.waits, axis=0)  # one wait of a loaded machine may be as long as all others together
+    assert ahead > late
     pause = trace.begin[STEPS - 1] - trace.done[STEPS - 2]  # it is in no step
     assert pause.min() >= PAUSE
 
