@@ -32,6 +32,10 @@ def start_again(binding: Any, report: Report, rank: int) -> None:
     train(old, rank, 0, 3)
     binding.hvd.shutdown()
     after_shutdown = old.weights()
+    down = [Baton(f"down.{each}") for each in range(2)]
+    down[rank].lay()
+    for each in down:  # a rank that begins again sooner may find the other one's former address
+        each.wait()
     binding.hvd.init()
     new = binding.WholeTraining(quorum="majority")
     train(new, rank, 0, 4)
