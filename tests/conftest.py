@@ -62,6 +62,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Lanes(config, log)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse names of tests that differ between two processes: pytest-xdist's would not have the same tests."""
+    by_address = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if by_address:
+        raise pytest.UsageError(f"give these parameters an id, which now holds an address: {by_address}")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """In a worker of pytest-xdist: make way for jobs."""
     if "PYTEST_XDIST_WORKER" in os.environ and not item.nodeid.startswith(JOBS):

@@ -44,7 +44,9 @@ FEW = (STAR, LATE, RING | ON, EXACT, PAIRED, PAIRS, LOCAL, SLOWMO, DILOCO)
 
 def name(one: Any) -> str:
     """How a parameter shows in a test's name: options by their values."""
-    return "-".join(map(str, one.values())) if isinstance(one, dict) else str(getattr(one, "name", one))
+    if isinstance(one, dict):
+        return "-".join(str(getattr(value, "algorithm", value)) for value in one.values())
+    return str(getattr(one, "name", one))
 
 
 def by_options(*options: dict[str, Any]) -> Any:
