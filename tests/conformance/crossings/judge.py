@@ -183,6 +183,8 @@ def problems(cell: Cell, make: Callable[[Cell, int | None], Any], equivalent: Ca
         kept = np.mean([one.frozen[0] for one in runs], axis=0)
         if not np.allclose(runs[0].frozen[1], kept, rtol=1e-4 + tolerance, atol=1e-4 + tolerance):
             found.append("a frozen parameter is the ranks' mean after a drain: it has moved")
+    if cell.refuses_checkpoints and not any(one.refused for one in runs):
+        found.append("no rank refuses a checkpoint while messages of other hosts are on their way")
     undisturbed = cell["travel"] == cell["middle"] == "none"
     if cell["training"] == "freeze" and arm.algorithm in ("exact-diffusion", "noloco") and undisturbed:
         held = np.array([one.frozen[0] for one in runs])

@@ -253,8 +253,8 @@ class Run(Script):
         elif level in ("resume", "cut"):
             if level == "resume":
                 self.drain()
-            elif self.ours:
-                self.opt.cut()
+            elif self.ours and not self.cut(lambda: self.opt.get_state()):
+                return
             weights = [np.array(raw(v)) for v in self.net.variables]
             state = self.opt.get_state() if self.ours else {v.path: v.numpy() for v in self.opt.variables}
             state = {name: np.array(value) for name, value in state.items()}

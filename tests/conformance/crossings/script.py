@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
 
+from hvd_async.errors import ReplicaStateError
 from tests.conformance.crossings.table import ARMS, HELD, MIDDLE, PATIENCE, Cell, steps_of
 from tests.conformance.reference import Array
 
@@ -29,6 +31,7 @@ class Script:
         frozen: the bias before it was frozen, and after the drain at the end.
         resting: the bias after each step in which it is frozen.
         problems: what must not be, as the script has found.
+        refused: whether a checkpoint after a cut was refused.
     """
 
     net: Any
@@ -56,11 +59,23 @@ class Script:
         self.t, self.rounds, self.steps = 0, 0, steps_of(cell)
         self.done: list[threading.Event] = []
         self.opt: Any = None
+        self.refused = False
 
     @property
     def ours(self) -> bool:
         """Whether an optimizer of ours is run."""
         return self.rank is not None
+
+    def cut(self, state: Callable[[], Any]) -> bool:
+        """Cut; return whether a checkpoint may follow, which ranks refuse while hosts' messages are on their way."""
+        self.opt.cut()
+        if not self.cell.refuses_checkpoints:
+            return True
+        try:
+            state()
+        except ReplicaStateError:
+            self.refused = True
+        return False
 
     def train(self) -> Self:
         """Run the whole script."""

@@ -168,6 +168,11 @@ class Cell:
         return self.arm.startswith(MOVED_BY_ENDS) or (self["hosts"] != "none" and self.arm.startswith("osgp"))
 
     @property
+    def refuses_checkpoints(self) -> bool:
+        """Whether ranks with messages of other hosts on their way refuse a checkpoint after a cut."""
+        return self["middle"] == "cut" and self["hosts"] != "none" and self.arm.startswith("osgp")
+
+    @property
     def moves_frozen(self) -> bool:
         """Whether a parameter that is frozen between drains is mixed, or rounded, or moved by a late round."""
         arm = ARMS[self.arm]

@@ -548,8 +548,8 @@ class Cut(Resume):
     """A checkpoint of each rank after a cut, taken up by new objects."""
 
     def middle(self, run: Run) -> None:
-        if run.ours:
-            run.opt.cut()
+        if run.ours and not run.cut(run.saved):
+            return
         state = run.saved()
         schedule = None if run.schedule is None else run.schedule.state_dict()
         if run.ours:
