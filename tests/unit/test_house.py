@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {
     "hvd_async": House(files=249, lines=42_700, tokens=254_800, functions=3_225, median_body=3, single_importer=58),
     "scripts": House(files=128, lines=15_450, tokens=116_700, functions=975, median_body=4, single_importer=4),
-    "tests": House(files=352, lines=59_400, tokens=513_000, functions=4_930, median_body=5, single_importer=31),
+    "tests": House(files=352, lines=59_400, tokens=513_150, functions=4_935, median_body=5, single_importer=31),
     "docs": House(files=27, lines=5_050),
 }
 """The sizes that were reached, rounded up; of ``median_body``, which is to rise, the least value.
