@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +26,9 @@ from typing import Any
 
 import psutil
 from forked_rank import connect, read
+from horovod.runner.http.http_server import RendezvousServer
 
-from scripts.gloo_ranks import assign, environment, rendezvous
+from scripts.gloo_ranks import assign, environment
 
 JOBS = Path(__file__).parent / "jobs"
 REPOSITORY = Path(__file__).parents[2]
@@ -322,8 +324,31 @@ def run_elastic(
 def _horovodruns(ranks: int) -> Iterator[list[dict[str, str]]]:
     """What Horovod's launcher tells each rank, for as long as this is entered."""
     slots = assign({"localhost": ranks})
-    with rendezvous(slots) as port:
+    server = RendezvousServer()
+    port = int(server.start())
+    server._httpd.finished_list = _Finished(server._httpd.scope_size)
+    server.init(slots)
+    try:
         yield [environment(slot, "127.0.0.1", port, "lo") for slot in slots]
+    finally:
+        server.stop()
+
+
+class _Finished(defaultdict[str, list[str]]):
+    """Ranks that have left each scope of Horovod's rendezvous, which forgets a scope when all of its ranks have.
+
+    Horovod clears the ranks of all scopes then. A scope of which only some had left would keep their addresses, where
+    nobody listens any more, and a second ``hvd.init()`` would try these.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        super().__init__(list)
+        self._sizes = sizes
+
+    def clear(self) -> None:
+        """Forget the ranks of scopes that all have left."""
+        for scope in [scope for scope, ranks in self.items() if len(ranks) >= self._sizes.get(scope, 0)]:
+            del self[scope]
 
 
 @contextlib.contextmanager
