@@ -237,8 +237,17 @@ def leader_jobs(draw: st.DrawFn) -> LeaderJob:
     return LeaderJob(**common(draw, size, counts(draw, size, 6)), config=draw(leader_configs(size)))
 
 
+AT_THE_EDGE = LeaderJob(
+    programs("6 drain", "2 drain", "4 drain", "drain", "4 drain"),
+    (0.0,) * 5,
+    config=LeaderConfig("lsgd", [[0, 1, 2, 3, 4]], 1, 1, "", loss_window=1),
+)
+"""A loss that is exactly as old as the window allows."""
+
+
 @settings(max_examples=examples(100))
 @given(leader_jobs())
+@example(AT_THE_EDGE)
 def test_each_pull_is_due_has_the_right_leader_and_completes_on_all_its_ranks(job: LeaderJob) -> None:
     drive: LeaderDrive = LeaderDrive(job).run()
     pulls = [command for command in drive.log if isinstance(command, StartPull)]

@@ -38,7 +38,12 @@ def exchanges(own, sent, senders=(), receivers=(), partner=None, left_out=False)
 
     submitted, delivered = [], []
     engine = SimpleNamespace(
-        rank=own, size=RANKS, send=sent.append, submit=submit, collectives=SimpleNamespace(alltoall=alltoall)
+        rank=own,
+        size=RANKS,
+        send=sent.append,
+        submit=submit,
+        collectives=SimpleNamespace(alltoall=alltoall),
+        clock=lambda: 0.0,
     )
     post = SimpleNamespace(
         pack=list,

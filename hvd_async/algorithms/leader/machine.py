@@ -62,6 +62,11 @@ class _Group:
         return self.flight is None and 0 < self.needed <= self.steps
 
 
+ROUNDING = 1e-6
+"""Steps by which sums of fractions of steps may be off. (A loss exactly as old as the window would count or not by
+chance.)"""
+
+
 @dataclass
 class StepClock:
     """Steps of an active rank, on the average; the same, to the bit, however many steps are counted at once."""
@@ -227,7 +232,7 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
     def _recent(self, ranks: Sequence[int]) -> list[int]:
         """Return the ranks of these that may lead now: those whose steps count, or finished ones too, if all have."""
         assert self._config is not None
-        oldest = self._clock.now - max(self._config.loss_window, self._config.global_period)
+        oldest = self._clock.now - max(self._config.loss_window, self._config.global_period) - ROUNDING
         counting = self._flush and len(self._done) < len(self.ranks)
         out = self._done.keys() if counting else self._absent
         return [rank for rank in ranks if rank not in out and self._heard.get(rank, -math.inf) >= oldest]
