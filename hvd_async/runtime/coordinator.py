@@ -323,7 +323,7 @@ class Coordinator:
             return
 
     def _judge(self, now: float) -> None:
-        """At the end of a roll call, declare lost a rank that has not answered; if there is none, end the job anyway."""
+        """At the end of a roll call, declare lost a rank that has not answered; without one, end the job anyway."""
         roll = self._roll
         if roll is None or self._over or now < roll.deadline():
             return
