@@ -221,11 +221,11 @@ class Coordinator:
             return
         if machine is None:
             if not isinstance(event, Registered):
-                what = f"{type(event).__name__} before it opened optimizer {event.optimizer}"
+                what = f"{type(event).__name__} before it registered optimizer {event.optimizer}"
                 self._lose(rank, f"broke the protocol: rank {rank} sent {what}")
                 return
             if len(self._machines) >= MOST_OPTIMIZERS:
-                self._lose(rank, f"broke the protocol: it opened an optimizer in addition to {MOST_OPTIMIZERS} others")
+                self._lose(rank, f"broke the protocol: it registered more than {MOST_OPTIMIZERS} optimizers")
                 return
             kind = self._kinds[type(event.config)]
             machine = kind(event.optimizer, event.members or range(self._size))
