@@ -27,7 +27,7 @@ class ReusedBlocks:
     def __init__(self, most: int) -> None:
         self._free: dict[int, list[Bytes]] = {}
         self._lent: dict[int, tuple[weakref.ref[Bytes], list[Bytes], Bytes]] = {}
-        """Of each array in use, by the id of its reference: the reference, the list of its block when free, the block."""
+        """By id of the reference of each array in use: this reference, the list for its block when free, the block."""
         self._take_back = _taking_back(self._lent, most)
 
     def take(self, nbytes: int) -> Bytes:

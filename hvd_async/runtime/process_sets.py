@@ -104,7 +104,7 @@ def process_set_among(
         else:
             try:
                 if not make:
-                    raise ValueError("other ranks of the job do not take part in it")
+                    raise ValueError("other ranks of the job have no part in it")
                 one = process_sets.add_process_set(one)
             except ValueError as error:
                 raise ValueError(
