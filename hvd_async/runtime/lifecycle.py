@@ -178,7 +178,7 @@ class Lifecycle:
         """Drain every optimizer of this process.
 
         Returns:
-            The last rank to join, of those that share this rank's optimizers; None without optimizers and engine.
+            The last rank to join, of the ranks that share its optimizers; None without optimizers and engine.
         """
         held = self.wrapped()  # (so that none is deleted meanwhile)
         usable = [driver for driver in drivers(held) if not driver.discarded]
