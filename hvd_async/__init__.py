@@ -1,7 +1,7 @@
 """Horovod optimizers that do not wait for stragglers.
 
-``EagerOptimizer(opt)``, ``GossipOptimizer(opt)`` and ``LeaderOptimizer(opt)`` hand over to ``hvd_async.torch`` or
-``hvd_async.tensorflow``, whichever ``opt`` belongs to; only that framework is imported.
+``EagerOptimizer(opt)``, ``GossipOptimizer(opt)`` and ``LeaderOptimizer(opt)`` forward to ``hvd_async.torch`` or
+``hvd_async.tensorflow``, depending on the framework of ``opt``; only that framework is imported.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ __version__ = "0.2.0"
 
 
 def _framework(optimizer: Any) -> str:
-    """The binding an optimizer belongs to, told from the modules of its classes, without importing a framework.
+    """Return the framework of an optimizer, from the modules of its classes; imports no framework.
 
     Raises:
-        ValueError: it is no torch and no Keras optimizer.
+        ValueError: it is neither a torch nor a Keras optimizer.
     """
     for base in type(optimizer).__mro__:
         package = base.__module__.partition(".")[0]
@@ -31,40 +31,44 @@ def _framework(optimizer: Any) -> str:
 
 
 def EagerOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802  named like a class, as Horovod's
-    """The ``EagerOptimizer`` of ``hvd_async.torch`` or ``hvd_async.tensorflow``, by the optimizer's framework.
+    """Return the ``EagerOptimizer`` of ``hvd_async.torch`` or ``hvd_async.tensorflow``, by the optimizer's framework.
 
     Raises:
-        ValueError: the optimizer is of no known framework, or as the binding's wrapper says.
+        ValueError: the framework of the optimizer is unknown, or see the wrapper of the binding.
     """
     binding = importlib.import_module(f"hvd_async.{_framework(optimizer)}")
     return binding.EagerOptimizer(optimizer, *args, **kwargs)
 
 
 def GossipOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802  named like a class, as Horovod's
-    """The ``GossipOptimizer`` of ``hvd_async.torch`` or ``hvd_async.tensorflow``, by the optimizer's framework.
+    """Return the ``GossipOptimizer`` of ``hvd_async.torch`` or ``hvd_async.tensorflow``, by the optimizer's framework.
 
     Raises:
-        ValueError: the optimizer is of no known framework, or as the binding's wrapper says.
+        ValueError: the framework of the optimizer is unknown, or see the wrapper of the binding.
     """
     binding = importlib.import_module(f"hvd_async.{_framework(optimizer)}")
     return binding.GossipOptimizer(optimizer, *args, **kwargs)
 
 
 def LeaderOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802  named like a class, as Horovod's
-    """The ``LeaderOptimizer`` of ``hvd_async.torch`` or ``hvd_async.tensorflow``, by the optimizer's framework.
+    """Return the ``LeaderOptimizer`` of ``hvd_async.torch`` or ``hvd_async.tensorflow``, by the optimizer's framework.
 
     Raises:
-        ValueError: the optimizer is of no known framework, or as the binding's wrapper says.
+        ValueError: the framework of the optimizer is unknown, or see the wrapper of the binding.
     """
     binding = importlib.import_module(f"hvd_async.{_framework(optimizer)}")
     return binding.LeaderOptimizer(optimizer, *args, **kwargs)
 
 
-def Monitor(optimizer: Any, **options: Any) -> Any:  # noqa: N802  named like the class that it makes one of
-    """A live view of one of these optimizers, of any framework; options are those of ``hvd_async.monitor.Monitor``.
+def Monitor(optimizer: Any, **options: Any) -> Any:  # noqa: N802  named like the class of its result
+    """Return a live view of a wrapped optimizer of any framework.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        options: see ``hvd_async.monitor.Monitor``.
 
     Raises:
-        ValueError: the optimizer is not wrapped, or as the class says.
+        ValueError: the optimizer is not wrapped, or see the class.
     """
     return importlib.import_module(f"{__name__}.monitor").Monitor(optimizer, **options)
 

@@ -1,4 +1,4 @@
-"""Every error this library raises of its own accord; wrong arguments raise the built-in ``ValueError``.
+"""Errors of this library. Invalid arguments raise the built-in ``ValueError``.
 
 A leaf module: it imports nothing of the package.
 """
@@ -18,7 +18,7 @@ def no_horovod(error: ImportError, framework: str) -> ImportError:
     """Return the error of a binding whose Horovod cannot be imported.
 
     Args:
-        error: of the import.
+        error: the error of the import.
         framework: "torch" or "tensorflow".
     """
     without = {
@@ -28,39 +28,39 @@ def no_horovod(error: ImportError, framework: str) -> ImportError:
     return ImportError(
         f"hvd_async.{framework} needs Horovod, which cannot be imported ({error}). Build it for your {framework}, in a "
         f'checkout of hvd_async: bash scripts/install_horovod.sh --python "$(which python)" (pip install horovod '
-        f"fails beside today's frameworks). {without[framework]} hvd_async doctor says what else is missing."
+        f"fails with today's frameworks). {without[framework]} hvd_async doctor says what else is missing."
     )
 
 
 class HvdAsyncError(RuntimeError):
-    """Base class of the library's errors."""
+    """Base class of the errors of this library."""
 
 
 class NotInitializedError(HvdAsyncError):
-    """An optimizer was wrapped, or stepped, before ``hvd.init()``."""
+    """An optimizer was wrapped or stepped before ``hvd.init()``."""
 
     def __init__(self) -> None:
         super().__init__("Horovod is not initialized: call hvd.init() first, then wrap the optimizer")
 
 
 class ProtocolError(HvdAsyncError):
-    """An event that the coordinator's state machine does not allow in its present state. Nothing was changed."""
+    """An event is not allowed in the current state of the coordinator's state machine. Nothing was changed."""
 
 
 class ReplicaMismatchError(HvdAsyncError):
-    """The ranks do not start from the same optimizer: other weights, other parameters, or other settings."""
+    """The ranks start from different optimizers: their weights, parameters or settings differ."""
 
 
 class GradientLossError(HvdAsyncError):
-    """The conservation check of ``drain()`` failed: gradients applied are not the gradients produced."""
+    """The conservation check of ``drain()`` failed: the gradients applied are not the gradients produced."""
 
 
 class ReplicaStateError(HvdAsyncError):
-    """A call that would break the replicas' agreement, refused before it did anything."""
+    """A call would make replicas differ, and was refused before it changed anything."""
 
 
 class EngineError(HvdAsyncError):
-    """The background engine stopped on an error of its own; the cause is chained."""
+    """The background engine stopped on an internal error; the cause is chained."""
 
 
 class RankLostError(HvdAsyncError):
@@ -69,9 +69,9 @@ class RankLostError(HvdAsyncError):
     Attributes:
         rank: the lost rank.
         host: the name of its host.
-        reason: what is known of why.
-        handed_over: by optimizer, how many gradients each of its ranks had handed over since the ranks were last
-            others, as far as the coordinator knows; None where it was lost itself.
+        reason: why it is lost, as far as is known.
+        handed_over: by optimizer number, the gradients that each of its ranks had handed over since the last
+            membership change, as far as the coordinator knows; None if the coordinator was lost.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class RankLostError(HvdAsyncError):
 
 
 class CollectiveFailedError(HvdAsyncError):
-    """Horovod has failed on some rank although all ranks are there: nobody is known to be to blame."""
+    """Horovod has failed on some rank although all ranks are alive, so that no rank is known to have caused it."""
 
 
 class WaitTimeoutError(HvdAsyncError):
-    """The opt-in limit on waiting (``HVD_ASYNC_TIMEOUT``, s) ran out while every rank was still alive."""
+    """The opt-in limit of a wait (``HVD_ASYNC_TIMEOUT``, s) has passed while every rank was alive."""
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """``{0, 2}`` as "ranks 0, 2", ``{1}`` as "rank 1"."""
+    """Return ``{0, 2}`` as "ranks 0, 2", and ``{1}`` as "rank 1"."""
     ordered = sorted(ranks)
     return f"rank{'s' if len(ordered) != 1 else ''} {', '.join(map(str, ordered))}"

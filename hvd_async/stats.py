@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 __all__ = ["GossipStats", "LeaderStats", "Stats"]
 
-# -- how the counts of two runs are merged: metadata of a field; addition for fields without ---------------------------
+# -- merging the counts of two runs: by the metadata of each field; without metadata, by addition ----------------------
 
 
 def _by_value(counts: dict[int, int], others: dict[int, int]) -> dict[int, int]:
@@ -27,16 +27,16 @@ LARGEST = {"merge": max}
 HISTOGRAM = {"merge": _by_value}
 PER_RANK = {"merge": _by_rank}
 MEAN_OVER = "mean_over"
-"""Key of the field with the number of values that a field is the mean of."""
+"""Metadata key of a mean: the name of the field with the number of its values."""
 Own = TypeVar("Own", bound="_Mergeable")
 
 
 @dataclass(frozen=True)
 class _Mergeable:
-    """Counts that can be added up over several runs."""
+    """Counts that can be added over several runs."""
 
     def __add__(self: Own, later: Own) -> Own:
-        """Return the counts of both runs, the later of which may be among other ranks."""
+        """Return the counts of both runs; the later run may have other ranks."""
         found: dict[str, Any] = {}
         for each in fields(self):
             first, second = getattr(self, each.name), getattr(later, each.name)
@@ -54,29 +54,30 @@ class _Mergeable:
 
 @dataclass(frozen=True)
 class Stats(_Mergeable):
-    """Counts of one rank's EagerOptimizer so far.
+    """Counts of the EagerOptimizer of a rank so far.
 
     Attributes:
-        steps: of this rank.
-        rounds: fired and received by this rank.
-        rounds_applied: rounds among them that carried a gradient.
-        gradients_produced: by this rank, those restored from an earlier run included.
-        gradients_applied: of all ranks, by this rank.
-        gradients_skipped: steps of this rank in which a gradient was replaced by zeros: NaN, an infinity, an overflow.
-        total_produced: by all ranks; None before the first ``drain()``.
+        steps: number of steps of this rank.
+        rounds: number of rounds that this rank has received.
+        rounds_applied: number of these rounds that contained a gradient.
+        gradients_produced: number of gradients of this rank, including those restored from an earlier run.
+        gradients_applied: number of gradients, of all ranks, that this rank has applied.
+        gradients_skipped: number of steps of this rank in which a gradient was replaced by zeros, because of NaN, an
+            infinity or an overflow.
+        total_produced: number of gradients of all ranks; None before the first ``drain()``.
         staleness: number of this rank's gradients by their staleness in rounds.
-        contributors: number of rounds by how many ranks contributed.
-        wait_s: seconds this rank's training thread waited for rounds in ``step()`` and ``drain()``.
-        held_s: for each rank (of the process set, in order) the seconds that others in ``step()`` waited until it made
-            their round fire, added up.
-        bytes_sent: passed to collectives by this rank.
-        latency_s: mean seconds from a round's first command to its end.
-        latency_max_s: the longest.
-        held_bytes: bytes of gradients that are held now, besides the framework's own.
-        peak_bytes: the most that were held.
+        contributors: number of rounds by their number of contributing ranks.
+        wait_s: seconds for which this rank's training thread waited for rounds in ``step()`` and ``drain()``.
+        held_s: for each rank (of the process set, in order) the total seconds that other ranks waited in ``step()``
+            until it made their round start.
+        bytes_sent: bytes that this rank has passed to collectives.
+        latency_s: mean seconds from the first command of a round to its end.
+        latency_max_s: maximum of these seconds.
+        held_bytes: bytes of gradients that are held now, in addition to those of the framework.
+        peak_bytes: maximum of ``held_bytes``.
         resets: number of membership changes (elastic training).
-        gradients_lost: gradients of lost ranks that no applied round contains, as far as is known: not those of a loss
-            of rank 0, whose coordinator counts them. (Other ranks produced them; no other count includes them.)
+        gradients_lost: number of gradients of lost ranks that no applied round contains, as far as is known. After a
+            loss of rank 0 it is unknown, since its coordinator counts them. No other count includes them.
     """
 
     steps: int = 0
@@ -101,24 +102,24 @@ class Stats(_Mergeable):
 
 @dataclass(frozen=True)
 class GossipStats(_Mergeable):
-    """Counts of one rank's GossipOptimizer so far.
+    """Counts of the GossipOptimizer of a rank so far.
 
     Attributes:
-        steps: of this rank.
-        exchanges: completed on this rank; one carries messages of several ranks.
-        messages_sent, messages_taken, messages_left: of this rank; when all ranks have drained, the number sent by all
-            ranks is the number consumed or discarded by all. D-PSGD sends its messages a step ahead, and discards those
-            of a step that no rank took.
-        averagings: AD-PSGD: averagings of this rank with a neighbour. Else: averages over all ranks.
-        staleness: number of messages by how many steps after the sender's step they were consumed.
-        wait_s: seconds this rank's training thread waited in ``step()`` and ``drain()``.
-        waited_for: for each rank (of the process set, in order) the seconds of it that ended with its message.
-        bytes_sent: passed to collectives by this rank for others.
+        steps: number of steps of this rank.
+        exchanges: number of exchanges completed on this rank; an exchange carries messages of several ranks.
+        messages_sent, messages_taken, messages_left: number of messages that this rank has sent, consumed and
+            discarded. When all ranks have drained, the number sent by all ranks is the number consumed or discarded by
+            all. D-PSGD sends its messages a step ahead, and discards the messages of a step that no rank took.
+        averagings: AD-PSGD: averagings of this rank with a neighbour. Other algorithms: averages over all ranks.
+        staleness: number of messages by the number of steps between the sender's step and their consumption.
+        wait_s: seconds for which this rank's training thread waited in ``step()`` and ``drain()``.
+        waited_for: for each rank (of the process set, in order) the part of ``wait_s`` that ended with its message.
+        bytes_sent: bytes that this rank has passed to collectives for other ranks.
         latency_s: mean seconds of an exchange on this rank, from the command to its end.
-        push_sum_weight: SGP's w of this rank now; 1 where all ranks send and receive alike.
+        push_sum_weight: SGP's current weight w of this rank; 1 if all ranks send and receive equally.
         resets: number of membership changes (elastic training).
-        rounds: exchanges and averages over all ranks that this rank's weights include, as ``optimizer.rounds``
-            counts them, without those before a resumed checkpoint.
+        rounds: number of exchanges and averages over all ranks that this rank's weights include, as in
+            ``optimizer.rounds``, without those before a resumed checkpoint.
     """
 
     steps: int = 0
@@ -139,21 +140,21 @@ class GossipStats(_Mergeable):
 
 @dataclass(frozen=True)
 class LeaderStats(_Mergeable):
-    """Counts of one rank's LeaderOptimizer so far.
+    """Counts of the LeaderOptimizer of a rank so far.
 
     Attributes:
-        steps: of this rank.
-        pulls: completed on this rank.
+        steps: number of steps of this rank.
+        pulls: number of pulls completed on this rank.
         led, led_group: number of pulls of all ranks, and of this rank's group, by the rank that led them; -1 is EASGD's
-            centre.
-        distance: of this rank from its leaders, or the centre, when it was pulled: |x - leader|, the mean over
+            center.
+        distance: mean distance |x - leader| of this rank from its leaders, or from the center, at its pulls; over
             ``distances`` pulls.
         pull_s: mean seconds of a pull on this rank, from its submission to its end.
-        bytes_received: by pulls; of EASGD's sums, those of a ring.
-        wait_s: seconds this rank's training thread waited, in ends.
-        mean_loss: of the last losses; None before there is one.
+        bytes_received: bytes received by pulls; for EASGD's sums, those of a ring.
+        wait_s: seconds for which this rank's training thread waited in ends.
+        mean_loss: mean of the last losses; None before the first one.
         history: (Unix time in s, group or -1 for all, leader) of each of the last 10,000 pulls.
-        distances: number of pulls whose distance is known.
+        distances: number of pulls with a known distance.
         resets: number of membership changes (elastic training).
     """
 

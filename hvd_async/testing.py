@@ -1,8 +1,8 @@
-"""Ranks as threads of one process, for tests: real engines, a real coordinator, messages and collectives in memory.
+"""Ranks as threads of a process, for tests: real engines, a real coordinator, messages and collectives in memory.
 
 ``Cluster(4).run(work)`` calls ``work(rank)`` in four threads; an optimizer wrapped there uses that rank's engine. With
-``jitter`` every message is held back by a random time, so that orders occur that one machine would rarely show.
-No network, no Horovod: speed for unit tests, never the only proof.
+``jitter`` every command is delayed by a random time, so that orders occur that are rare on one machine.
+No network, no Horovod: fast unit tests, which do not replace tests of real jobs.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def stop_engine(optimizer: Any) -> None:
     """Drain this process's optimizers and stop its engine; Horovod stays up, and later optimizers start a new engine.
 
     Args:
-        optimizer: one of them, wrapped. All ranks call it.
+        optimizer: one of the wrapped optimizers. All ranks call this function.
     """
     optimizer._async.lifecycle.shutdown()
 
 
 def distance_to_leader(optimizer: Any) -> float | None:
-    """Return |x - leader|, between this rank's weights after its last step and those of the leader of all ranks.
+    """Return |x - leader|, of this rank's weights after its last step and the weights of the leader of all ranks.
 
     Args:
-        optimizer: a ``LeaderOptimizer`` that has taken a step; under EASGD the distance is that to the center.
+        optimizer: a ``LeaderOptimizer`` that has taken a step. With EASGD the distance is that to the center.
 
     Returns:
-        None where this rank knows no leader of all ranks, or leads itself.
+        None if this rank knows no leader of all ranks, or is the leader.
     """
     pulls = optimizer._async.worker.executor
     leader = pulls.pending_results().targets.get(ALL_RANKS)
@@ -53,11 +53,11 @@ def distance_to_leader(optimizer: Any) -> float | None:
 
 
 class InjectedError(RuntimeError):
-    """An error that a test injects; also stands for Horovod's."""
+    """Error that a test injects; also replaces the error of Horovod."""
 
 
 class _Mailbox:
-    """A queue whose items become visible in order, each after a random delay."""
+    """Queue whose items become visible in order, each after a random delay."""
 
     def __init__(self, jitter: float, seed: str) -> None:
         self._items: queue.Queue[tuple[float, Any]] = queue.Queue()
@@ -69,7 +69,7 @@ class _Mailbox:
         self._items.put((due, item))
 
     def get(self, timeout: float | None) -> Any:
-        """The next item; None after ``timeout`` s or when woken."""
+        """Return the next item; None after ``timeout`` seconds or on a wake-up."""
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
             now = time.monotonic()
@@ -88,7 +88,7 @@ class _Mailbox:
 
 
 class MemoryHub:
-    """The coordinator's end, in memory. Messages are encoded and decoded, as on a wire."""
+    """The coordinator's end of all channels, in memory. Messages are encoded and decoded as on a network."""
 
     has_more = False
 
@@ -103,7 +103,7 @@ class MemoryHub:
             self._outboxes[rank].put(data)
 
     def flush(self) -> None:
-        """Nothing is queued."""
+        """Do nothing: no message is queued."""
 
     def receive(self, timeout: float | None) -> tuple[Sequence[int], Event | Gone] | None:
         item = self._inbox.get(timeout)
@@ -120,12 +120,12 @@ class MemoryHub:
             outbox.put(Gone("closed"))
 
     def channel(self, rank: int) -> MemoryChannel:
-        """That rank's end."""
+        """Return the channel of a rank."""
         return MemoryChannel(self._inbox, self._outboxes[rank], rank)
 
 
 class MemoryChannel:
-    """A rank's end, in memory."""
+    """A rank's end of its channel, in memory."""
 
     port: int | None = None
 
@@ -139,7 +139,7 @@ class MemoryChannel:
         self._hub.put((self._rank, encode(event)))
 
     def flush(self) -> None:
-        """Nothing is queued."""
+        """Do nothing: no message is queued."""
 
     def receive(self, timeout: float | None) -> Command | Gone | None:
         data = self._own.get(timeout)
@@ -155,7 +155,7 @@ class MemoryChannel:
 
 
 class _Meeting:
-    """One collective: complete when every rank has brought its part."""
+    """Collective in flight, complete when every rank has submitted its part."""
 
     def __init__(self) -> None:
         self.parts: dict[int, Any] = {}
@@ -164,10 +164,10 @@ class _Meeting:
 
 
 class Switchboard:
-    """Where the in-memory collectives of all ranks meet, by name.
+    """Collectives in flight of all ranks, in memory, by name.
 
     Attributes:
-        count: of the collectives of tensors that are over.
+        count: number of completed collectives of tensors.
     """
 
     def __init__(self, size: int) -> None:
@@ -221,13 +221,15 @@ class _MemoryHandle:
 
 
 def _members(process_set: Any) -> list[int] | None:
-    """The ranks of a process set: Horovod's object, or a sequence of them; None for all."""
+    """Return the ranks of a process set, which is Horovod's object or a sequence of ranks; None for all."""
     return None if process_set is None else list(getattr(process_set, "ranks", process_set))
 
 
 class MemoryCollectives:
-    """Collectives among threads, for NumPy, torch and TensorFlow arrays alike; sums in rank order. A process set is a
-    sequence of ranks."""
+    """Collectives among threads, for NumPy, torch and TensorFlow arrays; sums are in rank order.
+
+    A process set is a sequence of ranks.
+    """
 
     failure: type[Exception] = InjectedError
     on_gpu = False
@@ -268,10 +270,10 @@ class MemoryCollectives:
         return len(vector), str(vector.dtype)
 
     def zeros(self, length: int, kind: str) -> Vector:
-        return 0.0  # (whatever the framework of the other ranks' arrays: it adds to all)
+        return 0.0  # (it can be added to the arrays of any framework)
 
     def empty_like(self, vector: Vector) -> Vector:
-        return vector * float("nan")  # (so that a test sees it if it is used)
+        return vector * float("nan")  # (so that tests detect its use)
 
     def alltoall(
         self,
@@ -298,7 +300,7 @@ class MemoryCollectives:
         def received(result: list[tuple[list[Any], list[int]]]) -> list[Any]:
             brought, counts = result[place]
             if counts != coming:
-                raise InjectedError(f"rank {self.rank} expects {coming} rows in {name}, and {counts} come")
+                raise InjectedError(f"rank {self.rank} expects {coming} rows in {name}, got {counts}")
             return brought
 
         return _MemoryHandle(self._board.join(self.rank, name, (rows, splits), deal, members), received)
@@ -309,19 +311,19 @@ class MemoryCollectives:
     def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         meeting = self._board.join(self.rank, name, payload, list, tensor=False)
         if not meeting.complete.wait(60.0):
-            raise InjectedError(f"{name}: not all ranks came")
+            raise InjectedError(f"{name}: not all ranks have called it")
         return list(meeting.result)
 
 
 class Cluster:
-    """``size`` ranks as threads.
+    """Cluster of ranks as threads.
 
     Args:
         size: number of ranks.
-        jitter: seconds by which commands are held back at the most, at random.
-        seed: of the jitter.
-        warn_after: the coordinator's.
-        wrap: changes a rank's collectives, to inject faults.
+        jitter: upper limit of the random delay of commands, in seconds.
+        seed: seed of the jitter.
+        warn_after: see ``Coordinator``.
+        wrap: wraps the collectives of each rank, to inject faults.
     """
 
     def __init__(
@@ -345,10 +347,10 @@ class Cluster:
         return lambda: self._hub.channel(rank)
 
     def run(self, work: Callable[[int], T], timeout: float = 600.0) -> list[T]:
-        """Call ``work(rank)`` on every rank, each in a thread, then leave cleanly.
+        """Call ``work(rank)`` on every rank, each in a thread, then leave without an error.
 
         Returns:
-            What the calls returned, in rank order.
+            The results of the calls, in rank order.
 
         Raises:
             the first error of the lowest rank that failed; TimeoutError if ranks are still running after ``timeout`` s.
@@ -360,7 +362,7 @@ class Cluster:
         return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
 
     def outcomes(self, work: Callable[[int], T], timeout: float = 600.0) -> Sequence[T | BaseException]:
-        """``run``, with errors in place of the results of ranks that raise."""
+        """Like ``run``, but return errors instead of the results of ranks that raise."""
         outcomes: list[T | BaseException] = [TimeoutError(f"rank {r} did not finish") for r in range(self.size)]
 
         def rank_main(rank: int) -> None:
@@ -369,7 +371,7 @@ class Cluster:
                 try:
                     outcomes[rank] = work(rank)
                     engine.leave(timeout)
-                except BaseException as error:  # noqa: BLE001  a thread's error belongs to whoever started it
+                except BaseException as error:  # noqa: BLE001  returned to the caller
                     outcomes[rank] = error
                     engine.stop(f"{type(error).__name__}: {error}")
 

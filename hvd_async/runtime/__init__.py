@@ -1,1 +1,1 @@
-"""Runs any algorithm and knows none: threads, sockets, messages, the life of a process."""
+"""The runtime of all algorithms: threads, sockets, messages and the life of a process. It depends on no algorithm."""

@@ -16,26 +16,26 @@ import psutil
 from hvd_async.errors import EngineError
 
 STAGGER = 0.25
-"""Seconds between the starts of attempts at one address and at the next."""
+"""Seconds between the first attempts at consecutive addresses."""
 AGAIN = 0.1
-"""Seconds until an address that has refused is tried again: its process may not be listening yet."""
+"""Seconds before an address that refused is tried again: its process may not be listening yet."""
 
 
 def own_addresses(told: bool = True) -> list[str]:
     """Return the addresses of this host, best guess first.
 
-    The order is: HVD_ASYNC_ADDRESS alone if it is set; else those of HOROVOD_GLOO_IFACE, of the host's name, and all
-    others.
+    If HVD_ASYNC_ADDRESS is set, it is the only one. Otherwise the addresses of HOROVOD_GLOO_IFACE come first, then that
+    of the host's name, then all others.
 
     Args:
-        told: whether HVD_ASYNC_ADDRESS applies. It is the address of rank 0, even where it is set on all ranks.
+        told: whether to use HVD_ASYNC_ADDRESS, which is the address of rank 0 even if it is set on all ranks.
     """
     if told and os.environ.get("HVD_ASYNC_ADDRESS"):
         return [os.environ["HVD_ASYNC_ADDRESS"]]
     by_interface = {
         name: [a.address for a in found if a.family in (socket.AF_INET, socket.AF_INET6) and "%" not in a.address]
         for name, found in psutil.net_if_addrs().items()
-    }  # (an address with "%" is valid on one link only, and named after an interface of this host)
+    }  # (an address with "%" is valid on one link only, and names an interface of this host)
     ordered = list(by_interface.get(os.environ.get("HOROVOD_GLOO_IFACE", ""), []))
     with contextlib.suppress(OSError):
         ordered.append(socket.gethostbyname(socket.gethostname()))
@@ -46,14 +46,14 @@ def own_addresses(told: bool = True) -> list[str]:
 
 @dataclass
 class _Attempts:
-    """Attempts to connect, under way or scheduled."""
+    """Connection attempts, running or scheduled."""
 
     due: list[tuple[float, str, Any]] = field(default_factory=list)
     """Scheduled attempts: time (s), address, argument of ``connect``."""
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 
     def begin(self, now: float) -> None:
-        """Start the attempts that are due; schedule one that fails at once again."""
+        """Start the attempts that are due; reschedule each one that fails immediately."""
         for attempt in [attempt for attempt in self.due if attempt[0] <= now]:
             self.due.remove(attempt)
             _, address, where = attempt
@@ -66,7 +66,7 @@ class _Attempts:
                 continue
             except OSError:  # no route, no IPv6
                 self.due.append((now + AGAIN, address, where))
-            else:  # (connected at once: the selector says so)
+            else:  # (connected at once: the selector reports it)
                 self.selector.register(trying, selectors.EVENT_WRITE, (address, where))
                 continue
             trying.close()
@@ -95,13 +95,13 @@ class _Attempts:
 def reachable(addresses: Sequence[str], port: int, limit: float, whose: str = "the coordinator on rank 0") -> str:
     """Return the first address on which ``port`` accepts a TCP connection.
 
-    Addresses are tried in parallel, each a little after the one before it (RFC 8305), as the better ones come first.
+    Addresses are tried in parallel, with staggered starts (RFC 8305), because the better ones come first.
 
     Args:
         addresses: IPv4 or IPv6 addresses, or names.
         port: the TCP port.
-        limit: seconds, during which addresses that refuse are tried again.
-        whose: the owner of the addresses, for the error message.
+        limit: time limit in seconds; addresses that refuse are retried until then.
+        whose: owner of the addresses, for the error message.
 
     Raises:
         EngineError: no address accepts a connection within the limit.
@@ -120,13 +120,13 @@ def reachable(addresses: Sequence[str], port: int, limit: float, whose: str = "t
         attempts.close()
     raise EngineError(
         f"{whose} cannot be reached within {limit:g} s at port {port} of any of {', '.join(addresses)}. "
-        f"Name the right address of rank 0's host in its environment: HVD_ASYNC_ADDRESS=10.0.0.1, or "
+        f"Set the right address of rank 0's host in its environment: HVD_ASYNC_ADDRESS=10.0.0.1, or "
         f"HOROVOD_GLOO_IFACE=eth0; HVD_ASYNC_CONNECT_TIMEOUT is the limit in seconds."
     )
 
 
 def _resolved(addresses: Sequence[str], port: int) -> list[tuple[str, Any]]:
-    """Return numeric addresses with the arguments of ``connect``, without unknown names."""
+    """Return the numeric addresses with their arguments of ``connect``; skip names that do not resolve."""
     found: dict[str, Any] = {}
     for address in addresses:
         with contextlib.suppress(OSError):

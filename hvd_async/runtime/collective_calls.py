@@ -1,8 +1,8 @@
-"""A rank's half of collectives at ends: it waits in them, and the coordinator says when they run, and over which ranks.
+"""The rank's side of collectives at ends: ranks wait, and the coordinator decides when they run, and over which ranks.
 
-Were they submitted to Horovod as they are called, a rank that has the optimizer no more would be waited for without
-end. So the call is reported to the coordinator, and every rank's engine submits when it says so: this rank's vector, or
-zeros where nobody calls any more.
+If each call were submitted to Horovod directly, it would wait forever for a rank that no longer has the optimizer.
+Instead, each rank reports its call to the coordinator. On the coordinator's command every rank's engine submits the
+collective: with this rank's vector, or with zeros on a rank that no longer has the optimizer.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from hvd_async.runtime.protocol import CollectiveReady, RunCollective
 
 
 class Combined(NamedTuple):
-    """A collective's result.
+    """Result of a collective.
 
     Attributes:
-        vector: the sum, or the root's.
-        ranks: that took part with a vector of their own, in order.
-        problem: what a comparison has found; None if nothing, and of the other kinds.
+        vector: the sum, or the vector of the root.
+        ranks: the ranks that contributed a vector of their own, in order.
+        problem: the difference that a comparison has found; None if there is none, and for other kinds.
     """
 
     vector: Vector
@@ -47,17 +47,17 @@ class CollectiveCalls:
         self._commands: deque[RunCollective] = deque()
         self._busy = False
         self.cancelled = False
-        """Whether nobody will bring a result any more: the optimizer was discarded."""
+        """Whether no result will arrive, because the optimizer was discarded."""
         self.on_result: Callable[[RunCollective, Vector], None] = lambda command, result: None
-        """Told of each result, also where nobody on this rank waits for it (engine thread)."""
+        """Called with each result, even if this rank does not wait for it (engine thread)."""
 
     def begin(self, number: int, kind: str, what: str, vector: Vector = None, root: int = -1, **said: Any) -> None:
-        """Join a collective (training thread); ``take`` follows, once ``is_done``.
+        """Join a collective (training thread). Call ``take`` once ``is_done`` returns True.
 
         Args:
             number: number of the optimizer.
-            kind, what, root: as of ``CollectiveReady``.
-            vector: shape (n,); takes ownership. None where only ``said`` is compared.
+            kind, what, root: see ``CollectiveReady``.
+            vector: shape (n,); takes ownership. None if only ``said`` is compared.
         """
         self._index += 1
         length, dtype = (0, "") if vector is None else self._engine.collectives.describe(vector)
@@ -71,11 +71,11 @@ class CollectiveCalls:
         self._engine.call_soon(send)
 
     def is_done(self) -> bool:
-        """Return whether ``take`` has a result, or there will be none."""
+        """Return whether ``take`` would return or raise at once."""
         return self._result is not None or self.cancelled
 
     def take(self, kind: str, what: str) -> Combined:
-        """Return the result of the collective that ``begin`` has joined.
+        """Return the result of the collective that ``begin`` joined.
 
         Raises:
             ReplicaStateError: other ranks are in another collective, or the optimizer was discarded.
@@ -90,7 +90,7 @@ class CollectiveCalls:
     # -- engine thread ----------------------------------------------------------------------------------------
 
     def run(self, command: RunCollective) -> None:
-        """Submit what the coordinator has ordered, after what it ordered before."""
+        """Submit a collective that the coordinator has commanded, after all earlier ones."""
         self._commands.append(command)
         self._next()
 

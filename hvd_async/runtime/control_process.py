@@ -1,8 +1,8 @@
 """The coordinator, or a relay, as a separate process on the host of a rank.
 
 Neither that rank's interpreter lock nor its computation delays the others' messages, and the process outlives the rank
-to report how it ended. It writes its address to a pipe, and reads its setup from its standard input. The end of that
-input means that its rank is gone: it then ends within a limited time.
+to report how it ended. It writes its port and keys to a pipe, and reads its setup from its standard input. When that
+input is closed, its rank has ended, and the process ends within a limited time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hvd_async.runtime.transport import LARGEST, LONGEST_SILENCE, Router, Sleepe
 
 T = TypeVar("T")
 REGISTRY = "hvd_async.algorithms.registry"
-"""The module from which the process imports the families of algorithms. (The runtime knows none.)"""
+"""The module from which the process imports the families of algorithms. (The runtime depends on none.)"""
 PROGRAM = f"""import sys
 sys.path = [path for path in sys.path if path] + [sys.argv[1]]
 from {__name__} import main
@@ -43,9 +43,10 @@ main(*sys.argv[2:])"""
 folder of this package."""
 STDIN, STDERR = 0, 2
 SPARE = 15.0
-"""Seconds after which the process ends once its rank is gone, in addition to the time that ranks have to answer."""
+"""Seconds until the process ends after its rank has ended, in addition to the time that ranks have to answer."""
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that launchers send to all processes of a job. Ranks may then save a checkpoint, and need this process."""
+"""Signals that launchers send to all processes of a job. Ranks may then save a checkpoint, for which they need this
+process."""
 
 
 class Door(msgspec.Struct, frozen=True):
@@ -53,7 +54,7 @@ class Door(msgspec.Struct, frozen=True):
 
     Attributes:
         public: its CURVE public key (Z85) for connections from below.
-        port: the TCP port for these.
+        port: the TCP port for connections from below.
         upward: its CURVE public key for the connection upward; empty for the coordinator.
     """
 
@@ -63,7 +64,7 @@ class Door(msgspec.Struct, frozen=True):
 
 
 class Above(msgspec.Struct, frozen=True):
-    """The upper end of a relay's or a rank's connection: addresses, port, and public key (Z85)."""
+    """Upper end of the connection of a relay or a rank: addresses, port, and public key (Z85)."""
 
     addresses: list[str]
     port: int
@@ -71,7 +72,7 @@ class Above(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """The setup of a process, which its rank sends.
+    """Setup of a process, sent by its rank.
 
     Attributes:
         children: the ranks and relays that may connect.
@@ -89,7 +90,7 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class ControlProcess:
-    """A rank's handle on the process of a coordinator or a relay.
+    """Handle of a rank on the process of its coordinator or relay.
 
     Args:
         role: "coordinator" or "relay".
@@ -107,7 +108,7 @@ class ControlProcess:
         hear, talk = os.pipe()
         command = [sys.executable, "-c", PROGRAM, package, str(talk), role, REGISTRY]
         with os.fdopen(hear, "rb") as pipe:
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)  # it inherits that, until it ignores them
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)  # (inherited: the process ignores them later)
             try:
                 self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=STDERR, pass_fds=[talk])
             finally:
@@ -120,12 +121,13 @@ class ControlProcess:
                 self._process.kill()
             raise EngineError(
                 f"the {role}'s process ended before it had begun, or took longer than {limit:g} s (status "
-                f"{self._process.wait()}; what it said is on stderr). HVD_ASYNC_RELAYS_FROM=0 on rank 0 does without."
+                f"{self._process.wait()}; see its output on stderr). Set HVD_ASYNC_RELAYS_FROM=0 on rank 0 to run "
+                f"without such processes."
             )
         self.door, self.pid = door, self._process.pid
 
     def begin(self, setup: Setup) -> ControlProcess:
-        """Send it its setup."""
+        """Send the process its setup."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # (it has ended: ranks will fail to connect)
             _write(self._process.stdin, setup)
@@ -137,10 +139,10 @@ class ControlProcess:
             self._process.wait(timeout)
 
     def stop(self, timeout: float = 0.0) -> None:
-        """Close its input: it ends when all ranks have ended, or after a limited time.
+        """Close its input: the process ends when all ranks have ended, or after a limited time.
 
         Args:
-            timeout: seconds to wait for that.
+            timeout: seconds to wait for the process to end.
         """
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
@@ -148,7 +150,7 @@ class ControlProcess:
         self.join(timeout)
 
     def close(self) -> None:
-        """End it before ``begin``."""
+        """End the process before ``begin``."""
         self.stop()
 
 
@@ -172,10 +174,10 @@ def _read(stream: IO[bytes], kind: type[T]) -> T | None:
 
 
 def _end_after_rank() -> None:
-    """End this process some time after its rank is gone, if it has not ended before."""
+    """Start a thread that ends this process a limited time after its rank has ended."""
 
     def watch() -> None:
-        while os.read(STDIN, 1):  # (not by ``sys.stdin``: its lock would be held when the interpreter ends)
+        while os.read(STDIN, 1):  # (not through ``sys.stdin``: its lock would be held when the interpreter ends)
             pass
         threading.Event().wait(min(time_limits.dead_after(), LONGEST_SILENCE) + SPARE)
         os._exit(0)
@@ -184,7 +186,7 @@ def _end_after_rank() -> None:
 
 
 def _receive_setup() -> Setup | None:
-    """Return the setup that the rank has sent; None if the rank is gone."""
+    """Return the setup that the rank has sent; None if the rank has ended."""
     with os.fdopen(os.dup(STDIN), "rb") as stream:
         return _read(stream, Setup)
 
@@ -198,7 +200,7 @@ def _coordinate(talk: IO[bytes], registry: str) -> None:
         hub.close()
         return
     _end_after_rank()
-    shortage(len(setup.children))  # (raises this process's own limit; the rank has looked at the hard one)
+    shortage(len(setup.children))  # (raises this process's soft limit; the rank has checked the hard one)
     hub.allow(setup.keys, setup.local, setup.children)
     limits = time_limits.warn_after(), time_limits.connect_timeout(), time_limits.dead_after()
     coordinator = Coordinator(hub, families, setup.hosts, *limits)
@@ -213,10 +215,10 @@ def _relay(talk: IO[bytes]) -> None:
         router.close()
         return
     _end_after_rank()
-    shortage(len(setup.children))  # (raises this process's own limit; the rank has looked at the hard one)
+    shortage(len(setup.children))  # (raises this process's soft limit; the rank has checked the hard one)
     router.allow(setup.children, setup.keys, setup.local)
     above = setup.above
-    whose = "what a relay is to reach, the coordinator on rank 0 or a relay of another host,"
+    whose = "the other end of a relay's connection, the coordinator on rank 0 or a relay of another host,"
     address = reachable(above.addresses, above.port, time_limits.connect_timeout(), whose)
     Relay(router, Uplink(address, above.port, above.public, keys)).run()
 
@@ -242,16 +244,16 @@ def main(descriptor: str, role: str, registry: str) -> None:
 # -- the relay ------------------------------------------------------------------------------------------------
 
 GATHER = 0.001
-"""Seconds between two messages upward: messages that arrive meanwhile are sent in one."""
+"""Minimum seconds between two messages upward: messages that arrive meanwhile are sent as one."""
 SIBLINGS = 0.0002
-"""Least time (s) that a message waits for the messages of other ranks, which often arrive together."""
+"""Minimum seconds that a message waits for those of other ranks, which often arrive together."""
 
 
 class Relay:
-    """Forwards what the ranks below it send, several messages in one, and fans commands out to them.
+    """Relay that forwards the messages of the ranks below it, several in one, and fans commands out to them.
 
-    It decodes nothing and decides nothing. The messages of each rank, and the commands to it, stay in their order. It
-    runs until the connection upward ends.
+    It neither decodes messages nor makes decisions. The messages of each rank, and the commands to it, stay in order.
+    It runs until the connection upward ends.
 
     Args:
         router: the connections from below, with their keys.
@@ -284,7 +286,7 @@ class Relay:
             self._sleeper.close()
 
     def _is_over(self) -> bool:
-        """Return whether the connection upward has ended; if so, forward what came by it first."""
+        """Return whether the connection upward has ended; if so, forward the commands it has delivered first."""
         if self._uplink.refused() is None:
             return False
         self._pass_down()
@@ -296,7 +298,7 @@ class Relay:
                 header, payload = frames
                 ranks = decode_ranks(header)
             except (ValueError, DecodeError):
-                continue  # (a fault of the process above, which will miss an answer and report that)
+                continue  # (a fault of the process above, which will miss an answer and report it)
             self._router.deliver(ranks, payload)
 
     def _pass_up(self) -> None:

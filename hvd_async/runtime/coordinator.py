@@ -1,10 +1,10 @@
-"""The coordinator: a thread or process of rank 0 that feeds the state machines and sends their commands, in one order.
+"""The coordinator: a thread or process of rank 0 that runs the state machines and sends their commands in one order.
 
-It also watches. When a connection ends without ``Leaving``, its rank is lost, and all ranks receive its number and
-host. A rank that is alive but waited for longer than ``warn_after`` is named on rank 0's stderr, again and again.
+It also monitors the ranks. When a connection ends without ``Leaving``, its rank is lost, and all ranks receive its
+number and host. If ranks wait for a live rank for longer than ``warn_after``, rank 0's stderr names it, repeatedly.
 
-When Horovod has failed on a rank, that is a symptom, and does not say which rank is to blame. A rank that has stopped,
-or is cut off, does not answer; the others only see that a collective has failed. So each rank on which one fails
+A failure of Horovod on a rank is only a symptom: it does not tell which rank caused it. A rank that has stopped, or is
+cut off, does not answer; the others only see that a collective has failed. So each rank on which a collective fails
 reports to the coordinator, which calls the roll.
 """
 
@@ -44,13 +44,13 @@ from hvd_async.runtime.protocol import (
 )
 
 MOST_OPTIMIZERS = 1024
-"""Optimizers at a time."""
+"""Limit of optimizers at a time."""
 ENDS = (Registered, Finished, OptimizerDeleted, NoSuchOptimizer)
 """Events that change which ranks have an optimizer, or have finished with it."""
 TOGETHER = 64
-"""Events that are handled before timers and warnings are looked at."""
+"""Events that are handled before timers and warnings are checked."""
 ROLL_CALL_MARGIN = 5.0
-"""Seconds that a silent rank has to answer a roll call, beyond the limit of the hub."""
+"""Seconds that a silent rank has to answer a roll call, in addition to the limit of the hub."""
 
 
 class Coordinator:
@@ -92,9 +92,9 @@ class Coordinator:
         self._groups: dict[tuple[int, ...], dict[int, StateMachine[Any]]] = {}
         """The machines of each group of ranks."""
         self._group_of: dict[int, dict[int, StateMachine[Any]]] = {}
-        """The same, by the number of an optimizer."""
+        """The group of each optimizer, by its number."""
         self._ended: set[int] = set()
-        """Numbers of optimizers that no rank has any more; engines may still report their last collectives."""
+        """Numbers of optimizers that no rank has any longer; engines may still report their last collectives."""
         self._waits: dict[str, tuple[object, float]] = {}
         self._looked_at = float("-inf")
         self._stopping = threading.Event()
@@ -120,7 +120,7 @@ class Coordinator:
     # -- the thread -------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run in this thread."""
+        """Run the event loop in this thread."""
         try:
             while not self._over and not self._stopping.is_set():
                 now = self._handle(self._hub.receive(self._timeout()))
@@ -138,12 +138,12 @@ class Coordinator:
             self._hub.close()
 
     def _handle(self, item: tuple[Sequence[int], Event | Gone] | None) -> float:
-        """Handle an event and others that have come with it, a limited number; return the time then."""
+        """Handle an event, and a limited number of others that have come with it; return the time afterwards."""
         now, handled = self._clock(), 0
         while item is not None and not self._over:
             ranks, event = item
             machine = self._machines.get(event.optimizer) if isinstance(event, OptimizerEvent) else None
-            if machine is not None and not isinstance(event, ENDS):  # nearly all are such
+            if machine is not None and not isinstance(event, ENDS):  # nearly all events
                 self._dispatch(machine, ranks, event, now)  # type: ignore[arg-type]
             else:
                 for rank in ranks:
@@ -214,18 +214,18 @@ class Coordinator:
     def _on_optimizer_event(self, rank: int, event: OptimizerEvent, now: float) -> None:
         """Handle an event that begins or ends an optimizer on a rank, or whose optimizer has not begun or has ended.
 
-        The first event of an optimizer says which ranks share it, and what it is.
+        The first event of an optimizer specifies the ranks that share it, and its family.
         """
         machine = self._machines.get(event.optimizer)
         if event.optimizer in self._ended:
             return
         if machine is None:
             if not isinstance(event, Registered):
-                what = f"{type(event).__name__} before it opened optimizer {event.optimizer}"
+                what = f"{type(event).__name__} before it registered optimizer {event.optimizer}"
                 self._lose(rank, f"broke the protocol: rank {rank} sent {what}")
                 return
             if len(self._machines) >= MOST_OPTIMIZERS:
-                self._lose(rank, f"broke the protocol: it opened an optimizer beside {MOST_OPTIMIZERS} others")
+                self._lose(rank, f"broke the protocol: it registered more than {MOST_OPTIMIZERS} optimizers")
                 return
             kind = self._kinds[type(event.config)]
             machine = kind(event.optimizer, event.members or range(self._size))
@@ -264,7 +264,7 @@ class Coordinator:
             except ProtocolError as error:
                 self._lose(rank, f"broke the protocol: {error}")
                 return
-            except Exception as error:  # noqa: BLE001  whatever a rank says, the coordinator does not fall over it
+            except Exception as error:  # noqa: BLE001  no message of a rank may end the coordinator
                 what = f"{type(event).__name__}, which cannot be handled ({type(error).__name__}: {error})"
                 self._lose(rank, f"broke the protocol: it sent {what}")
                 return
@@ -274,14 +274,14 @@ class Coordinator:
             warn(f"optimizer {event.optimizer}, {notice}")
 
     def _check_left(self, rank: int) -> None:
-        """Lose a rank that has left without registering an optimizer that others wait in."""
+        """Declare lost a rank that has left without registering an optimizer that others wait in."""
         for number, machine in self._machines.items():
             if machine.awaits_registration_of(rank):
                 self._lose_unopened(rank, number)
                 return
 
     def _check_left_of(self, number: int, machine: StateMachine[Any]) -> None:
-        """Lose a rank that had left before the first rank has registered this optimizer."""
+        """Declare lost a rank that had left before the first rank registered this optimizer."""
         if machine.first_opened:
             for rank in self._left:
                 if machine.awaits_registration_of(rank):
@@ -304,7 +304,7 @@ class Coordinator:
             self._hub.send(ranks, command)
 
     def _on_connection_ended(self, rank: int, reason: str) -> None:
-        """Lose the rank of a connection that has ended; if the rank has left, only once Horovod fails."""
+        """Declare lost the rank of a connection that has ended; a rank that has left, only once Horovod fails."""
         if self._roll is not None and rank in self._roll.errors:
             return
         if rank in self._left and self._roll is None:
@@ -313,7 +313,7 @@ class Coordinator:
             self._lose(rank, reason)
 
     def _call_roll(self, rank: int, error: str, now: float) -> None:
-        """Ask all ranks whether they are there, as Horovod has failed on ``rank``, which may not be to blame."""
+        """Ask all ranks whether they are alive, as Horovod has failed on ``rank``, which may not be the cause."""
         if self._roll is None:
             self._roll = RollCall(range(self._size), now, self._dead_after + ROLL_CALL_MARGIN)
             self._send_all([CallRoll()])
@@ -323,7 +323,7 @@ class Coordinator:
             return
 
     def _judge(self, now: float) -> None:
-        """At the end of a roll call, lose a rank that has not answered; if all have, blame none."""
+        """At the end of a roll call, declare lost a rank that has not answered; without one, end the job anyway."""
         roll = self._roll
         if roll is None or self._over or now < roll.deadline():
             return
@@ -332,17 +332,17 @@ class Coordinator:
         if roll.missing:
             self._lose(min(roll.missing), f"has not answered for {roll.limit:g} s since {said}")
         else:
-            self._break(f"{said}, and the job cannot go on; all ranks answer, so none is known to be lost")
+            self._break(f"{said}, and the job cannot continue; all ranks answer, so none is known to be lost")
 
     def _break(self, problem: str) -> None:
-        """End the job with a reason, where no rank is known to be to blame."""
+        """End the job for a reason for which no rank is known to be responsible."""
         problem = printable(problem)
         warn(problem)
         self._send_all([JobFailed(problem)])
         self._over = True
 
     def _lose(self, rank: int, reason: str) -> None:
-        """End the job as ``rank`` is lost; tell all ranks what was under way."""
+        """End the job, as ``rank`` is lost; report to all ranks what they were waiting for."""
         if self._over:
             return
         reason = printable(reason)
@@ -394,21 +394,21 @@ class Coordinator:
 # -- roll call ------------------------------------------------------------------------------------------------
 
 SETTLE = 2.0
-"""Seconds that a roll call takes at least: a rank that fails reports it itself, maybe just after it has answered."""
+"""Minimum seconds of a roll call: a rank that fails reports this itself, possibly just after it has answered."""
 
 
 class RollCall:
-    """A roll call: which ranks still answer, after Horovod has failed on some rank? Pure: time is an argument.
+    """Roll call: the ranks that still answer, after Horovod has failed on some rank. Pure: time is an argument.
 
     Args:
         ranks: the ranks that have to answer.
-        now: when it begins (s).
-        limit: seconds that ranks have to answer.
+        now: the time of its start (s).
+        limit: seconds in which ranks have to answer.
 
     Attributes:
         missing: the ranks that have not answered.
         errors: Horovod's error on each rank that has reported one, in the order of the reports.
-        limit: as given.
+        limit: the argument.
     """
 
     def __init__(self, ranks: Collection[int], now: float, limit: float) -> None:
@@ -424,7 +424,7 @@ class RollCall:
             self.errors.setdefault(rank, error)
 
     def deadline(self) -> float:
-        """Return when it is over, if no rank answers any more."""
+        """Return the time (s) at which it ends, if no further rank answers."""
         return self._began + (max(self.limit, SETTLE) if self.missing else SETTLE)
 
 
@@ -432,7 +432,7 @@ class RollCall:
 
 
 class CommitCounts:
-    """The number of commits of each rank, from which follows the commit at which all ranks stop.
+    """Number of commits of each rank, which determine the commit at which all ranks stop.
 
     Args:
         size: the number of ranks.

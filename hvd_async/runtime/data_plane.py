@@ -1,6 +1,6 @@
 """The choice of the data plane of torch ranks: Horovod, or torch.distributed.
 
-A leaf module. It imports neither framework nor Horovod, so that ``hvd_async doctor`` can ask it in any environment.
+A leaf module. It imports neither a framework nor Horovod, so that ``hvd_async doctor`` can use it in any environment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HOROVOD, TORCH = "horovod", "torch"
 
 
 class DataPlane(NamedTuple):
-    """The data plane of this process.
+    """Data plane of this process.
 
     Attributes:
         name: ``HOROVOD`` or ``TORCH``.
@@ -32,7 +32,7 @@ def choose(environment: Mapping[str, str] = os.environ, has_horovod: bool | None
 
     Args:
         environment: variables by name.
-        has_horovod: whether Horovod is installed with its torch extension; None to look for it.
+        has_horovod: whether Horovod is installed with its torch extension; None to search for it.
 
     Raises:
         ValueError: ``HVD_ASYNC_TRANSPORT`` is set to an unknown value.
@@ -64,7 +64,7 @@ def choose(environment: Mapping[str, str] = os.environ, has_horovod: bool | None
 
 
 def find_horovod() -> Path | None:
-    """Return the path of Horovod's compiled extension for torch, None if there is none; imports nothing."""
+    """Return the path of Horovod's compiled extension for torch, None if there is none. Imports nothing."""
     spec = importlib.util.find_spec("horovod")
     for folder in () if spec is None else spec.submodule_search_locations or ():
         found = sorted(Path(folder).glob("torch/mpi_lib_v2*.so"))

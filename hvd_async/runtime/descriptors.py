@@ -1,4 +1,4 @@
-"""File descriptors of this process: whether there are enough for all connections, and which a forked child closes.
+"""File descriptors of this process: whether they suffice for all connections, and which of them a forked child closes.
 
 A leaf module: it imports nothing of the package.
 """
@@ -10,20 +10,20 @@ import os
 import resource
 import socket
 
-# -- are there enough? ----------------------------------------------------------------------------------------
+# -- the limit ------------------------------------------------------------------------------------------------
 
 EACH = 2
-"""Descriptors per connection from below: one for it, and one while the peer tries several addresses."""
+"""Descriptors per connection from below: the connection, and a second one while the peer tries several addresses."""
 SPARE = 128
 """Descriptors for other uses of ZeroMQ and Python."""
 
 
 def shortage(connections: int, here: bool = True) -> str:
-    """Return an error with a hint if a process may not open that number of connections; else an empty text.
+    """Return an error with a hint if a process cannot open that number of connections; otherwise an empty string.
 
     Args:
         connections: the number of connections.
-        here: whether it is this process; then a soft limit that is too low is raised, within the hard limit.
+        here: whether it is this process. If so, a soft limit that is too low is raised, up to the hard limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = needed_for(connections)
@@ -40,7 +40,7 @@ def shortage(connections: int, here: bool = True) -> str:
 
 
 def needed_for(connections: int) -> int:
-    """Return the number of descriptors that this process needs for ``connections``, including the open ones."""
+    """Return the number of descriptors that this process needs for ``connections``, including those now open."""
     return _open_now() + EACH * connections + SPARE
 
 
@@ -55,10 +55,10 @@ def _open_now() -> int:
 
 
 def release_connections(port: int) -> None:
-    """Close this process's copies of all TCP sockets that have ``port`` at either end (Linux; elsewhere: nothing).
+    """Close this process's copies of all TCP sockets that have ``port`` at either end (Linux only; elsewhere a no-op).
 
-    A forked child calls it: if it held them, the end of its parent's connections would be noticed late. Each descriptor
-    stays open, as one of /dev/null: a library that still knows its number must not meet another file there.
+    A forked child calls it: if it kept them, peers would notice late that the parent's connections have ended. Each
+    descriptor stays open and refers to /dev/null, so that a library that still uses its number finds no other file.
     """
     with contextlib.suppress(FileNotFoundError):
         descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
@@ -72,13 +72,13 @@ def release_connections(port: int) -> None:
 def _has_port(descriptor: int, port: int) -> bool:
     try:
         copy = socket.socket(fileno=os.dup(descriptor))
-    except OSError:  # no socket, or one that was closed meanwhile
+    except OSError:  # not a socket, or closed meanwhile
         return False
     with copy:
         if copy.family not in (socket.AF_INET, socket.AF_INET6):
             return False
         if copy.getsockname()[1] == port:
             return True
-        with contextlib.suppress(OSError):  # one that listens has no other end
+        with contextlib.suppress(OSError):  # a listening socket has no other end
             return bool(copy.getpeername()[1] == port)
     return False

@@ -1,8 +1,8 @@
-"""The engine: the one thread of a rank that touches Horovod and the control plane, whatever the training thread does.
+"""The engine: the only thread of a rank that uses Horovod and the control plane, whatever the training thread does.
 
-A Horovod collective starts when every member has submitted it, so somebody must submit this rank's part while its
-training thread computes or sleeps. The engine owns all state it works on; other threads post functions to it and wait
-for results. It sleeps until a command, a post or the next time a collective may be done.
+A Horovod collective starts when every member has submitted it. The engine submits this rank's part while the training
+thread computes or sleeps. It owns all state it works on; other threads post functions to it and wait for results. It
+sleeps until a command, a post or the next time at which a collective may be done.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from hvd_async.runtime.protocol import (
 )
 
 OPTIMIZERS = 1 << 16
-"""Numbers that each process set has for its optimizers."""
+"""Number of optimizer numbers per process set."""
 UNHURRIED = 0.005
-"""Seconds between two looks at collectives, at least, and for which a gradient may wait that leaves before its step,
-while no thread waits for what these bring: whenever the engine wakes up, it competes with the training thread for the
-interpreter lock. A thread that begins to wait wakes the engine."""
+"""Minimum seconds between two polls of collectives while no thread waits for their results; also the longest wait of a
+gradient that is handed over before its step. Each time the engine wakes up, it competes with the training thread for
+the interpreter lock. A thread that begins to wait wakes the engine."""
 BEGINNING = (
-    "others to begin: every rank of the job must wrap an optimizer, and step or drain it. Horovod's warnings name "
-    "those that are missing, by hvd_async.rendezvous"
+    "others to begin: every rank of the job must wrap an optimizer, and step or drain it. Horovod's warnings about "
+    "hvd_async.rendezvous name the missing ranks"
 )
 
 
 @dataclass(frozen=True, eq=False)
 class _Flight:
-    """A collective on its way; ``done`` takes its result. ``group`` is of ``submit``."""
+    """Collective in flight. ``done`` is called with its result; for ``group``, see ``Engine.submit``."""
 
     handle: Handle
     done: Callable[[Vector], None]
@@ -63,49 +63,49 @@ class _Flight:
 
 
 class Engine:
-    """One a process; serves any number of optimizers. Start once; a stopped engine is replaced, not restarted.
+    """Engine of a process, for any number of optimizers. Start it once; a stopped engine is replaced, not restarted.
 
     Args:
         collectives: the data plane.
-        connect: makes the control plane's channel; called on the engine thread, may block and raise.
+        connect: returns the channel of the control plane; called on the engine thread, may block and raise.
     """
 
     def __init__(self, collectives: Collectives, connect: Callable[[], Channel]) -> None:
         self.collectives = collectives
         self.rank, self.size = collectives.rank, collectives.size
         self.hosts: tuple[str, ...] = ()
-        """Each rank's host, by its name; empty until the ranks have met, and in tests without hosts."""
+        """Name of each rank's host; empty before the rendezvous, and in tests without hosts."""
         self.failure: Exception | None = None
         self.told = False
-        """Whether a caller was told of the failure."""
+        """Whether the failure was raised in a caller."""
         self.timeout = time_limits.timeout()
-        """Opt-in limit (s) on every wait for other ranks."""
+        """Opt-in limit (s) of every wait for other ranks."""
         self.elastic = False
-        """Whether training goes on without ranks that are lost: gradients are kept until their round is there."""
+        """Whether training continues without lost ranks: gradients are then kept until their round has arrived."""
         self.commits = Commits()
-        """Of elastic training."""
+        """The commits of elastic training."""
         self._warn_after = time_limits.warn_after()
         self._connect = connect
         self._channel: Channel | None = None
         self.unhurried = UNHURRIED
-        """0: the engine wakes up for each action."""
+        """``UNHURRIED``, or 0: the engine wakes up for each action."""
         self._posts: deque[Callable[[], None]] = deque()
         self._more_to_come = False
-        """Whether a thread posts actions that may wait."""
+        """Whether an action was posted that may wait."""
         self._looks_at = 0.0
-        """Until when (``time.monotonic``) a sleeping engine will have woken up by itself; 0 if it will not."""
+        """The time (``time.monotonic``) by which a sleeping engine wakes up without a post; 0 if it does not."""
         self._in_flight: list[_Flight] = []
         self._watched: list[Handle] = []
-        """The last collective of each group in flight, and all that have stages; these determine when to look."""
+        """The last collective of each group in flight, and all that have stages: those to be polled."""
         self._participants: dict[int, Participant] = {}
         self._opened: Counter[int] = Counter()
         self.asked: list[RegisterOptimizer] = []
-        """Optimizers that other ranks have opened, and that this rank is asked for while it waits in a drain."""
+        """Optimizers that other ranks have registered, and that this rank has to register while it waits in a drain."""
         self.find: Callable[[RegisterOptimizer], Participant | None] = lambda _: None
-        """Opens the optimizer of this process that is asked for, under its number; None if there is none."""
+        """Registers the requested optimizer of this process, with the given number; None if there is none."""
         self._lock = threading.Lock()
         self.changed = threading.Condition()
-        """Held while what ``wait`` looks at changes, and notified then."""
+        """Held while state changes that ``wait`` checks, and notified afterwards."""
         self._waits: dict[int, Callable[[], bool]] = {}
         """The condition that each thread waits for, by thread identifier; guarded by ``changed``."""
         self._stopping = self._stop_called = False
@@ -120,26 +120,26 @@ class Engine:
         self._thread.start()
 
     def unregister(self, number: int) -> None:
-        """Forget an optimizer that never came to train."""
+        """Forget an optimizer that never started to train."""
         with self._lock:
             self._participants.pop(number, None)
 
     @unfinished_until_it_returns
     def drain(self, flush: bool = True, process_set: int | None = None, leaving: bool = False) -> None:
-        """Drain (or, without ``flush``, cut) every optimizer that has opened, or all of a process set (Horovod's id).
+        """Drain (or, without ``flush``, cut) all registered optimizers, or those of a process set (Horovod's id).
 
         Args:
-            leaving: the process is ending: what a step would still have completed goes as it is, with a warning.
+            leaving: whether the process is ending; see ``drain``.
         """
         drain(self, self.in_process_set(process_set), flush, leaving)
 
     def in_process_set(self, process_set: int | None) -> list[Participant]:
-        """Return the optimizers of a process set (Horovod's id) or, for None, all: in one order on all ranks."""
+        """Return the optimizers of a process set (Horovod's id; None: of all), in the same order on all ranks."""
         numbered = sorted(self._participants.items())
         return [one for number, one in numbered if process_set in (None, number // OPTIMIZERS) and not one.deleted]
 
     def take_asked(self) -> list[Participant]:
-        """Open the optimizers that other ranks have asked for, as far as this process has them; return these."""
+        """Register the optimizers that other ranks have requested, if this process has them; return these."""
         found: list[Participant] = []
         while self.asked:
             asked = self.asked.pop(0)
@@ -154,11 +154,14 @@ class Engine:
         return found
 
     def register(self, participant: Participant, process_set: int = 0, number: int | None = None) -> int:
-        """Enter an optimizer; returns its number, the same on all ranks if they open those of a process set (its
-        Horovod id, 0 for all ranks) in one order.
+        """Register an optimizer and return its number.
+
+        The number is the same on all ranks if they register the optimizers of each process set in the same order.
 
         Args:
-            number: which it has on the ranks that asked for it.
+            participant: the optimizer.
+            process_set: Horovod's id of its process set, 0 for all ranks.
+            number: its number on the ranks that have requested it; None to assign one.
         """
         with self._lock:
             if number is None:
@@ -172,14 +175,14 @@ class Engine:
         self._opened[process_set] = max(self._opened[process_set], place + 1)
 
     def participants(self) -> list[Participant]:
-        """All that are registered, in order."""
+        """Return all registered optimizers, in order."""
         return list(self._participants.values())
 
     def call_soon(self, action: Callable[[], None]) -> None:
-        """Have the engine thread run ``action``, after all posted before it.
+        """Run ``action`` on the engine thread, after all actions posted before it.
 
         Raises:
-            the engine's failure, if it has failed.
+            the failure of the engine, if it has failed.
         """
         self.check()
         self._posts.append(action)
@@ -187,10 +190,10 @@ class Engine:
             self._channel.wake()
 
     def notify(self, action: Callable[[], None], hurry: bool = True) -> None:
-        """Post an action, for nothing if the engine has ended. Takes no lock: a finalizer may call it.
+        """Post an action, which is dropped if the engine has ended. Takes no lock: a finalizer may call it.
 
         Args:
-            hurry: wake the engine for it, even if it is about to wake up by itself.
+            hurry: wake the engine for it, even if the engine is about to wake up anyway.
         """
         self._posts.append(action)
         if not hurry:
@@ -202,17 +205,17 @@ class Engine:
 
     @unfinished_until_it_returns
     def wait(self, ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> None:
-        """Wait until ``ready()``; a failure of the engine ends the wait with its error.
+        """Wait until ``ready()`` is true; a failure of the engine ends the wait with its error.
 
         Args:
-            ready: checked after every change that the engine makes; the lock of ``changed`` is held then.
-            waiting_for: what a warning says is missing, where the coordinator does not know.
+            ready: checked after every change that the engine makes, while ``changed`` is held.
+            waiting_for: returns what is missing, for a warning; None if the coordinator knows.
 
         Raises:
-            WaitTimeoutError: the opt-in limit ran out. Otherwise the wait goes on as long as the engine lives:
-                a slow rank is warned about by the coordinator, a lost one makes the engine fail.
+            WaitTimeoutError: the opt-in limit has passed. Without it the wait continues as long as the engine lives:
+                the coordinator warns about a slow rank, and a lost rank makes the engine fail.
         """
-        self.check()  # (before the lock: in a forked child nobody may be there to release it)
+        self.check()  # (before the lock: in a forked child, its holder may not exist)
         started = time.monotonic()
         warn_at = started + self._warn_after
         with self._waiting(ready):
@@ -229,7 +232,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _waiting(self, ready: Callable[[], bool]) -> Iterator[None]:
-        """Hold ``changed`` while this thread waits; meanwhile the engine looks at collectives more often."""
+        """Hold ``changed`` while this thread waits; meanwhile the engine polls collectives more often."""
         thread = threading.get_ident()
         with self.changed:
             try:
@@ -242,12 +245,12 @@ class Engine:
 
     @property
     def stopped(self) -> bool:
-        """Whether it has come to its end without a failure."""
+        """Whether it has ended without a failure."""
         return self.failure is None and self._left.is_set()
 
     @property
     def replaced(self) -> bool:
-        """Whether ``stop`` was called: optimizers are to meet again on a new one."""
+        """Whether ``stop`` was called: optimizers register again on a new engine."""
         return self._stop_called
 
     @staticmethod
@@ -256,7 +259,7 @@ class Engine:
         return time.monotonic()
 
     def check(self) -> None:
-        """Raise the engine's failure, if it has failed; a lost rank as the framework's Horovod error."""
+        """Raise the failure of the engine, if it has failed; a lost rank as the Horovod error of the framework."""
         failure = self.failure
         if failure is None and not self._left.is_set():
             return
@@ -271,22 +274,27 @@ class Engine:
             raise EngineError(f"the engine of rank {self.rank} failed: {failure}") from failure
 
     def leave(self, timeout: float = threading.TIMEOUT_MAX) -> None:
-        """Stop when all ranks have come to this point, or after ``timeout`` s, or at once if the engine has failed.
+        """Stop when all ranks have called this, or after ``timeout`` seconds, or at once if the engine has failed.
 
-        Until then the engine serves the ranks that go on, who wait for this one no more. (A rank that ends earlier
-        would end Horovod for all; the coordinator warns of ranks that are slow to come.)
+        Until then the engine serves the ranks that continue, which no longer wait for this one. (A rank that ended
+        earlier would end Horovod for all ranks. The coordinator warns about ranks that are late.)
         """
         if self.failure is None:
             for participant in self.participants():
                 participant.delete()
-            self._posts.append(self._say_leaving)
+            self._posts.append(self._report_leaving)
             if self._channel is not None:
                 self._channel.wake()
             self._left.wait(min(timeout, self.timeout))
         self.stop()
 
     def stop(self, error: str | None = None, timeout: float = 5.0) -> None:
-        """Stop now; with ``error``, tell the other ranks that this one is ending on it."""
+        """Stop now.
+
+        Args:
+            error: the error on which this rank ends, which is reported to the other ranks; None if there is none.
+            timeout: seconds to wait for the thread.
+        """
         if error is not None and self.failure is None:
             horovod = error.startswith(f"{self.collectives.failure.__name__}:")  # raised in the training thread
             self._posts.append(lambda: self.send(Failed(error, horovod)))
@@ -298,7 +306,7 @@ class Engine:
             self._thread.join(timeout)
 
     def forked(self) -> None:
-        """(In a forked child.) Be of no use, and let go of the connections."""
+        """Disable the engine in a forked child, and close its copies of the connections."""
         self.failure = EngineError("this process was forked from a rank after training had begun: it has no engine")
         if self._channel is not None and self._channel.port is not None:
             release_connections(self._channel.port)
@@ -311,13 +319,15 @@ class Engine:
         self._channel.send(event)
 
     def submit(self, start: Callable[[], Handle], done: Callable[[Vector], None], group: Hashable = None) -> None:
-        """Start a collective and have ``done`` called with its result (engine thread).
+        """Start a collective; ``done`` will be called with its result (engine thread).
 
         Args:
-            group: equal for collectives whose results are of use only together. While a later one of them is under way
-                the engine does not wake up for the earlier: each look costs more than what it looks at. (But for those
-                with stages: ranks may have submitted a group in other orders, and each would look at another one.)
-                None: of no group.
+            start: starts the collective.
+            done: takes the result.
+            group: equal for collectives whose results are only useful together; None for a separate one. While a later
+                one of a group is in flight, the engine does not wake up for the earlier ones, since polling costs more
+                than it gains. Collectives with stages are always polled: ranks may have submitted a group in different
+                orders, and would poll different ones.
         """
         handle = start()
         self._in_flight.append(_Flight(handle, done, object() if group is None or handle.in_stages else group))
@@ -326,7 +336,7 @@ class Engine:
     def _watch(self) -> None:
         self._watched = [*{flight.group: flight.handle for flight in self._in_flight}.values()]
 
-    def _say_leaving(self) -> None:
+    def _report_leaving(self) -> None:
         self._leaving = True
         self.send(Leaving())
 
@@ -339,15 +349,15 @@ class Engine:
             self._channel = self._connect()
             while not (self._stopping or (self._closing and not self._in_flight)):
                 message = self._channel.receive(seconds := self._next_look())
-                self._looks_at = 0.0  # (before it runs the posts: what comes later wakes it)
+                self._looks_at = 0.0  # (before the posts run: later ones wake the engine)
                 if message is not None:
                     self._on_command(message)
                 elif seconds and not self._posts and not any(handle.done() for handle in self._watched):
-                    continue  # (nothing is done yet, as in most looks)
+                    continue  # (nothing is done yet, as in most polls)
                 self._run_posts()
-                self._channel.flush()  # (before results that may take long to look at)
+                self._channel.flush()  # (before results, which may take long to process)
                 self._complete_collectives()
-        except Exception as error:  # noqa: BLE001  it comes home: raised in the caller's next call
+        except Exception as error:  # noqa: BLE001  raised again in the next call
             asked = self._channel if isinstance(error, self.collectives.failure) else None
             self._fail(error if asked is None else cause_of(error, asked))
         finally:
@@ -365,18 +375,20 @@ class Engine:
             self._posts.popleft()()
 
     def _next_look(self) -> float | None:
-        """Return how many seconds the engine may sleep: until a collective may be done, or more posts are due that do
-        not wake it; None if it will be woken."""
+        """Return the seconds that the engine may sleep; None to sleep until it is woken.
+
+        It wakes up when a collective may be done, or when posts that do not wake it may have arrived.
+        """
         seconds = self._next_collective()
         if self._more_to_come:
             self._more_to_come = False
             seconds = self.unhurried if seconds is None else min(seconds, self.unhurried)
         if seconds is not None and 0.0 < seconds <= self.unhurried:
             self._looks_at = time.monotonic() + seconds
-        return 0.0 if self._posts else seconds  # (in this order: what was posted before has not seen ``_looks_at``)
+        return 0.0 if self._posts else seconds  # (read last: their threads saw no ``_looks_at``)
 
     def _next_collective(self) -> float | None:
-        """Return in how many seconds a collective may be done; None if each wakes the engine, or there is none."""
+        """Return the seconds until a collective may be done; None if each wakes the engine, or there is none."""
         seconds = [t for t in (handle.seconds_to_poll() for handle in self._watched) if t is not None]
         soonest = min(seconds, default=None)
         if soonest is None or soonest <= 0.0 or self._waits:
@@ -384,7 +396,7 @@ class Engine:
         return max(soonest, self.unhurried)
 
     def _complete_collectives(self) -> None:
-        """Hand over the results of the collectives that are done."""
+        """Call ``done`` of each collective that is done with its result."""
         landed = [flight for flight in self._in_flight if flight.handle.done()]
         if not landed:
             return
@@ -392,16 +404,16 @@ class Engine:
         self._watch()
         for flight in landed:
             flight.done(flight.handle.result())
-        with self.changed:  # (a thread woken too early would take the interpreter lock for nothing)
+        with self.changed:  # (a thread woken too early would only compete for the interpreter lock)
             if any(ready() for ready in self._waits.values()):
                 self.changed.notify_all()
 
     def _on_command(self, message: Command | Gone) -> None:
         match message:
             case Welcome():
-                self._looks_at = 0.0  # (before it runs the posts: what comes later wakes it)
+                self._looks_at = 0.0  # (before the posts run: later ones wake the engine)
             case Close():
-                self._closing = True  # (what was commanded before has to come to its end: all ranks are in it)
+                self._closing = True  # (collectives in flight have to finish: all ranks take part in them)
             case Gone() if self._leaving:
                 self._stopping = True
             case RankLost() | JobFailed() | Gone():
@@ -424,13 +436,13 @@ class Engine:
                 self.unregister(number)
             case _:
                 participant = self._participants.get(message.optimizer)
-                if participant is not None:  # (else it was refused)
+                if participant is not None:  # (otherwise it was refused)
                     participant.on_command(message)
 
     def _fail(self, error: Exception) -> None:
         self.failure = error
-        told = isinstance(error, RankLostError | CollectiveFailedError | self.collectives.failure)
-        if self._channel is not None and not told:
+        is_known = isinstance(error, RankLostError | CollectiveFailedError | self.collectives.failure)
+        if self._channel is not None and not is_known:
             self._channel.send(Failed(f"{type(error).__name__}: {error}"))
         with self.changed:
             self.changed.notify_all()
@@ -440,11 +452,11 @@ class Engine:
 
 
 class Participant(Protocol):
-    """What the engine needs of an optimizer: the interface of ``Worker``.
+    """The interface of an optimizer to the engine, implemented by ``Worker``.
 
     Attributes:
         last_done: the rank that finished last in the last drain, -1 before there was one.
-        deleted: whether the optimizer was deleted, and only serves the other ranks.
+        deleted: whether the optimizer was deleted, so that its engine only serves the other ranks.
     """
 
     last_done: int
@@ -463,28 +475,28 @@ class Participant(Protocol):
         """Announce that this rank has finished, to drain (``flush``) or to cut the optimizer (training thread)."""
 
     def apply_available(self) -> bool:
-        """Apply what was received, without waiting; return whether that is all (training thread, as the rest)."""
+        """Apply what was received, without waiting; return whether all is applied (training thread, as below)."""
 
     @property
     def has_available(self) -> bool:
-        """Whether ``apply_available`` would do something, or has done all."""
+        """Whether ``apply_available`` would apply something, or return True."""
 
     def complete_drain(self) -> None:
         """End the drain or cut, after all was received."""
 
 
 def drain(engine: Engine, live: list[Participant], flush: bool, leaving: bool) -> None:
-    """Drain (or, without ``flush``, cut) optimizers, and those that other ranks open meanwhile.
+    """Drain (or, without ``flush``, cut) optimizers, including any that other ranks register meanwhile.
 
-    A rank has finished with all of them or with none, and serves all at once. If it waited in the first one's drain for
-    ranks that are busy with both, its second would keep those waiting, and pile up rounds.
+    A rank finishes with all of them at once. If it waited in the drain of the first one for ranks that use both, these
+    ranks would wait for its part in the second one, whose rounds would accumulate.
 
     Args:
         engine: the engine that serves them.
         live: the optimizers, in the same order on all ranks, since ends communicate.
-        flush: drain; else cut.
-        leaving: whether the process is ending; then a gradient that a step would have completed is sent as it is, with
-            a warning.
+        flush: True to drain, False to cut.
+        leaving: whether the process is ending. A gradient that a step would still have completed is then sent as it is,
+            with a warning.
     """
     if not leaving:
         for participant in live:
@@ -493,7 +505,7 @@ def drain(engine: Engine, live: list[Participant], flush: bool, leaving: bool) -
         participant.announce_finished(flush)
     left = list(live)
 
-    def may_go_on() -> bool:
+    def may_continue() -> bool:
         return bool(engine.asked) or any(one.has_available or one.deleted for one in left)
 
     while True:
@@ -502,9 +514,9 @@ def drain(engine: Engine, live: list[Participant], flush: bool, leaving: bool) -
             participant.announce_finished(flush)
         live, left = live + found, left + found
         left = [participant for participant in left if not (participant.deleted or participant.apply_available())]
-        if not (left or engine.asked):  # (a request precedes the end to which it belongs)
+        if not (left or engine.asked):  # (a request arrives before the end to which it belongs)
             break
-        engine.wait(may_go_on)
+        engine.wait(may_continue)
     for participant in live:
         if not participant.deleted:
             participant.complete_drain()
@@ -514,17 +526,17 @@ def drain(engine: Engine, live: list[Participant], flush: bool, leaving: bool) -
 
 
 class Commits:
-    """A rank's part in the choice of the commit at which all ranks stop, since hosts have come or gone.
+    """Commits of a rank, and the one at which all ranks stop after hosts have come or gone.
 
-    All ranks have to stop at the same commit: one that continued would call a collective of the user's that the others
-    never reach. Horovod notifies rank 0 alone. Rank 0 notifies the coordinator, which asks every rank how many commits
-    it has made, and names the one after the highest. No rank waits for it, but for a rank that has answered and comes
-    to its next commit meanwhile.
+    All ranks have to stop at the same commit: a rank that continued would call a collective of the user's program that
+    the others never reach. Horovod notifies only rank 0, which notifies the coordinator. The coordinator requests the
+    number of commits of every rank, and chooses the commit after the highest. A rank waits for the choice only if it
+    has answered and reaches its next commit meanwhile.
 
-    It lives as long as the engine. Its fields change while the engine's ``changed`` is held.
+    It lives as long as the engine. Its fields change while ``Engine.changed`` is held.
 
     Attributes:
-        made: commits since the engine was started, which all ranks do at the same place of their program.
+        made: number of commits since the engine started, which all ranks do at the same place of their program.
         stop_at: the number of the commit at which all ranks stop; None if it is not known.
     """
 
@@ -548,18 +560,18 @@ class Commits:
             self.made += 1
             asked = self._asked
         if asked:
-            engine.wait(lambda: self.stop_at is not None, lambda: "all ranks to say how many commits they have made")
+            engine.wait(lambda: self.stop_at is not None, lambda: "all ranks to report their number of commits")
         return self.stop_at is not None and self.made >= self.stop_at
 
 
-# -- why a job cannot go on -----------------------------------------------------------------------------------
+# -- why a job cannot continue --------------------------------------------------------------------------------
 
 CAUSE_WAIT = 10.0
-"""Seconds that a rank waits for the cause, in addition to those after which a silent rank is declared lost."""
+"""Seconds that a rank waits for the cause, in addition to the silence after which a rank is declared lost."""
 
 
 def error_of(message: RankLost | JobFailed | Gone) -> HvdAsyncError:
-    """Return the error that a rank raises for this command, or for the end of its connection to the coordinator."""
+    """Return the error to raise for this command, or for the end of the connection to the coordinator."""
     match message:
         case RankLost(rank, host, reason, context, handed_over):
             return RankLostError(rank, host, reason, context, handed_over)
@@ -570,14 +582,14 @@ def error_of(message: RankLost | JobFailed | Gone) -> HvdAsyncError:
 
 
 def cause_of(error: Exception, channel: Channel) -> Exception:
-    """Let the coordinator find out which rank is lost: Horovod reports that a collective has failed, and not why.
+    """Ask the coordinator which rank is lost: Horovod reports that a collective has failed, but not why.
 
     Args:
         error: Horovod's error.
         channel: the channel to the coordinator.
 
     Returns:
-        The error to raise: Horovod's own, if no rank is known to be lost.
+        The error to raise: that of Horovod if no rank is known to be lost.
     """
     channel.send(Failed(f"{type(error).__name__}: {error}", horovod=True))
     deadline = time.monotonic() + time_limits.dead_after() + CAUSE_WAIT

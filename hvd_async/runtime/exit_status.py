@@ -1,8 +1,8 @@
-"""How this process ends: normally or on an error, which Python does not report to exit hooks.
+"""Whether this process ends normally or on an error, which Python does not report to exit hooks.
 
-An uncaught exception is in ``sys.last_value``, but so may an earlier one be (of a notebook's cell). ``sys.exit(n)`` and
-``exit(n)`` raise an exception that may be caught. Both are distinguished by the traces that an exception leaves: the
-frame that it has reached, and the place where it was dropped. (``raise SystemExit(n)`` leaves none: it counts as a
+``sys.last_value`` holds an uncaught exception, but possibly an earlier one (of a notebook's cell). ``sys.exit(n)`` and
+``exit(n)`` raise an exception that may be caught. Both cases are distinguished by what an exception leaves behind: the
+frame that it has reached, and the place where it was dropped. (``raise SystemExit(n)`` leaves nothing: it counts as a
 normal end, and the process has status n.)
 """
 
@@ -25,7 +25,7 @@ _FAILED = 1
 
 
 class _Exit(SystemExit):
-    """``SystemExit`` as ``sys.exit`` raises it, which notes that it has ended the process.
+    """``SystemExit`` as ``sys.exit`` raises it; it records when it has ended the process.
 
     The interpreter drops an uncaught one when no Python code runs any more; a caught one is dropped by running code.
     """
@@ -58,7 +58,7 @@ def _opname(frame: FrameType) -> str:
 
 
 class ExitStatus:
-    """The way in which this process ends; there is one object.
+    """State of how this process ends; a singleton.
 
     Attributes:
         code: the code of the ``sys.exit`` that has ended the process; None if none has.
@@ -71,7 +71,7 @@ class ExitStatus:
         self._watching = self._failed = self._forked = False
 
     def watch(self) -> None:
-        """Patch ``sys.exit`` and ``exit`` to note their use; calling it again does nothing."""
+        """Patch ``sys.exit`` and ``exit`` to record their use; calling it again does nothing."""
         if self._watching:
             return
         self._watching = True
@@ -105,14 +105,14 @@ class ExitStatus:
         return None if self.code in (None, 0) else f"sys.exit({self.code!r})"
 
     def fail(self) -> None:
-        """Let the process end with status 1, although Python considers its end normal."""
+        """Make the process end with status 1, although Python considers its end normal."""
         self._failed = True
 
     def in_child(self) -> None:
-        """Let a forked child end without the destructors of C++ libraries, with its status.
+        """Make a forked child end with its status, but without the destructors of C++ libraries.
 
-        Horovod's destructors would change what the child shares with its parent (Gloo's epoll set), and end the
-        parent's connections. The status of ``raise SystemExit(n)`` is lost: it is 0.
+        Horovod's destructors would change state that the child shares with its parent (Gloo's epoll set), and end the
+        parent's connections. The status of ``raise SystemExit(n)`` is lost: it becomes 0.
         """
         self._forked = True
 
@@ -123,7 +123,7 @@ class ExitStatus:
         return self.code if isinstance(self.code, int) and self.code else _FAILED
 
     def enforce(self) -> None:
-        """Enforce ``fail`` and ``in_child``, as the last exit hook of those registered after this module's import."""
+        """Enforce ``fail`` and ``in_child``. Runs after all exit hooks registered since the import of this module."""
         if self._failed or self._forked:
             logging.shutdown()
             flush_notices()

@@ -1,4 +1,4 @@
-"""State that the engine thread sets for the training thread, under the engine's lock."""
+"""State that the engine thread sets and the training thread reads, under the engine's lock."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from hvd_async.runtime.protocol import Drained
 
 
 class Inbox:
-    """One optimizer's; a family whose ranks are sent more than this has its own.
+    """Replies of the coordinator about one optimizer. A family with further replies has a subclass.
 
     Args:
-        changed: the engine's condition: held and notified with each change.
+        changed: the engine's condition, held and notified with each change.
 
     Attributes:
-        agreed: whether the ranks fit together.
-        refused: how they do not; None if they do, or as long as it is not known.
-        drained: set when all ranks are done, until the training thread has seen it.
+        agreed: whether the ranks' optimizers match.
+        refused: how they differ; None if they match, or before this is known.
+        drained: the command that ended a drain or cut, until the training thread has consumed it; otherwise None.
     """
 
     def __init__(self, changed: Changed) -> None:
@@ -27,7 +27,7 @@ class Inbox:
         self.drained: Drained[Any] | None = None
 
     def tell(self, agreed: bool = False, refused: str | None = None, drained: Drained[Any] | None = None) -> None:
-        """Set what the coordinator has said (engine thread)."""
+        """Record a reply of the coordinator (engine thread)."""
         with self._changed:
             self.agreed = self.agreed or agreed
             self.refused = refused or self.refused
@@ -35,7 +35,7 @@ class Inbox:
             self._changed.notify_all()
 
     def take_drained(self) -> Drained[Any]:
-        """Return and forget the command that ended the drain (training thread)."""
+        """Return and clear the command that ended the drain or cut (training thread)."""
         with self._changed:
             drained, self.drained = self.drained, None
         assert drained is not None

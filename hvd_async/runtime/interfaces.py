@@ -1,6 +1,6 @@
-"""The interfaces between the parts: what the engine needs of a control plane and of a data plane.
+"""Interfaces of the control plane, of the data plane and of the runtime of a rank.
 
-One implementation a file: ``transport.py`` (ZeroMQ) and ``testing.py`` (in memory) for messages,
+One implementation per file: ``transport.py`` (ZeroMQ) and ``testing.py`` (in memory) for messages;
 ``torch/collectives.py``, ``tensorflow/collectives.py`` and ``testing.py`` for tensors.
 """
 
@@ -17,21 +17,21 @@ Vector: TypeAlias = Any
 """A flat (1-D) array of the binding's framework: NumPy, torch or TensorFlow. The core only uses ``+=`` and ``[-1]``."""
 
 Rows: TypeAlias = Any
-"""Messages between ranks as bytes: a 2-D uint8 array of the binding's framework, a row each."""
+"""Messages between ranks as bytes: a 2-D uint8 array of the binding's framework, one row per message."""
 
 
 T = TypeVar("T")
 
 
 class Gone(NamedTuple):
-    """A connection ended. ``host`` is that of the other end, where this end knows it."""
+    """End of a connection. ``host`` is the host of the other end, if it is known."""
 
     reason: str
     host: str = "?"
 
 
 class Channel(Protocol):
-    """A rank's connection to the coordinator. Only its engine thread uses it, but for ``wake``.
+    """Connection of a rank to the coordinator. Only its engine thread uses it, except for ``wake``.
 
     Attributes:
         port: the TCP port at which the coordinator listens; None if there is none.
@@ -40,70 +40,74 @@ class Channel(Protocol):
     port: int | None
 
     def send(self, event: Event) -> None:
-        """Send with the next ``flush`` or ``receive``; never blocks."""
+        """Queue an event for the next ``flush`` or ``receive``; never blocks."""
 
     def flush(self) -> None:
-        """Send what was queued since the last time, in one message."""
+        """Send all queued events, in one message."""
 
     def receive(self, timeout: float | None) -> Command | Gone | None:
-        """The next command; None after ``timeout`` s or on ``wake()``; ``Gone`` once the coordinator is lost."""
+        """Return the next command; None after ``timeout`` s or on ``wake``; ``Gone`` once the coordinator is lost."""
 
     def wake(self) -> None:
-        """From any thread: make a ``receive`` that is waiting, or the next one, return at once."""
+        """Make the current or next ``receive`` return at once (any thread)."""
 
     def close(self) -> None:
-        """Send what is queued (bounded), then close. Calling it again does nothing."""
+        """Send what is queued, for a limited time, then close. Calling it again does nothing."""
 
 
 class Hub(Protocol):
-    """The coordinator's end of all channels. Only the coordinator thread uses it, but for ``wake``.
+    """The coordinator's end of all channels. Only the coordinator thread uses it, except for ``wake``.
 
     Attributes:
-        has_more: whether ``receive`` would return an event at once that has come with the last one.
+        has_more: whether ``receive`` would return at once an event that arrived with the last one.
     """
 
     @property
     def has_more(self) -> bool: ...
 
     def send(self, ranks: Sequence[int], command: Command) -> None:
-        """Send to these ranks when the events that are there have been received, or many; never blocks.
+        """Queue a command for these ranks; never blocks.
 
-        Commands reach a rank in the order sent.
+        It is sent once the events that have arrived, or many of them, were received. Commands reach a rank in the order
+        in which they were queued.
         """
 
     def flush(self) -> None:
-        """Send what was queued since the last time."""
+        """Send all queued commands."""
 
     def receive(self, timeout: float | None) -> tuple[Sequence[int], Event | Gone] | None:
-        """The next event and the ranks that have all sent it; ``Gone`` once these are lost; None after ``timeout`` s or
-        on ``wake``."""
+        """Return the ranks that have sent the next event, and this event; ``Gone`` as the event once they are lost.
+
+        Returns:
+            None after ``timeout`` seconds or on ``wake``.
+        """
 
     def wake(self) -> None:
-        """From any thread: make ``receive`` return."""
+        """Make the current or next ``receive`` return (any thread)."""
 
     def close(self) -> None:
-        """Send what is queued (bounded), then close."""
+        """Send what is queued, for a limited time, then close."""
 
 
 class Handle(Protocol):
-    """A collective on its way."""
+    """Collective in flight."""
 
     @property
     def in_stages(self) -> bool:
-        """Whether ``done`` also begins what follows, for which other ranks wait."""
+        """Whether ``done`` also starts the next stage, for which other ranks wait."""
 
     def done(self) -> bool:
         """Whether ``result`` would return at once."""
 
     def result(self) -> Vector:
-        """The collective's result, or the framework's error if it failed. Call once, when ``done``."""
+        """Return the result; raise the framework's error if the collective failed. Call it once, after ``done``."""
 
     def seconds_to_poll(self) -> float | None:
-        """Seconds until it is worth asking ``done`` again; None if completion wakes the engine by itself."""
+        """Return the seconds until ``done`` is worth polling again; None if completion wakes the engine."""
 
 
 class CompletedHandle:
-    """A collective that had nowhere to go: of one rank.
+    """Completed collective of a single rank.
 
     Args:
         vector: its result.
@@ -115,7 +119,7 @@ class CompletedHandle:
         self._vector = vector
 
     def done(self) -> bool:
-        """At once."""
+        """Return True."""
         return True
 
     def result(self) -> Vector:
@@ -123,57 +127,64 @@ class CompletedHandle:
         return self._vector
 
     def seconds_to_poll(self) -> float:
-        """At once."""
+        """Return 0."""
         return 0.0
 
 
 def lane_of(name: str) -> str:
     """Return the lane of a collective: its name without the number at its end.
 
-    All ranks of a process set submit the collectives of a lane in one order. Those of different lanes may be submitted
-    in different orders, which a plane that matches collectives by order must allow for.
+    All ranks of a process set submit the collectives of a lane in the same order. Collectives of different lanes may be
+    submitted in different orders; a data plane that matches collectives by order must allow for that.
     """
     stem, _, number = name.rpartition(".")
     return stem if number.isdigit() else name
 
 
 class Collectives(Protocol):
-    """Collectives in one framework, over Horovod or torch.distributed. Only the engine thread calls these.
+    """Collectives of a framework, over Horovod or torch.distributed. Only the engine thread calls its methods.
 
     Horovod matches the ranks' collectives by their names, a process group by their order in each lane (``lane_of``).
-    ``process_set`` is Horovod's (or the test's) object for some of the ranks, None for all; ``root`` is a global rank.
+    ``process_set`` is Horovod's (or a test's) object for some of the ranks, None for all; ``root`` is a global rank.
     """
 
     rank: int
     size: int
     host: str
     failure: type[Exception]
-    """The framework's error where Horovod failed; a lost rank is raised as this, so that elastic can act."""
+    """The framework's error after a failure of Horovod. A lost rank is raised as this type, for elastic training."""
 
     @property
     def on_gpu(self) -> bool:
-        """Whether this process has tensors on a GPU, as far as can be told when its first optimizer steps."""
+        """Whether this process has tensors on a GPU, as far as is known at the first step of its first optimizer."""
 
     def allreduce_sum(
         self, vector: Vector, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
     ) -> Handle:
-        """Start the sum of ``vector`` over all ranks, x ``scale``; ``vector`` belongs to the collective from now on,
-        unless it is to be kept as it is."""
+        """Start the sum of ``vector`` over all ranks, multiplied by ``scale``.
+
+        Args:
+            vector: shape (n,); ownership is transferred to the collective, unless ``keep``.
+            name: the name of the collective.
+            process_set: the ranks that take part; None for all.
+            keep: whether to leave ``vector`` unchanged.
+            scale: factor of the sum.
+        """
 
     def allreduce_extreme(self, vector: Vector, name: str, largest: bool) -> Handle:
         """Start the elementwise maximum (or minimum) of ``vector`` over all ranks."""
 
     def broadcast(self, vector: Vector, root: int, name: str, process_set: Any = None) -> Handle:
-        """Start sending rank ``root``'s vector to all; the others' may be written over."""
+        """Start sending the vector of rank ``root`` to all ranks; the other vectors may be overwritten."""
 
     def describe(self, vector: Vector) -> tuple[int, str]:
-        """Its length, and its kind: its dtype and whatever else ``zeros`` has to know, the same on all ranks."""
+        """Return the length of a vector and its kind: dtype and what else ``zeros`` needs, the same on all ranks."""
 
     def zeros(self, length: int, kind: str) -> Vector:
-        """Zeros of a kind that ``describe`` told, here or on another rank."""
+        """Return zeros of a kind that ``describe`` has returned, on this or another rank."""
 
     def empty_like(self, vector: Vector) -> Vector:
-        """A new one of this one's size, whatever it holds: for ``broadcast`` to write over."""
+        """Return an uninitialized vector of the same size and dtype, which ``broadcast`` can overwrite."""
 
     def alltoall(
         self,
@@ -186,39 +197,46 @@ class Collectives(Protocol):
     ) -> Handle:
         """Start sending the first ``sum(splits)`` rows, ``splits[i]`` of them to the i-th rank, in order.
 
-        ``coming[i]`` rows come from the i-th rank, which must send as many. The result is these rows, in the order of
-        the senders, shape (``sum(coming)``, bytes). ``rows`` is not changed; it must have the same shape in all calls
-        of a name on all ranks, which Horovod's cache of responses wants. ``into`` is memory for what comes, which must
-        hold all of it; None: the binding finds some.
+        The result is the received rows, in the order of their senders, shape (``sum(coming)``, bytes).
+
+        Args:
+            rows: shape (n, bytes); not changed. The same shape in all calls with a name on all ranks, as Horovod's
+                response cache requires.
+            splits: number of rows for each rank.
+            coming: number of rows from each rank, which must send that number.
+            name: the name of the collective.
+            process_set: the ranks that take part; None for all.
+            into: memory that can hold all received rows; None to let the binding allocate it.
         """
 
     def process_set_of(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
-        """That of these groups of ranks in which this rank is, as ``process_set=`` takes it; None if it is in none.
+        """Return the group to which this rank belongs, as a value for ``process_set=``; None if it belongs to none.
 
-        Ranks of all groups call it, and with ``make`` all ranks of the job: it may wait for them, to make what is not
-        known yet.
+        Args:
+            groups: the ranks of each group; all of them call this with the same value.
+            make: whether all ranks of the job call it, so that it can create missing process sets and wait for them.
 
         Raises:
-            ValueError: a group is not known, and cannot be made; the message says what to do.
+            ValueError: a group has no process set, and none can be created; the message says what to do.
         """
 
     def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
-        """All ranks' payloads, in rank order; blocks until every rank has called it."""
+        """Return the payloads of all ranks, in rank order; blocks until every rank has called it."""
 
     def start(self, wake: Any) -> None:
-        """Called once by the engine before any other: ``wake()`` makes the engine look at its handles."""
+        """Called once by the engine before any other method; ``wake()`` makes the engine poll its handles."""
 
     def stop(self) -> None:
-        """Called once at the end; frees threads of its own."""
+        """Called once at the end; ends its threads."""
 
 
 def pack(payload: bytes) -> bytes:
-    """``payload`` with its length before it, so that an allgather of several can be taken apart."""
+    """Return ``payload`` prefixed with its length, so that gathered payloads can be separated."""
     return struct.pack("<Q", len(payload)) + payload
 
 
 def unpack(gathered: bytes) -> list[bytes]:
-    """The payloads of concatenated ``pack``s."""
+    """Return the payloads of concatenated results of ``pack``."""
     payloads = []
     while gathered:
         (length,) = struct.unpack_from("<Q", gathered)
@@ -227,15 +245,16 @@ def unpack(gathered: bytes) -> list[bytes]:
     return payloads
 
 
-# -- what a rank needs of the world ------------------------------------------------------------------------------------
+# -- the runtime of a rank ---------------------------------------------------------------------------------------------
 
 
 class Wait(NamedTuple):
-    """A program's wait.
+    """Wait of a program.
 
     Attributes:
-        ready: whether the program may go on; checked after every change, while ``RankRuntime.changed`` is held.
-        waiting_for: what a warning says is missing, where the coordinator does not know; None where it knows.
+        ready: returns whether the program may continue; called after every change, while ``RankRuntime.changed`` is
+            held.
+        waiting_for: returns what is missing, for a warning; None if the coordinator knows.
     """
 
     ready: Callable[[], bool]
@@ -243,33 +262,33 @@ class Wait(NamedTuple):
 
 
 Program: TypeAlias = Generator[Wait, None, T]
-"""What a rank's training thread does, up to its next wait and on; returns a T."""
+"""Code of a rank's training thread as a generator, which yields each wait and returns a T."""
 
 
 class Changed(AbstractContextManager[Any], Protocol):
-    """The condition that is held while state changes that a program waits for, and notified then."""
+    """Condition that is held while state changes for which a program waits, and notified afterwards."""
 
     def notify_all(self) -> None:
-        """Have all waits look again."""
+        """Make all waits check their condition again."""
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """As ``threading.Condition``'s."""
+        """See ``threading.Condition``."""
 
     def release(self) -> None:
-        """As ``threading.Condition``'s."""
+        """See ``threading.Condition``."""
 
 
 class RankRuntime(Protocol):
-    """What a rank needs of the world: its engine, and in simulations and tests something in place of it.
+    """Runtime of a rank: its engine, or a replacement in simulations and tests.
 
     Two sides of a rank use it: its programs and what they call (the training thread), and its reactions to commands,
-    posts and collectives (the engine thread), which run one after the other.
+    posts and collectives (the engine thread), which run one at a time.
 
     Attributes:
-        rank, size: of the job.
+        rank, size: this rank, and the number of ranks in the job.
         elastic: whether training continues without ranks that are lost.
         collectives: the data plane.
-        changed: held while what programs wait for changes.
+        changed: condition that is held while state changes for which programs wait.
     """
 
     rank: int
@@ -284,11 +303,11 @@ class RankRuntime(Protocol):
 
     @property
     def replaced(self) -> bool:
-        """Whether it was stopped, and optimizers are to meet again on a new one."""
+        """Whether it was stopped, and optimizers register again on a new one."""
 
     @property
     def failure(self) -> Exception | None:
-        """What it has failed by."""
+        """The error by which it has failed; None if it has not."""
 
     def drain(self, flush: bool = True, process_set: int | None = None) -> None:
         """Drain or cut all optimizers of this process, or of a process set."""
@@ -300,22 +319,22 @@ class RankRuntime(Protocol):
         """Raise if it has failed or ended."""
 
     def register(self, participant: Any, process_set: int = 0, number: int | None = None) -> int:
-        """Enter an optimizer and return its number, the same on all ranks."""
+        """Register an optimizer and return its number, the same on all ranks."""
 
     def unregister(self, number: int) -> None:
-        """Forget an optimizer that never came to train."""
+        """Forget an optimizer that never started to train."""
 
     def call_soon(self, action: Callable[[], None]) -> None:
-        """Run ``action`` on the engine's side, after all posted before it. Raises as ``check``."""
+        """Run ``action`` on the engine's side, after all actions posted before it. Raises as ``check``."""
 
     def notify(self, action: Callable[[], None], hurry: bool = True) -> None:
-        """As ``call_soon``, but never raises; without ``hurry`` it may run some ms later."""
+        """Like ``call_soon``, but never raises; without ``hurry`` it may run some milliseconds later."""
 
     def wait(self, ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> None:
-        """Block until ``ready()``, for ``Worker.run``; a runtime of one thread runs programs itself, and raises."""
+        """Block until ``ready()`` is true, for ``Worker.run``. A single-threaded runtime raises: it runs programs."""
 
     def send(self, event: Event) -> None:
         """Send an event to the coordinator (engine's side)."""
 
     def submit(self, start: Callable[[], Handle], done: Callable[[Vector], None], group: Hashable = None) -> None:
-        """Start a collective and have ``done`` called with its result (engine's side)."""
+        """Start a collective; ``done`` will be called with its result (engine's side)."""

@@ -1,8 +1,8 @@
-"""The life of a process's engine: started by the first optimizer that steps, drained and stopped at the process's end.
+"""Lifecycle of a process's engine: started by the first optimizer that steps, drained and stopped at the process's end.
 
-Ends are clean. A normal exit drains, and then serves the other ranks until all have left. An exception or a non-zero
+A normal exit drains, and then serves the other ranks until all have left. An exception or a non-zero
 ``sys.exit`` is reported to the other ranks, and never counts as finished (``exit_status``). A rank whose last drain
-fails ends with status 1. A forked child has no engine, and its end does not concern the job.
+fails ends with status 1. A forked child has no engine, and its end does not affect the job.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOST = "HorovodInternalError: ranks were lost"
 
 
 class Driver(Protocol):
-    """What the lifecycle needs of the driver of a wrapped optimizer, which holds it as ``_async``.
+    """Interface of the lifecycle to the driver of a wrapped optimizer, which is its attribute ``_async``.
 
     Attributes:
         discarded: whether the optimizer was discarded on this rank.
@@ -37,10 +37,10 @@ class Driver(Protocol):
     discarded: bool
 
     def leave(self) -> None:
-        """Keep this rank's state other than weights: the engine has ended, and the membership will change."""
+        """Keep the state of this rank except its weights: the engine has ended, and the membership will change."""
 
     def roll_back(self) -> None:
-        """Forget what is in flight: an earlier state is about to be loaded."""
+        """Discard what is in flight: an earlier state is about to be loaded."""
 
     def rejoin(self) -> Any:
         """Return a new driver for the current ranks, which continues from here."""
@@ -49,21 +49,21 @@ class Driver(Protocol):
         """Register the optimizer, without waiting for other ranks."""
 
     def is_asked_for(self, engine: Engine, asked: RegisterOptimizer) -> bool | None:
-        """Return whether it is the optimizer that other ranks request; None if only its ranks are the same."""
+        """Return whether this is the optimizer that other ranks request; None if only its ranks are the same."""
 
     def drain_all(self) -> int:
         """Drain all optimizers of the process, of all process sets; return the rank that finished last."""
 
 
 class Lifecycle:
-    """The engine of a binding: none, or one that runs. The engine of ``use_engine`` takes precedence.
+    """Engine of a binding, started on first use. The engine of ``use_engine`` takes precedence.
 
     Args:
-        make_collectives: makes the binding's data plane; Horovod is initialized when it is called.
+        make_collectives: returns the binding's data plane; called after Horovod was initialized.
         families: the families of algorithms that ranks may run.
-        world: returns this rank and the number of ranks, None before ``hvd.init()``; does not communicate.
-        horovod_hook: Horovod's own exit hook. In a forked child it would change what the child shares with its parent
-            (Gloo's epoll set), and end the parent's connections.
+        world: returns this rank and the number of ranks; None before ``hvd.init()``. Does not communicate.
+        horovod_hook: Horovod's own exit hook. In a forked child it would change state that the child shares with its
+            parent (Gloo's epoll set), and end the parent's connections.
 
     Attributes:
         elastic: whether training continues without lost ranks.
@@ -87,7 +87,7 @@ class Lifecycle:
         self.elastic = False
 
     def world(self) -> tuple[int, int]:
-        """Return this rank, and the number of ranks in the job; does not communicate.
+        """Return this rank and the number of ranks in the job; does not communicate.
 
         Raises:
             NotInitializedError: ``hvd.init()`` was not called.
@@ -103,7 +103,7 @@ class Lifecycle:
         return self.world()[1]
 
     def engine(self) -> Engine:
-        """Return the engine; start it if there is none. One that has failed stays, and reports why, until ``shutdown``.
+        """Return the engine; start it if there is none. A failed one stays, to raise its error, until ``shutdown``.
 
         Raises:
             EngineError: this process was forked from one that had an engine.
@@ -136,17 +136,17 @@ class Lifecycle:
         engine.start()
 
     def initialized(self) -> None:
-        """Note that Horovod was initialized, perhaps again in a running job."""
+        """Record that Horovod was initialized, possibly again in a running job."""
         if self._engine is not None:
             self._exit_before_horovod()
 
     def _exit_before_horovod(self) -> None:
-        # Horovod registers its own exit hook at each init(); ours must be the newer one, which runs first.
+        # Horovod registers its exit hook at each init(). This one must be the newer one, so that it runs first.
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)
 
     def _after_fork(self) -> None:
-        """Forget the engine in a forked child: its thread is not here, and its ranks are the parent's."""
+        """Forget the engine in a forked child, which has no engine thread and is not a rank."""
         atexit.unregister(self._at_exit)
         atexit.unregister(self._horovod_hook)
         engine, self._engine, self._controls = self._engine, None, ()
@@ -158,8 +158,8 @@ class Lifecycle:
     def find(self, engine: Engine, asked: RegisterOptimizer) -> Participant | None:
         """Register the optimizer that other ranks have registered and this one has not; None if there is none.
 
-        It is the first one with the same parameters, or else the first that the same ranks share: then the error says
-        how it differs.
+        It is the first one with the same parameters. Otherwise it is the first one that the same ranks share, so
+        that the error says how it differs.
         """
         held = self.wrapped()  # (so that none is deleted meanwhile)
         fits = [(driver.is_asked_for(engine, asked), driver) for driver in drivers(held)]
@@ -167,25 +167,25 @@ class Lifecycle:
         return same[0].register(asked.optimizer) if same else None
 
     def add(self, optimizer: Any) -> None:
-        """Note an optimizer that was wrapped, by a weak reference."""
+        """Record a wrapped optimizer, by a weak reference."""
         self._wrapped[next(self._numbers)] = optimizer
 
     def wrapped(self) -> list[Any]:
-        """Return the wrapped optimizers of this process that are alive, in the order of their wrapping."""
+        """Return the live wrapped optimizers of this process, in the order in which they were wrapped."""
         return [optimizer for _, optimizer in sorted(self._wrapped.items())]
 
     def join(self) -> int | None:
         """Drain every optimizer of this process.
 
         Returns:
-            The last rank to join of the ranks that share this one's optimizers; None without optimizers and engine.
+            The last rank to join, of the ranks that share its optimizers; None without optimizers and engine.
         """
         held = self.wrapped()  # (so that none is deleted meanwhile)
         usable = [driver for driver in drivers(held) if not driver.discarded]
         for driver in usable:
             driver.register()  # (before the first waits: others may wait for this rank to register the second)
-        # One drain serves all optimizers. One for each would fail: an unreferenced optimizer may be deleted on one rank
-        # and wait for the garbage collector on another, which would then drain once more.
+        # One drain serves all optimizers. One per optimizer would fail: an unreferenced optimizer may be deleted on one
+        # rank and not yet be garbage-collected on another, which would then drain once more.
         if usable:
             return usable[-1].drain_all()
         engine = local_engine() or self._engine
@@ -195,13 +195,13 @@ class Lifecycle:
         return max((participant.last_done for participant in engine.participants()), default=engine.rank)
 
     def settle(self) -> None:
-        """Drain the registered optimizers, if there are any; all ranks call it."""
+        """Drain the registered optimizers, if any; all ranks call it."""
         engine = local_engine() or self._engine
         if engine is not None and engine.failure is None:
             engine.drain()
 
     def shutdown(self, leaving: bool = False) -> None:
-        """Drain, then stop the engine; all ranks call it, or end. Later optimizers start a new one.
+        """Drain, then stop the engine. All ranks call it, or end. Later optimizers start a new engine.
 
         Args:
             leaving: see ``Engine.drain``.
@@ -214,7 +214,7 @@ class Lifecycle:
                 engine.drain(leaving=leaving)
                 engine.leave()
             elif not engine.told:
-                engine.check()  # (it has failed after the last call, so the failure was not raised yet)
+                engine.check()  # (it failed after the last call, so the failure was not raised yet)
         except BaseException as error:
             engine.stop(f"{type(error).__name__}: {error}")  # (so that this rank is not declared lost)
             raise
@@ -222,24 +222,24 @@ class Lifecycle:
             self._forget(engine)
 
     def abandon(self, error: str) -> None:
-        """Stop the engine at once and tell the other ranks why."""
+        """Stop the engine at once, and report the error to the other ranks."""
         if self._engine is not None:
             self._engine.stop(error)
             self._forget(self._engine)
 
     def leave(self) -> None:
-        """Stop the engine before a membership change; in order if no rank is lost."""
+        """Stop the engine before a membership change; with a drain if no rank is lost."""
         engine = self._engine
         if engine is not None and engine.failure is None:
             with contextlib.suppress(engine.collectives.failure):
                 self.shutdown()
-        self.abandon(f"{LOST}, and training goes on without them")
+        self.abandon(f"{LOST}, and training continues without them")
 
     def commit(self, hosts_changed: Callable[[], bool]) -> bool:
         """Count a commit of elastic training; return whether all ranks stop at it. Ranks do not wait for each other.
 
         Args:
-            hosts_changed: returns, once, whether hosts have come or gone; called when that can be reported.
+            hosts_changed: returns whether hosts have come or gone, once per change; called when this can be reported.
         """
         engine = local_engine() or self._engine
         if engine is None:
@@ -249,7 +249,7 @@ class Lifecycle:
         return engine.commits.commit(engine)
 
     def roll_back(self) -> None:
-        """If a rank is lost, stop the engine and forget what is in flight."""
+        """If a rank is lost, stop the engine and discard what is in flight."""
         if self._engine is not None and self._engine.failure is not None:
             self.abandon(f"{LOST}, and training goes back to the last commit")
             for driver in drivers(self.wrapped()):
@@ -290,7 +290,7 @@ def local_engine() -> Engine | None:
 
 @contextlib.contextmanager
 def use_engine(engine: Engine) -> Iterator[None]:
-    """Let optimizers of this thread use ``engine``: for tests with ranks as threads of one process."""
+    """Make optimizers of this thread use ``engine``, for tests with ranks as threads of a process."""
     _local.engine = engine
     try:
         yield

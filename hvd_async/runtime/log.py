@@ -1,8 +1,8 @@
 """Warnings of the background threads: lines on stderr, each written at once, so that lines do not mix.
 
-A leaf module. ``logging`` is not used: a line must be out even if the launcher kills the process a moment later. So the
-caller waits until its line is written, for a limited time: if nobody reads stderr, and the pipe is full, lines wait in
-a separate thread, and training continues.
+A leaf module. ``logging`` is not used: a line must be written even if the launcher kills the process a moment later. So
+the caller waits until its line is written, for a limited time. If the pipe of stderr is full, because no process reads
+it, lines wait in a separate thread, and training continues.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from collections import deque
 from pathlib import Path
 
 MOST_LINES = 1000
-"""Limit of waiting lines; further ones are counted and dropped."""
+"""Limit of pending lines; further ones are counted and dropped."""
 LONGEST = 4000
-"""Limit of the characters of a line."""
+"""Limit of the characters per line."""
 PATIENCE = 0.2
 """Seconds that a caller waits for its line to be written."""
 GOODBYE = 1.0
-"""Seconds that a process waits at its end for its last lines to be written."""
+"""Seconds that a process waits at its end until its last lines are written."""
 PACKAGE = str(Path(__file__).parents[1])
 
 
 def printable(text: str, longest: int = LONGEST) -> str:
-    """Return ``text`` as a line of bounded length without control characters."""
+    """Return ``text`` as one line of bounded length, without control characters."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:longest])
     return line if len(line) <= longest and len(text) <= longest else f"{line[:longest]} [...]"
 
 
 class _Writer:
-    """Writer of lines in order, with a thread that runs while there are any."""
+    """Writer of lines in order, with a thread that runs while lines are pending."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -43,7 +43,7 @@ class _Writer:
         self._busy = False
 
     def put(self, line: bytes) -> None:
-        """Write ``line`` after all before it; return when it is written, or after ``PATIENCE``."""
+        """Write ``line`` after all earlier ones; return when it is written, or after ``PATIENCE`` seconds."""
         with self._changed:
             if len(self._lines) >= MOST_LINES:
                 self._dropped += 1
@@ -54,7 +54,7 @@ class _Writer:
             self._busy = True
         try:
             threading.Thread(target=self._run, name="hvd_async-notices", daemon=True).start()
-        except RuntimeError:  # the interpreter is ending: there are no new threads
+        except RuntimeError:  # the interpreter is ending, and starts no threads
             self._run(may_block=False)
         self.flush(PATIENCE)
 
@@ -74,7 +74,7 @@ class _Writer:
                 return self._lines.popleft()
             if self._dropped:
                 dropped, self._dropped = self._dropped, 0
-                return f"hvd_async: {dropped} more lines were dropped: nobody read stderr\n".encode()
+                return f"hvd_async: {dropped} more lines were dropped: stderr was not read\n".encode()
             self._busy = False
             self._changed.notify_all()
             return None
@@ -119,7 +119,7 @@ def warn(text: str) -> None:
 
 
 def users_line() -> int:
-    """Return the ``stacklevel`` with which a warning of the caller names the user's line that has led to it."""
+    """Return the ``stacklevel`` with which a warning of the caller names the line of user code that led to it."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith((PACKAGE, contextlib.__file__)):
         frame, level = frame.f_back, level + 1

@@ -1,18 +1,18 @@
 """Base of the coordinator's state machines: registration, ends, and collectives at ends.
 
-A machine takes events and the time ``now`` in, and gives commands out; no clock, no I/O. Its subclasses add what lies
+A machine takes events and the time ``now``, and returns commands; no clock, no I/O. Its subclasses add what happens
 between registration and an end: rounds of partial allreduce (eager), exchanges of messages (gossip), pulls (leader).
 
 The laws of ends, whatever the algorithm:
 
-1. *One end for all.* When every rank has finished, one command says so to all of them, and whether it is a drain (some
-   rank called ``drain``) or a cut (all called ``cut``); every rank ends as the command says.
-2. *Departed is for good.* A rank whose optimizer was deleted or discarded, or whose process is leaving, counts as
+1. *One end for all.* When every rank has finished, one command notifies all of them, and specifies a drain (some rank
+   called ``drain``) or a cut (all called ``cut``); every rank obeys the command.
+2. *Departure is final.* A rank whose optimizer was deleted or discarded, or whose process is leaving, counts as
    finished in this end and in all later ones: no rank waits for it, and its engine serves. If it still had pending
    gradients, the next end is a drain.
 3. *Collectives at ends*, and the ones that users call between them, run when all ranks that still have the optimizer
    wait in them, and over these ranks (``CollectiveQueue``).
-4. *Unregistered by all at once.* When no rank has the optimizer any more, one command makes all ranks forget it.
+4. *Unregistered by all at once.* When no rank has the optimizer any longer, one command makes all ranks forget it.
 
 The cost of an event does not depend on the number of ranks: sets of ranks are updated, not rebuilt. Only what happens
 once for all ranks (all have registered, have finished, or wait in a collective) takes time in proportion to them.
@@ -48,7 +48,7 @@ C = TypeVar("C")
 
 
 class StateMachine(abc.ABC, Generic[C]):
-    """The coordinator's state machine of one optimizer.
+    """State machine of the coordinator for one optimizer.
 
     Args:
         optimizer: the number that all its messages carry.
@@ -83,7 +83,7 @@ class StateMachine(abc.ABC, Generic[C]):
     # -- what the coordinator calls ---------------------------------------------------------------------------
 
     def handed_over(self) -> list[int]:
-        """Return how many gradients each rank has handed over, in order; empty where none are averaged."""
+        """Return the number of gradients that each rank has handed over, in order; empty if none are averaged."""
         return []
 
     def handle(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
@@ -102,8 +102,9 @@ class StateMachine(abc.ABC, Generic[C]):
         if isinstance(event, NoSuchOptimizer):
             return self._on_no_such_optimizer(rank)
         if rank not in self._opened:
-            raise ProtocolError(f"rank {rank} sent {type(event).__name__} before it opened optimizer {self._optimizer}")
-        if rank in self._absent:  # its engine reports what it had begun before
+            sent = type(event).__name__
+            raise ProtocolError(f"rank {rank} sent {sent} before it registered optimizer {self._optimizer}")
+        if rank in self._absent:  # its engine still reports earlier collectives
             return [] if self._refused else self._on_event_of_absent(rank, event, now)
         if isinstance(event, OptimizerDeleted):
             return self._on_deleted(rank, event, now)
@@ -117,7 +118,7 @@ class StateMachine(abc.ABC, Generic[C]):
         return self._on_event(rank, event, now)
 
     def recipients(self, command: Command) -> Sequence[int]:
-        """Return the ranks that receive a command: all that share the optimizer, unless others have no use for it."""
+        """Return the ranks that receive a command: all that share the optimizer, unless it concerns only some."""
         return (command.rank,) if isinstance(command, RegisterOptimizer) else self.ranks
 
     def shares(self, rank: int) -> bool:
@@ -126,7 +127,7 @@ class StateMachine(abc.ABC, Generic[C]):
 
     @property
     def over(self) -> bool:
-        """Whether no rank has the optimizer any more."""
+        """Whether no rank has the optimizer any longer."""
         return not self._present
 
     @property
@@ -165,11 +166,11 @@ class StateMachine(abc.ABC, Generic[C]):
         return self._config is None and not self._refused
 
     def unasked(self, ranks: AbstractSet[int]) -> AbstractSet[int]:
-        """Return those of ``ranks`` that have not registered the optimizer, and were not asked to."""
+        """Return the subset of ``ranks`` that have not registered the optimizer, and were not asked to."""
         return ranks - self._asked - self._opened.keys()
 
     def ask_to_register(self, rank: int) -> list[Command]:
-        """Return the command to ``rank``, which waits in a drain, to register the optimizer; none if it was sent."""
+        """Return the command to ``rank``, which waits in a drain, to register the optimizer; none if already sent."""
         if rank in self._asked or not self.awaits_registration_of(rank) or self._refused:
             return []
         self._asked.add(rank)
@@ -179,18 +180,18 @@ class StateMachine(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def tick(self, now: float) -> list[Command]:
-        """Return the commands that have waited for the time ``now``."""
+        """Return the commands that are due at time ``now``."""
 
     @abc.abstractmethod
     def deadline(self) -> float | None:
-        """Return when ``tick`` should be called next; None if no command waits for a time."""
+        """Return the time at which ``tick`` should be called next; None if no command is scheduled."""
 
     def take_notice(self) -> str | None:
         """Return a notice for the user that was not returned before; None if there is none."""
         return None
 
     def roll_call(self, fired_before: float) -> list[Command]:
-        """Return the commands that find out which rank delays a collective commanded before that time."""
+        """Return the commands that find the rank that delays a collective commanded before that time."""
         return []
 
     def awaits_registration_of(self, rank: int) -> bool:
@@ -218,15 +219,15 @@ class StateMachine(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def _on_all_registered(self, config: Any) -> C:
-        """Begin, as all ranks have registered and match; return the configuration with the family's type."""
+        """Start, as all ranks have registered and match; return the configuration with the family's type."""
 
     @abc.abstractmethod
     def _on_event(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
-        """Handle an event of the family's own."""
+        """Handle an event of the family."""
 
     @abc.abstractmethod
     def _blocked_on(self) -> tuple[str, frozenset[int]] | None:
-        """Return ``blocked_on`` between registration and an end."""
+        """Return ``blocked_on`` for the time between registration and an end."""
 
     def _check_finished(self, rank: int) -> None:
         """Raise ProtocolError if ``rank`` cannot finish now."""
@@ -244,17 +245,17 @@ class StateMachine(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def _on_all_finished(self, rank: int, now: float) -> tuple[list[Command], int]:
-        """Reset, as all have finished, ``rank`` last; return what is left to send, and the last round's number."""
+        """Reset, as all have finished, ``rank`` last; return the commands left to send, and the last round's number."""
 
     def _details(self) -> Any:
         """Return the family's ``Drained.details``; None if it has none."""
         return None
 
-    # -- opening and ends -------------------------------------------------------------------------------------
+    # -- registration and ends --------------------------------------------------------------------------------
 
     def _on_registered(self, rank: int, event: Registered[Any], now: float) -> list[Command]:
         if rank in self._opened:
-            raise ProtocolError(f"rank {rank} opened optimizer {self._optimizer} twice")
+            raise ProtocolError(f"rank {rank} registered optimizer {self._optimizer} twice")
         self._opened[rank] = event
         self._opening.add(rank)
         self._lowest = rank if self._lowest is None else min(self._lowest, rank)
@@ -271,7 +272,7 @@ class StateMachine(abc.ABC, Generic[C]):
 
     def _running(self, rank: int, event: OptimizerEvent) -> C:
         if self._config is None:
-            raise ProtocolError(f"rank {rank} sent {type(event).__name__} before all ranks had opened")
+            raise ProtocolError(f"rank {rank} sent {type(event).__name__} before all ranks had registered")
         if rank in self._done:
             raise ProtocolError(f"rank {rank} sent {type(event).__name__} although it is done")
         return self._config
@@ -302,10 +303,10 @@ class StateMachine(abc.ABC, Generic[C]):
         counts = self._opened[rank].config.counts
         before = self._produced.get(rank, [0] * counts)
         if len(produced) != counts or any(a < b for a, b in zip(produced, before, strict=True)):
-            raise ProtocolError(f"rank {rank} has produced {produced} gradients a bucket, earlier {before}")
+            raise ProtocolError(f"rank {rank} has produced {produced} gradients per bucket, earlier {before}")
 
     def _on_deleted(self, rank: int, event: OptimizerDeleted, now: float) -> list[Command]:
-        """Law 2."""
+        """Handle a departure (law 2)."""
         self._check_produced(rank, event.produced)
         if event.produced != self._drained.get(rank, [0] * len(event.produced)):
             self._flush = True
@@ -332,29 +333,29 @@ class StateMachine(abc.ABC, Generic[C]):
 
     def _on_no_such_optimizer(self, rank: int) -> list[Command]:
         if rank not in self._asked:
-            raise ProtocolError(f"rank {rank} has no optimizer {self._optimizer}, for which nobody asked it")
+            raise ProtocolError(f"rank {rank} reported without a request that it has no optimizer {self._optimizer}")
         if not self.awaits_registration_of(rank):  # (the ranks that waited for it have departed meanwhile)
             return []
         self._refused = True
         others = ranks_text(self._opened)
         problem = (
-            f"{others} opened an optimizer while rank {rank} waits in drain(), hvd.join() or at its end, and rank "
+            f"{others} registered an optimizer while rank {rank} waits in drain(), hvd.join() or at its end, and rank "
             f"{rank} has wrapped none like it: wrap the same optimizers on every rank, keep them until all have "
             f"drained, and call drain() equally often on every rank"
         )
         return [Rejected(self._optimizer, problem)]
 
     def _drain(self, rank: int, now: float) -> list[Command]:
-        """End, as all ranks have finished, ``rank`` last; the departed ranks have already finished the next time."""
+        """End, as all ranks have finished, ``rank`` last. Departed ranks then count as finished in advance."""
         commands, rounds = self._on_all_finished(rank, now)
         last = next((r for r in reversed(self._done) if r not in self._absent), rank)
         produced = [sum(counts) for counts in zip(*self._produced.values(), strict=True)]
         gone = sorted(self._absent)
         shown = {r: self._shown.get(r, 0) for r in self.ranks if r not in self._absent}
         most = max(shown, key=shown.__getitem__)
-        mend = most if min(shown.values()) < shown[most] else None
+        newest = most if min(shown.values()) < shown[most] else None
         commands.append(
-            Drained(self._optimizer, rounds, produced, last, self._flush, self._details(), self._whole, mend, gone)
+            Drained(self._optimizer, rounds, produced, last, self._flush, self._details(), self._whole, newest, gone)
         )
         if self._flush:
             self._drained, self._whole = dict(self._produced), not gone
@@ -380,11 +381,11 @@ SAME = (
 
 @dataclass
 class CollectiveQueue:
-    """Collectives in which the ranks of one optimizer wait: each runs when every rank that still has it waits there.
+    """Collectives in which the ranks of one optimizer wait. Each runs when every rank that still has it waits there.
 
-    No rank waits for one whose optimizer is gone (deleted, discarded, or its process is leaving); the engine of such a
-    rank takes part with zeros, since Horovod needs every member. A rank waits in one collective at a time, and numbers
-    its own from 1.
+    No rank waits for a departed rank, whose optimizer was deleted or discarded, or whose process is leaving. Its engine
+    takes part with zeros, since Horovod needs every member. A rank waits in one collective at a time, and numbers its
+    collectives from 1.
 
     Attributes:
         optimizer: the number that all its messages carry.
@@ -397,13 +398,13 @@ class CollectiveQueue:
     last: dict[int, int] = field(default_factory=dict)
 
     def add(self, rank: int, event: CollectiveReady) -> None:
-        """Note that ``rank`` waits in a collective.
+        """Record that ``rank`` waits in a collective.
 
         Raises:
             ProtocolError: it already waits in one, or this is not its next one.
         """
         if event.kind not in KINDS or event.length < 0:
-            raise ProtocolError(f"rank {rank} wants a collective {event.kind!r} of {event.length} elements")
+            raise ProtocolError(f"rank {rank} requested a collective {event.kind!r} of {event.length} elements")
         last = self.last.get(rank, 0)
         if rank in self.ready or event.index != last + 1:
             raise ProtocolError(f"rank {rank} is in collective {event.index} after {last}")
@@ -415,13 +416,13 @@ class CollectiveQueue:
         self.ready.pop(rank, None)
 
     def due(self, present: AbstractSet[int], draining: AbstractSet[int] = frozenset()) -> list[RunCollective]:
-        """Return the collective that may run now, if there is one, with the reason if it never can.
+        """Return the collective that can run now, if there is one; with a reason if it can never run.
 
         Args:
             present: the ranks that still have the optimizer.
             draining: the ranks that wait in a drain or a cut.
         """
-        if not self.ready or len(self.ready) + len(draining) < len(present):  # (each event comes here: no loop)
+        if not self.ready or len(self.ready) + len(draining) < len(present):  # (called for each event: no loop)
             return []
         if not present <= self.ready.keys() | draining:
             return []
@@ -439,7 +440,7 @@ class CollectiveQueue:
 
 
 def _problem(ready: dict[int, CollectiveReady], elsewhere: AbstractSet[int]) -> str | None:
-    """Return why the ranks' calls are not the same collective, or which replicas differ; None if all is well."""
+    """Return why the ranks' calls are not the same collective, or which replicas differ; None if neither holds."""
     lowest, first = next(iter(ready.items()))
     if elsewhere:
         return f"rank {lowest} is in {first.what} while {ranks_text(elsewhere)} wait(s) in drain() or cut(): {SAME}"
@@ -473,7 +474,7 @@ MOST_BUCKETS = 1 << 16
 
 
 def fault_of(rank: int, opened: Registered[Any], size: int) -> str | None:
-    """Return why ``opened`` is invalid, whatever the other ranks say; None if it is valid.
+    """Return why ``opened`` is invalid, regardless of the other ranks; None if it is valid.
 
     Args:
         rank: the rank that has sent it.
@@ -484,7 +485,7 @@ def fault_of(rank: int, opened: Registered[Any], size: int) -> str | None:
     if members and not (
         rank in members and len(set(members)) == len(members) and 0 <= min(members) <= max(members) < size
     ):
-        return f"it shares an optimizer with the ranks {members}, of {size}"
+        return f"it shares an optimizer with the ranks {members} of a job of {size}"
     if len(opened.names) != len(opened.checksums):
         return f"it named {len(opened.names)} parameters, with {len(opened.checksums)} checksums"
     if not 0 < opened.config.counts <= MOST_BUCKETS:
@@ -496,7 +497,7 @@ def mismatch(opened: dict[int, Registered[Any]]) -> str | None:
     """Return how the ranks' optimizers differ and how to fix it; None if they agree.
 
     Args:
-        opened: what each rank has said as it registered.
+        opened: the registration of each rank.
     """
     lowest = min(opened)
     first = opened[lowest]
@@ -543,7 +544,7 @@ def mismatch(opened: dict[int, Registered[Any]]) -> str | None:
 
 
 def differing_replicas(replicas: dict[int, tuple[list[str], list[int]]]) -> tuple[list[int], str] | None:
-    """Return the ranks whose names and checksums are not those of the lowest rank, and the first name that differs.
+    """Return the ranks whose names and checksums differ from those of the lowest rank, and the first name that differs.
 
     Args:
         replicas: (names, checksums) of each rank.
@@ -568,12 +569,12 @@ Machine = StateMachine[Any]
 def to_register_before(rank: int, finished: Machine, machines: Collection[Machine]) -> list[tuple[Machine, int]]:
     """Return the optimizers that ranks must register before ``rank`` finishes with ``finished``, each with such a rank.
 
-    That may end the drain of ``finished``. Then the ranks in it would not be asked for an optimizer that others only
-    wait to drain, or that only ranks in that drain wait to step.
+    Finishing may end the drain of ``finished``. The ranks in it could then no longer be asked to register an optimizer
+    that others only wait to drain, or that only ranks in that drain wait to step.
 
     Args:
         rank: the rank that is about to finish.
-        finished: the optimizer with which it does.
+        finished: that optimizer.
         machines: all optimizers of the ranks that share it.
     """
     found = [one for one in machines if one.only_drains or (one.opening and one.opening <= finished.draining)]
@@ -581,14 +582,14 @@ def to_register_before(rank: int, finished: Machine, machines: Collection[Machin
 
 
 def registrations_due(changed: Machine, machines: Collection[Machine]) -> list[tuple[Machine, int]]:
-    """Return the optimizers to be registered now, each with a rank in a drain that must do it; once for each rank.
+    """Return the optimizers to be registered now, each with a rank in a drain that must register it; once per rank.
 
-    A rank that drains may not have registered an optimizer that others wait in. If its drain only waits for these, they
-    would wait for each other for ever. (Sets of ranks are compared only while some ranks register one optimizer and
+    A rank in a drain may not have registered an optimizer in which others wait. If its drain waits only for these
+    ranks, all of them are deadlocked. (Sets of ranks are compared only while some ranks register one optimizer and
     others drain another.)
 
     Args:
-        changed: the optimizer that has handled an event; only deadlocks in which it takes part are new.
+        changed: the optimizer that has handled an event; any new deadlock involves it.
         machines: all optimizers of the ranks that share it.
     """
     pairs = [*((changed, other) for other in machines), *((one, changed) for one in machines)]

@@ -1,4 +1,4 @@
-"""Memory for the vectors of each step: a vector that is no longer referenced leaves its memory to a later one."""
+"""Memory for the vectors of each step, reused once a vector is no longer referenced."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ import numpy as np
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 ALIGNMENT = 64
-"""Alignment of blocks in bytes: kernels of frameworks use aligned memory as it is, and copy other memory first."""
+"""Alignment of blocks in bytes: frameworks use aligned memory directly, and copy other memory first."""
 
 
 class ReusedBlocks:
-    """Blocks of memory for vectors on a CPU, kept until ``clear``. (The system allocates and frees large blocks page by
-    page, which costs more than copying them.)
+    """Pool of memory blocks for vectors on a CPU, kept until ``clear``.
 
-    A block is free when the last array on it is gone, including views and references of frameworks.
+    The system allocates and frees large blocks page by page, which costs more than copying them.
+
+    A block becomes free when the last array on it is deleted, including views and references of frameworks.
 
     Args:
-        most: limit of free blocks of a length: after a late rank has caught up there are many more.
+        most: limit of free blocks per length: after a straggler has caught up, there would be many more.
     """
 
     def __init__(self, most: int) -> None:
         self._free: dict[int, list[Bytes]] = {}
         self._lent: dict[int, tuple[weakref.ref[Bytes], list[Bytes], Bytes]] = {}
-        """For each lent array, by the id of its reference: the reference, the list its block returns to, the block."""
+        """By id of the reference of each array in use: this reference, the list for its block when free, the block."""
         self._take_back = _taking_back(self._lent, most)
 
     def take(self, nbytes: int) -> Bytes:
@@ -38,7 +39,7 @@ class ReusedBlocks:
             block = free.pop()  # (another thread may have taken the last one)
         except IndexError:
             block = _aligned(nbytes)
-        # (on a buffer: a view of an array's view refers to the array, and the view in between would be gone before)
+        # (on a buffer: a view of a view refers to the base array, so the view in between would be deleted too early)
         lent: Bytes = np.frombuffer(block.data, np.uint8)
         reference = weakref.ref(lent, self._take_back)
         self._lent[id(reference)] = reference, free, block
@@ -58,8 +59,8 @@ def _aligned(nbytes: int) -> Bytes:
 def _taking_back(
     lent: dict[int, tuple[weakref.ref[Bytes], list[Bytes], Bytes]], most: int
 ) -> Callable[[weakref.ref[Bytes]], None]:
-    """Return a callback for references to lent arrays, which returns the block of an array that is gone. (A
-    ``weakref.finalize`` costs several times as much.)"""
+    """Return a callback for weak references, which frees the block of a deleted array. (A ``weakref.finalize`` costs
+    several times as much.)"""
 
     def take_back(reference: weakref.ref[Bytes]) -> None:
         _, free, block = lent.pop(id(reference))

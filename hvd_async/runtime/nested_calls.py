@@ -1,4 +1,4 @@
-"""Calls into the library from within another one of its calls on the same thread: by a signal handler or a hook."""
+"""Nested calls of the library: from a signal handler or a hook during another call on the same thread."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def unfinished_until_it_returns(function: F) -> F:
 
 
 def refuse_nested_drain() -> None:
-    """Raise if the caller runs within a marked function, which is then on the stack of this thread.
+    """Raise if a marked function is on the stack of this thread.
 
     Raises:
-        ReplicaStateError: it does.
+        ReplicaStateError: this is a nested call.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

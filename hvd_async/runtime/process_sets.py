@@ -9,17 +9,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class SingleRank:
-    """Process set of one rank, where Horovod has none: its collectives return their input.
+    """Process set of one rank, for which Horovod has none. Its collectives return their input.
 
     Attributes:
-        rank: the rank.
+        rank: its rank.
     """
 
     rank: int
 
     @property
     def ranks(self) -> list[int]:
-        """The rank, as a process set lists its ranks."""
+        """A list of its rank, as in Horovod's process sets."""
         return [self.rank]
 
     @property
@@ -30,12 +30,12 @@ class SingleRank:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks that share an optimizer.
+    """Ranks that share an optimizer.
 
     Attributes:
         process_set: Horovod's process set, or ``SingleRank``; None for all ranks.
         ranks: the ranks, in order.
-        index: the place of this rank among them.
+        index: the position of this rank among them.
         id: number of the process set, 0 for all ranks.
         named: number of ranks of the process set that the user has passed; this rank may be outside of it.
     """
@@ -71,7 +71,7 @@ def rank_group_of(process_set: Any, everyone: Any, rank: int, size: int) -> Rank
     if process_set is everyone or process_set is None:
         return RankGroup(None, tuple(range(size)), rank, 0, size)
     if not hasattr(process_set, "process_set_id"):
-        raise ValueError(f"process_set={process_set!r} is none: pass an hvd.ProcessSet that hvd.init() was given")
+        raise ValueError(f"process_set must be an hvd.ProcessSet that was passed to hvd.init(), got {process_set!r}")
     if process_set.process_set_id is None:
         raise ValueError("process_set is not known to Horovod yet: pass it to hvd.init(process_sets=[...]) first")
     ranks, named = tuple(process_set.ranks), len(process_set.ranks)
@@ -109,9 +109,9 @@ def process_set_among(
             except ValueError as error:
                 raise ValueError(
                     f"ranks {list(ranks)} need a Horovod process set, to have a leader of their own, and none could be "
-                    f"made ({error}). Call hvd.init(process_sets=[hvd.ProcessSet({list(ranks)}), ...]) with one for "
-                    f"each group, or hvd.init(process_sets='dynamic'), or take as group= the number of all ranks: one "
-                    f"group of all needs none"
+                    f"created ({error}). Call hvd.init(process_sets=[hvd.ProcessSet({list(ranks)}), ...]) with one for "
+                    f"each group, or hvd.init(process_sets='dynamic'), or pass the number of all ranks as group=: a "
+                    f"group of all ranks needs none"
                 ) from None
         own = one if rank in ranks else own
     return own

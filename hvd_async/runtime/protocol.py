@@ -1,8 +1,8 @@
-"""What ranks and the coordinator say to each other: messages, the families that add their own, and the wire format.
+"""Protocol of ranks and coordinator: the messages, the families that add their own, and the wire format.
 
 All messages are frozen msgspec structs. Events go from a rank to the coordinator and state a fact; commands go from the
-coordinator to a rank and say what to do. The sender of an event is known from its authenticated connection, so no event
-names its own rank. The messages here serve every optimizer; a family adds its own (``algorithms/*/config.py``).
+coordinator to a rank and say what to do. The sender of an event is known from its authenticated connection, so an event
+does not contain its rank. The messages here serve every optimizer; a family adds its own (``algorithms/*/config.py``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ D = TypeVar("D")
 
 
 class Config(msgspec.Struct, frozen=True):
-    """Settings that all ranks of an optimizer must share before it begins; a family's own is a subclass."""
+    """Settings that must be equal on all ranks of an optimizer before it begins; each family has a subclass."""
 
     @property
     def counts(self) -> int:
@@ -37,13 +37,13 @@ class Config(msgspec.Struct, frozen=True):
 
 
 class OptimizerEvent(msgspec.Struct, frozen=True):
-    """A rank's event about one of its optimizers, by its number."""
+    """Event of a rank about one of its optimizers, by its number."""
 
     optimizer: int
 
 
 class OptimizerCommand(msgspec.Struct, frozen=True):
-    """A command for the ranks of one optimizer, by its number."""
+    """Command for the ranks of one optimizer, by its number."""
 
     optimizer: int
 
@@ -52,7 +52,7 @@ class OptimizerCommand(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The handshake: this rank's engine is connected."""
+    """Handshake: this rank's engine is connected."""
 
     host: str
     pid: int
@@ -63,11 +63,11 @@ class Registered(OptimizerEvent, Generic[C], frozen=True, tag=True):
 
     Attributes:
         config: its settings.
-        names, checksums: name of each parameter, and CRC-32 of its bytes.
+        names, checksums: the name of each parameter, and the CRC-32 of its bytes.
         members: the ranks that share the optimizer (a Horovod process set); empty for all ranks.
         loaded: number of pending gradients that this rank brings from an earlier run.
         hyper: the hyperparameters with which these are applied if no rank steps.
-        timeline: whether this rank records a timeline, and has to know why collectives start.
+        timeline: whether this rank records a timeline, which contains the reasons for which collectives start.
     """
 
     config: C
@@ -83,9 +83,9 @@ class Finished(OptimizerEvent, frozen=True, tag=True):
     """This rank waits in ``drain()`` or ``cut()``.
 
     Attributes:
-        produced: number of its gradients of each bucket since it registered; for gossip, of its steps.
+        produced: number of its gradients per bucket since it registered; for gossip, number of its steps.
         flush: whether it is a drain.
-        shown: number of rounds since the last drain or cut that its user code has seen before they were applied.
+        shown: number of rounds since the last drain or cut that user code on this rank saw before they were applied.
     """
 
     produced: list[int]
@@ -101,7 +101,7 @@ class CollectiveReady(OptimizerEvent, frozen=True, tag=True):
         kind: "sum", "broadcast", or "compare" of ``names`` and ``checksums``, for which no tensor is sent.
         what: human-readable name of the call; the same on all ranks.
         length, dtype: of the vector, as ``Collectives.describe`` returns them.
-        root: the rank whose vector a broadcast sends; if it no longer has the optimizer, the lowest rank that has.
+        root: the rank whose vector a broadcast sends. If it no longer has the optimizer, the lowest rank that has it.
     """
 
     index: int
@@ -115,24 +115,24 @@ class CollectiveReady(OptimizerEvent, frozen=True, tag=True):
 
 
 class OptimizerDeleted(OptimizerEvent, frozen=True, tag=True):
-    """This rank no longer has this optimizer; its engine serves until no rank does. ``produced``: see ``Finished``."""
+    """This rank no longer has this optimizer; its engine serves until no rank has. ``produced``: see ``Finished``."""
 
     produced: list[int]
 
 
 class NoSuchOptimizer(OptimizerEvent, frozen=True, tag=True):
-    """This rank was asked to register an optimizer while it waits in a drain, and has wrapped none that matches."""
+    """This rank, which waits in a drain, has to register an optimizer, and has wrapped none that matches."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """This rank is ending on an error. ``horovod``: it is one of Horovod's, which does not say which rank caused it."""
+    """This rank ends on an error. ``horovod``: it is an error of Horovod, which does not tell which rank caused it."""
 
     error: str
     horovod: bool = False
 
 
 class Present(msgspec.Struct, frozen=True, tag=True):
-    """The answer to ``CallRoll``."""
+    """Answer to ``CallRoll``."""
 
 
 class HostsChanged(msgspec.Struct, frozen=True, tag=True):
@@ -140,7 +140,7 @@ class HostsChanged(msgspec.Struct, frozen=True, tag=True):
 
 
 class CommitsMade(msgspec.Struct, frozen=True, tag=True):
-    """The answer to ``CountCommits``: number of commits of this rank's elastic state. Its next one waits."""
+    """Answer to ``CountCommits``: the number of commits of this rank's elastic state. Its next commit waits."""
 
     made: int
 
@@ -165,13 +165,14 @@ class Drained(OptimizerCommand, Generic[D], frozen=True, tag=True):
 
     Attributes:
         rounds: number of rounds since the start.
-        produced: number of gradients of each bucket since the start.
+        produced: number of gradients per bucket since the start.
         last: the rank that finished last.
         flushed: whether it was a drain, after which no gradient is pending; after a cut each rank keeps its own.
-        details: the family's own content.
+        details: the content of the family.
         whole: whether every rank that has stepped since the last drain had the optimizer then, and still has it.
-        mend: the rank whose weights all ranks take over, as its user code has seen more rounds than that of others.
-        gone: the ranks that no longer have the optimizer, and take no step from now on.
+        mend: the rank whose weights all ranks copy, since its user code saw more rounds than that of others; None if no
+            copy is needed.
+        gone: the ranks that no longer have the optimizer, and take no further steps.
     """
 
     rounds: int
@@ -206,7 +207,7 @@ class RunCollective(OptimizerCommand, frozen=True, tag=True):
 
 
 class RegisterOptimizer(OptimizerCommand, frozen=True, tag=True):
-    """Others have registered this optimizer; ``rank``, which waits in a drain and has not, has to register it now."""
+    """Other ranks have registered this optimizer; ``rank``, which waits in a drain, has to register it now."""
 
     rank: int
     names: list[str]
@@ -214,7 +215,7 @@ class RegisterOptimizer(OptimizerCommand, frozen=True, tag=True):
 
 
 class Unregister(OptimizerCommand, frozen=True, tag=True):
-    """No rank has this optimizer any more: forget it."""
+    """No rank has this optimizer any longer: forget it."""
 
 
 class RankLost(msgspec.Struct, frozen=True, tag=True):
@@ -276,7 +277,7 @@ class Family:
         events: the family's own events, from rank to coordinator.
         commands: the family's own commands, from coordinator to rank.
         state_machine: the machine that the coordinator runs for an optimizer.
-        details: the family's own content of ``Drained``; None if there is none.
+        details: the family's content of ``Drained``; None if there is none.
     """
 
     name: str
@@ -294,11 +295,11 @@ class Algorithm:
     Attributes:
         name: for example "sgp".
         family: the name of its family.
-        options: its options and their defaults; all others are refused.
-        sends: what ranks send each other.
-        waits_for: for which ranks a step waits; "period": for all ranks, in every period-th step.
-        symmetric_graph: whether both ends of each edge of its graph must send.
-        about: a human-readable clause that follows its name and says what is special about it.
+        options: its options and their defaults; all other options are rejected.
+        sends: what ranks send to each other.
+        waits_for: the ranks for which a step waits; "period" for all ranks, every ``period`` steps.
+        symmetric_graph: whether its graph must be symmetric, so that both ends of each edge send.
+        about: a human-readable clause that follows its name and describes it.
         compressions: the compressions of messages that it supports.
     """
 
@@ -325,12 +326,12 @@ def encode(message: Event | Command) -> bytes:
 
 
 def packed(encoded: Sequence[msgspec.Raw]) -> bytes:
-    """Return the message with these events or commands, each in its wire form."""
+    """Return one message with these events or commands, each in its wire form."""
     return _encoder.encode(encoded)
 
 
 class Codec:
-    """Decoder of the messages of the runtime and of these families; all others are errors.
+    """Decoder of the messages of the runtime and of these families; it rejects all others.
 
     Attributes:
         events: the union of all events.
@@ -338,13 +339,13 @@ class Codec:
     """
 
     def __init__(self, families: Sequence[Family]) -> None:
-        configs: Any = Union[tuple(family.config for family in families)]  # noqa: UP007  (made when it runs)
+        configs: Any = Union[tuple(family.config for family in families)]  # noqa: UP007  (built at run time)
         details: Any = Union[(None, *(family.details for family in families if family.details is not None))]
         own_events = [event for family in families for event in family.events]
         own_commands = [command for family in families for command in family.commands]
         self.events: Any = Union[(*JOB_EVENTS, *OPTIMIZER_EVENTS, Registered[configs], *own_events)]
         self.commands: Any = Union[(*JOB_COMMANDS, *OPTIMIZER_COMMANDS, Drained[details], *own_commands)]
-        several: Any = list  # (made when it runs)
+        several: Any = list  # (subscripted at run time)
         self._event: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(self.events)
         self._command: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(self.commands)
         self._events: msgspec.msgpack.Decoder[list[Event]] = msgspec.msgpack.Decoder(several[self.events])
@@ -388,5 +389,5 @@ def _decode(decoder: msgspec.msgpack.Decoder[M], data: bytes) -> M:
         return decoder.decode(data)
     except DecodeError:
         raise
-    except Exception as error:  # text that is not UTF-8, nesting without end, a key that cannot be one
+    except Exception as error:  # text that is not UTF-8, deep nesting, an unhashable key
         raise DecodeError(f"{type(error).__name__}: {error}") from error

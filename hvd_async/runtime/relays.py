@@ -1,11 +1,11 @@
 """Relays of a large job: the tree of connections to the coordinator, and the wire format between its nodes. Pure.
 
-Where a job is large, each host has a relay. It forwards the messages of its host's ranks, several in one, and fans
-commands out. It is a process on the host of its owner, the first rank there, so that it is lost only with its host.
-Where there are more hosts than a process should have connections, some relays have others below them.
+In a large job, each host has a relay. It forwards the messages of its host's ranks, several in one, and fans commands
+out. It is a process started by its owner, the first rank on the host, so that it is lost only with its host. If there
+are more hosts than one process should have connections, some relays have others below them.
 
-A rank's own message is a MessagePack array of events; what comes down to it is an array of commands. A relay decodes
-neither. ``control_process`` runs it.
+A message of a rank is a MessagePack array of events; a message to a rank is an array of commands. A relay decodes
+neither. Relays run in ``control_process``.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import msgspec
 # -- the tree -------------------------------------------------------------------------------------------------
 
 FAN_OUT = 32
-"""Most connections of a relay, or of the coordinator, to other relays and ranks of other hosts."""
+"""Limit of the connections of a relay, or of the coordinator, to other relays and ranks of other hosts."""
 
 
 class Child(NamedTuple):
-    """The lower end of a connection: a rank or a relay.
+    """Lower end of a connection: a rank or a relay.
 
     Attributes:
         owner: the rank, or the rank that has started the relay.
-        behind: the ranks that are reached by it, the owner first.
+        behind: the ranks that are reached through it, the owner first.
         relay: whether it is a relay.
     """
 
@@ -37,7 +37,7 @@ class Child(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """The tree of connections.
+    """Tree of connections.
 
     Attributes:
         root: the children of the coordinator.
@@ -109,10 +109,10 @@ DecodeError = msgspec.DecodeError
 
 
 class Upward(msgspec.Struct, array_like=True):
-    """A message that ranks have sent, or the end of their connections.
+    """Message of one or more ranks, or the end of their connections.
 
     Attributes:
-        ranks: the ranks, all of which have sent this message.
+        ranks: the ranks, each of which has sent this message.
         data: the message; empty for the end of the connections.
         gone: the reason why the connections have ended; empty for a message.
     """
@@ -156,7 +156,7 @@ def decode_ranks(data: bytes) -> list[int] | None:
 
 
 def merged(messages: Iterable[Upward]) -> list[Upward]:
-    """Return the messages, with equal ones of several ranks in one; the messages of each rank stay in their order."""
+    """Merge equal messages of several ranks into one; the messages of each rank stay in order."""
     found: list[Upward] = []
     same: dict[bytes, int] = {}
     last: dict[int, int] = {}

@@ -1,8 +1,8 @@
-"""How the ranks meet: keys and addresses by a Horovod allgather, then each connects to the coordinator on rank 0.
+"""Rendezvous of the ranks: a Horovod allgather of keys and addresses, then a connection to the coordinator on rank 0.
 
-In a large job (``relays``) a second allgather carries the addresses of relays, which some ranks have started, and a
-rank connects to that of its host. There, and where tensors are on a GPU, the coordinator has a process of its own: as a
-thread it would compete for rank 0's interpreter lock, which is needed to launch kernels.
+In a large job (``relays``) a second allgather carries the addresses of the relays that some ranks have started, and
+each rank connects to the relay of its host. In such a job, and if tensors are on a GPU, the coordinator runs in a
+separate process: as a thread it would compete for rank 0's interpreter lock, which is needed to launch kernels.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from hvd_async.runtime.transport import LOOPBACK, NearChannel, ZmqChannel, ZmqHu
 
 T = TypeVar("T")
 MARGIN = 10.0
-"""Seconds that a rank waits longer than the coordinator, which knows which rank is missing."""
+"""Seconds by which a rank waits longer than the coordinator, which knows the missing rank."""
 
 
 class Control(Protocol):
-    """A server that a rank runs for others: the coordinator or a relay."""
+    """Server that a rank runs for others: the coordinator or a relay."""
 
     def join(self, timeout: float) -> None:
         """Wait at most ``timeout`` seconds for it to end."""
 
     def stop(self) -> None:
-        """Stop it, or let it end when the ranks have ended."""
+        """Stop it, or make it end after the ranks."""
 
 
 class Meeting(NamedTuple):
-    """The result of a rendezvous on a rank.
+    """Result of a rendezvous on a rank.
 
     Attributes:
         channel: the connection to the coordinator.
         controls: the servers that this rank runs for others.
-        hosts: the name of each rank's host.
+        hosts: the name of the host of each rank.
     """
 
     channel: Channel
@@ -60,7 +60,7 @@ class Meeting(NamedTuple):
 
 
 class _Server(Protocol):
-    """The coordinator before it begins: a thread of this process, or a separate process."""
+    """Coordinator before it begins: a thread of this process, or a separate process."""
 
     door: Door
 
@@ -70,7 +70,7 @@ class _Server(Protocol):
 
 
 class _Thread:
-    """The coordinator as a thread of this process.
+    """Coordinator as a thread of this process.
 
     Attributes:
         channel: this rank's connection, once the coordinator has begun.
@@ -103,8 +103,8 @@ def rendezvous(collectives: Collectives, families: Sequence[Family]) -> Meeting:
         families: the families of algorithms that ranks may run.
 
     Raises:
-        EngineError: the ranks have different versions of this library; or the coordinator could not be reached, or did
-            not answer, within HVD_ASYNC_CONNECT_TIMEOUT seconds; or it cannot serve that number of ranks.
+        EngineError: the ranks have different versions of this library; the coordinator could not be reached, or did not
+            answer, within HVD_ASYNC_CONNECT_TIMEOUT seconds; or it cannot serve that number of ranks.
         RankLostError: a rank did not connect.
     """
     keys, codec, limit = zmq.curve_keypair(), Codec(families), time_limits.connect_timeout()
@@ -181,16 +181,16 @@ def _connected(
     relay = ""
     if (owner := tree.parent(collectives.rank)) is not None:
         relay = f"rank {owner} on host {cards[owner].host}"
-    whose = f"the relay beside {relay}" if relay else "the coordinator on rank 0"
+    whose = f"the relay of {relay}" if relay else "the coordinator on rank 0"
     try:
         address = reachable(above.addresses, above.port, limit, whose)
     except EngineError as error:
         if not time_limits.in_elastic_job():
             raise
-        lost = owner or 0  # it took part in the allgather: it is declared lost, and the others continue
-        raise RankLostError(lost, cards[lost].host, f"died since the ranks have met: {error}") from error
+        lost = owner or 0  # it took part in the allgather, so it is declared lost, and the others continue
+        raise RankLostError(lost, cards[lost].host, f"died after the rendezvous: {error}") from error
     channel = ZmqChannel(codec, address, above.port, above.public, keys, cards[0].host, relay)
-    return channel, f", reached by {whose}, {address}:{above.port}," if relay else f", {address}:{above.port},"
+    return channel, f", reached through {whose}, {address}:{above.port}," if relay else f", {address}:{above.port},"
 
 
 # -- cards ----------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def _exchange_cards(
 def _exchange_relays(
     collectives: Collectives, relay: ControlProcess | None, problem: str, tree: Tree
 ) -> list[RelayCard]:
-    """Return the relays of all ranks; rank 0 also reports whether the coordinator can serve its children."""
+    """Return the relay of each rank; rank 0 also reports whether the coordinator can serve its children."""
     rank = collectives.rank
     children = tree.root if rank == 0 else tree.relays.get(rank, ())
     addresses = [] if relay is None else own_addresses(told=False)
@@ -235,10 +235,10 @@ def _exchange_relays(
 
 
 def _raise_problems(problems: Iterator[tuple[int, str, str]]) -> None:
-    """Raise the first problem of a rank, on all ranks.
+    """Raise the first problem that a rank reports, on all ranks.
 
     Raises:
-        EngineError: there is one.
+        EngineError: a rank has a problem.
     """
     for rank, host, problem in problems:
         if problem:
@@ -246,7 +246,7 @@ def _raise_problems(problems: Iterator[tuple[int, str, str]]) -> None:
 
 
 def machine() -> str:
-    """Return an identifier of this machine, its boot and the network namespace; empty if it is not known."""
+    """Return an identifier of this machine, its boot and its network namespace; empty if it is unknown."""
     named = os.environ.get("HVD_ASYNC_MACHINE", "")
     if named:
         return named
@@ -258,7 +258,7 @@ def machine() -> str:
 
 
 def _handshake(channel: ZmqChannel, collectives: Collectives, coordinator: str, deadline: float) -> None:
-    """Say hello, and wait until every rank has done so.
+    """Send ``Hello``, and wait until every rank has done so.
 
     Raises:
         RankLostError, CollectiveFailedError, EngineError: a rank is missing, or the coordinator does not answer.
@@ -274,18 +274,18 @@ def _handshake(channel: ZmqChannel, collectives: Collectives, coordinator: str, 
     raise EngineError(f"{coordinator} did not answer within {time.monotonic() - began:.0f} s")
 
 
-# -- what the cards say ---------------------------------------------------------------------------------------
+# -- contents of the cards ------------------------------------------------------------------------------------
 
 
 class Card(msgspec.Struct, frozen=True):
-    """A rank's part of the allgather.
+    """Contribution of a rank to the allgather.
 
     Attributes:
         public: its CURVE public key (Z85).
         host: the name of its host.
         server, port, addresses: on rank 0, the coordinator's public key, port and addresses.
-        place: an identifier that is equal where 127.0.0.1 is the same; empty if it is not known.
-        version: the version of the library, which the first version did not send.
+        place: an identifier, equal for ranks that share 127.0.0.1; empty if it is unknown.
+        version: the version of the library; the first version did not send it.
         problem: why this rank cannot continue; empty if it can.
         large: on rank 0, whether the job has relays.
     """
@@ -302,12 +302,12 @@ class Card(msgspec.Struct, frozen=True):
 
 
 class RelayCard(msgspec.Struct, frozen=True):
-    """A rank's part of the allgather of relays.
+    """Contribution of a rank to the allgather of relays.
 
     Attributes:
         door: the keys and port of its relay; None if it has none.
         addresses: the addresses of the relay.
-        problem: why the relay could not be started, or the coordinator cannot serve its children; else empty.
+        problem: why the relay could not be started, or the coordinator cannot serve its children; otherwise empty.
     """
 
     door: Door | None
@@ -316,7 +316,7 @@ class RelayCard(msgspec.Struct, frozen=True):
 
 
 def above_of(owner: int | None, cards: Sequence[Card], relays: Sequence[RelayCard], place: str) -> Above:
-    """Return how a process on the machine ``place`` reaches the relay of rank ``owner``; None: the coordinator."""
+    """Return the route from the machine ``place`` to the relay of rank ``owner``, or to the coordinator if None."""
     first = cards[0]
     if owner is None:
         near, door, addresses = cards[0].place, Door(first.server, first.port), first.addresses
@@ -346,7 +346,7 @@ def setup_of(
 def relay_setup_of(
     rank: int, tree: Tree, cards: Sequence[Card], relays: Sequence[RelayCard], places: Sequence[str]
 ) -> Setup:
-    """Return the setup of a rank's relay, with the upper end of its connection."""
+    """Return the setup of the relay of a rank, with the upper end of its connection."""
     setup = setup_of(tree.relays[rank], cards, relays, places, places[rank])
     above = above_of(tree.above(rank), cards, relays, cards[rank].place)
     return msgspec.structs.replace(setup, hosts=[], above=above)

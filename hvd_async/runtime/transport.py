@@ -1,19 +1,19 @@
-"""The control plane on ZeroMQ: its sockets, connections from below, and the ends of the coordinator and of a rank.
+"""Control plane on ZeroMQ: its sockets, connections from below, and the ends of the coordinator and of a rank.
 
-Each rank makes a key pair; the public keys travel by a Horovod allgather (``rendezvous``), and only those are let in.
-Rank 0, where the coordinator is a thread of its process, has no socket: the same messages go by memory. Both ends queue
-what they send until they next listen: a rank sends one message for all events since it last slept, and receives one
-with all commands that these, and others', have led to.
+Each rank creates a key pair. A Horovod allgather distributes the public keys (``rendezvous``), and only these keys are
+accepted. If the coordinator is a thread of rank 0's process, rank 0 has no socket: the same messages go through memory.
+Both ends queue outgoing messages until they next receive. A rank sends one message for all events since it last slept,
+and receives one with all commands that these events, and those of other ranks, have caused.
 
-Sockets are encrypted by CURVE, bounded, watched by a monitor, and polled by the system. The monitor reports a
-connection that has ended: a killed process closes it at once; a frozen host or a cut link is found by ZeroMQ's own
-heartbeats. ZeroMQ's I/O thread answers these, so a rank that is merely slow, or holds Python's interpreter lock for
-long, is never declared lost.
+Sockets are encrypted by CURVE, bounded, observed by a monitor, and polled by the system. The monitor reports a
+connection that has ended. A killed process closes it at once; ZeroMQ's heartbeats detect a frozen host or a cut link.
+ZeroMQ's I/O thread answers them, so a rank that is only slow, or holds Python's interpreter lock for long, is never
+declared lost.
 
-What strangers can do is bounded. No connection is accepted before the keys are known, or once all ranks are connected;
-unauthenticated connections meanwhile are few, for a limited time; no message is longer than ``LARGEST``. A connection
-that sends an unreadable message is closed for good; one that floods is read in turn with the others, and waits when too
-many of its messages are unread.
+Other processes can do limited harm. No connection is accepted before the keys are known, or once all ranks are
+connected; until then unauthenticated connections are limited in number and time; no message is longer than ``LARGEST``.
+A connection that sends an unreadable message is closed permanently. Connections are read in turn, and one with too many
+unread messages is blocked.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ LINGER_MS = 2_000
 LONGEST_SILENCE = 86_400.0
 """Seconds; ZeroMQ counts milliseconds in 32 bits."""
 LARGEST = 16 << 20
-"""Bytes of a message: registrations have about 100 per parameter, all others are small."""
+"""Limit of the bytes of a message. Registrations have about 100 per parameter; all other messages are small."""
 HANDSHAKE_MS = 15_000
-"""Time limit of a connection's authentication."""
+"""Time limit of the authentication of a connection."""
 MOST_UNREAD = 1 << 16
-"""Unread messages of a connection, beyond which it is not read, not even its heartbeats, until some were consumed."""
+"""Limit of unread messages per connection, beyond which nothing is read from it, not even its heartbeats."""
 
 
 class Waker:
-    """Lets any thread end a poll: a socket pair, of which one end is polled."""
+    """Socket pair of which one end is polled, so that any thread can end the poll."""
 
     def __init__(self) -> None:
         self.receiver, self._sender = socket.socketpair()
@@ -67,14 +67,14 @@ class Waker:
         self._sender.setblocking(False)
 
     def wake(self) -> None:
-        """End the poll that is under way, or the next one."""
-        with contextlib.suppress(BlockingIOError, OSError):  # (full: it is awake already; closed: no wait is under way)
+        """End the current poll, or the next one."""
+        with contextlib.suppress(BlockingIOError, OSError):  # (full: it is already awake; closed: no thread waits)
             self._sender.send(b"!")
 
     def clear(self) -> None:
-        """Forget what has woken it."""
+        """Reset it after a wake-up."""
         with contextlib.suppress(BlockingIOError, OSError):
-            self.receiver.recv(4096)  # (whatever is left ends the next poll)
+            self.receiver.recv(4096)  # (bytes that are left end the next poll)
 
     def close(self) -> None:
         """Close both ends."""
@@ -83,7 +83,7 @@ class Waker:
 
 
 class Endpoint:
-    """A ZeroMQ socket, and the monitor that reports its connections.
+    """ZeroMQ socket with the monitor that reports its connections.
 
     Args:
         kind: ZeroMQ's type of the socket.
@@ -91,7 +91,7 @@ class Endpoint:
         context: a context whose I/O thread is shared; None for a separate one.
 
     Attributes:
-        descriptors: the descriptors to poll. They only say that something has changed since the sockets were last used.
+        descriptors: the descriptors to poll. They only report a change since the sockets were last used.
         unsure: whether there may be a message: a descriptor is ready, or a socket was used since both were empty.
     """
 
@@ -110,7 +110,7 @@ class Endpoint:
         return self.unsure
 
     def note(self, ready: Collection[int]) -> bool:
-        """Record the descriptors that a poll has found ready; return ``unsure``."""
+        """Record the descriptors that are ready after a poll; return ``unsure``."""
         self.unsure = self.unsure or any(descriptor in ready for descriptor in self.descriptors)
         return self.unsure
 
@@ -141,10 +141,10 @@ class Endpoint:
 
 
 class NearEnd:
-    """One end of a connection between two threads of a process, with the interface of a socket's end.
+    """End of a connection between two threads of a process, with the interface of a socket's end.
 
     Attributes:
-        wake: ends the wait of the thread that reads this end.
+        wake: called to end the wait of the thread that reads this end.
         closed: whether it was closed here.
     """
 
@@ -159,11 +159,11 @@ class NearEnd:
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is another end."""
+        """Whether it is connected to another end."""
         return self._other is not None
 
     def connect(self, other: NearEnd) -> None:
-        """Connect two ends, whose ``wake`` is set already."""
+        """Connect two ends, whose ``wake`` must be set."""
         self._other, other._other = other, self
 
     def send(self, payload: bytes) -> None:
@@ -173,7 +173,7 @@ class NearEnd:
         self._other.wake()
 
     def read(self) -> list[bytes] | None:
-        """Return the next message, as a list of one; None if there is none."""
+        """Return the next message as a list of one frame; None if there is none."""
         return [self._messages.popleft()] if self._messages else None
 
     def is_readable(self) -> bool:
@@ -181,18 +181,18 @@ class NearEnd:
         return bool(self._messages) or self._ended
 
     def note(self, ready: Collection[int]) -> bool:
-        """Return ``is_readable``: a poll reports nothing about it."""
+        """Return ``is_readable``, as polls do not report this end."""
         return self.is_readable()
 
     def refused(self) -> bool | None:
-        """Return False, once, if the other end was closed; else None."""
+        """Return False, once, if the other end was closed; otherwise None."""
         if not self._ended:
             return None
         self._ended = False
         return False
 
     def close(self, linger: int | None = None) -> None:
-        """Close it after the messages that were sent; calling it again does nothing."""
+        """Close it after the messages already sent; calling it again does nothing."""
         if not self.closed:
             self.closed = True
             if self._other is not None:
@@ -201,10 +201,10 @@ class NearEnd:
 
 
 class Sleeper:
-    """Waits until an endpoint may have a message, or another thread wakes it.
+    """Wait for several endpoints, which ends when one may have a message, or when another thread wakes it.
 
-    It uses the system's poll: ZeroMQ's own looks at each socket four times, and wakes up slowly. A descriptor of ZeroMQ
-    does not report messages that arrived before its socket was last used, so the sockets are asked before each sleep.
+    It uses the system's poll: ZeroMQ's own checks each socket four times, and wakes up slowly. A descriptor of ZeroMQ
+    does not report messages that arrived before its socket was last used, so the sockets are checked before each sleep.
     """
 
     def __init__(self, *endpoints: Endpoint | NearEnd) -> None:
@@ -218,9 +218,9 @@ class Sleeper:
         self._sleeps = self._wake_pending = False
 
     def wake(self) -> None:
-        """End the wait that is under way, or the next one (any thread)."""
+        """End the current wait, or the next one (any thread)."""
         self._wake_pending = True
-        if self._sleeps:  # (set before the sleeper looks whether a wake is pending: one of the two sees the other)
+        if self._sleeps:  # (set before the sleeper checks for a pending wake: one of the two threads sees the other)
             self._waker.wake()
 
     def wait(self, timeout: float | None) -> bool:
@@ -249,11 +249,11 @@ class Sleeper:
 def _made(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
     made = context.socket(kind)
     made.linger = LINGER_MS
-    made.sndhwm = 0  # never drop: the protocol bounds the messages in flight
+    made.sndhwm = 0  # (never drop: the protocol bounds the messages in flight)
     made.rcvhwm = MOST_UNREAD
     made.setsockopt(zmq.MAXMSGSIZE, LARGEST)
     made.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    # Silence is detected by a heartbeat without an answer, so the interval until it is sent counts, too.
+    # Silence is detected by an unanswered heartbeat, so the interval until it is sent counts as well.
     silence_ms = min(time_limits.dead_after(), LONGEST_SILENCE) * 1000
     made.setsockopt(zmq.HEARTBEAT_IVL, round(silence_ms / 5))
     made.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(silence_ms * 4 / 5))
@@ -271,19 +271,19 @@ def _readable(asked: zmq.Socket[bytes]) -> bool:
 ATTACH_FILTER, DETACH_FILTER = 26, 27
 """Linux's SO_ATTACH_FILTER and SO_DETACH_FILTER, which Python does not name."""
 DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
-"""A packet filter of one instruction: keep 0 bytes of it."""
+"""Packet filter of one instruction: keep 0 bytes."""
 BACKLOG = 4096
-"""Pending connections: all ranks of a large job may connect at once."""
+"""Limit of pending connections: all ranks of a large job may connect at once."""
 LOOPBACK = "127.0.0.1"
 
 
 class ListeningSocket:
-    """A TCP port, reserved; connections are refused until ``open``, and while it is shut.
+    """Reserved TCP port, which refuses connections until ``open``, and while it is shut.
 
-    ZeroMQ accepts every connection, and a silent one keeps its file descriptor until its handshake has timed out. So
-    the port is only reserved until the ranks' keys are known, and shut again once all of them are connected: on Linux
-    the kernel then drops new connections, while open ones continue. (Unbinding would end these too.) Elsewhere the keys
-    alone decide.
+    ZeroMQ accepts every connection, and a silent one keeps its file descriptor until its handshake times out. So the
+    port is only reserved until the ranks' keys are known, and shut once all of them are connected: on Linux the kernel
+    then drops new connections, while open ones continue. (Unbinding would end these too.) On other systems only the
+    keys protect the port.
 
     Attributes:
         port: the number of the port.
@@ -312,10 +312,10 @@ class ListeningSocket:
         if shut == self._shut or not sys.platform.startswith("linux"):
             return
         self._shut = shut
-        with contextlib.suppress(OSError):  # (a sandbox without filters: the keys decide)
+        with contextlib.suppress(OSError):  # (a sandbox without filters: the keys protect the port)
             if shut:
                 code = array.array("B", DROP_ALL)
-                program = struct.pack("HL", 1, code.buffer_info()[0])  # (which the kernel copies)
+                program = struct.pack("HL", 1, code.buffer_info()[0])  # (copied by the kernel)
                 self._socket.setsockopt(socket.SOL_SOCKET, ATTACH_FILTER, program)
             else:
                 self._socket.setsockopt(socket.SOL_SOCKET, DETACH_FILTER, 0)
@@ -344,18 +344,18 @@ def _bound(address: str, port: int) -> socket.socket:
 # -- connections from below -----------------------------------------------------------------------------------
 
 MAX_UNAUTHENTICATED = 64
-"""Unauthenticated connections that may be open at a time, in addition to three per child: a rank tries several
-addresses, each by a separate connection."""
+"""Limit of open unauthenticated connections, in addition to three per child: a rank tries several addresses, each by a
+separate connection."""
 PASS = 256
-"""Messages that are read before they are handled, one of each connection in turn."""
+"""Messages that are read before they are handled, one per connection in turn."""
 DIED = "died: its connection to the coordinator ended without a goodbye"
-RELAY_DIED = "died, or the relay beside it: the relay's connection to the coordinator ended without a goodbye"
+RELAY_DIED = "died, or its relay died: the connection of the relay to the coordinator ended without a goodbye"
 CUT_OFF = "was cut off: the relay on its host has ended"
 
 
 @dataclass(eq=False)
 class _Connection:
-    """A TCP connection. ``child`` is the number of its child, None until that has sent its first message."""
+    """TCP connection. ``child`` is the number of its child; None until the child has sent its first message."""
 
     child: int | None = None
 
@@ -374,14 +374,14 @@ class Router(Endpoint):
         self._numbers: dict[str, int] = {}
         """The number of each child, by its public key."""
         self._reached_by: dict[int, int] = {}
-        """The number of the child by which each rank is reached."""
+        """The number of the child through which each rank is reached."""
         self._identities: dict[int, bytes] = {}
         """ZeroMQ's names of the children that have sent a message."""
         self._connections: dict[int, _Connection] = {}
         """Open connections by file descriptor; the numbers are reused, so closed ones must not stay."""
         self._ended: dict[int, _Connection] = {}
         self._gone: list[_Connection] = []
-        """Closed connections that were not reported, as some of their messages may be unread."""
+        """Closed connections that were not reported yet, as some of their messages may be unread."""
         self._door = ListeningSocket()
         self.port = self._door.port
         self._guard = zmq.auth.thread.ThreadAuthenticator(self._context)
@@ -398,7 +398,7 @@ class Router(Endpoint):
 
     @property
     def has_disconnects(self) -> bool:
-        """Whether a connection has ended that ``read`` has not reported."""
+        """Whether a connection has ended without being reported by ``read``."""
         return bool(self._gone)
 
     def allow(self, children: Sequence[Child], keys: Sequence[bytes], local: bool = False) -> None:
@@ -451,21 +451,21 @@ class Router(Endpoint):
     # -- upward -----------------------------------------------------------------------------------------------
 
     def read(self) -> list[Upward]:
-        """Return the messages of the socket and the ends of connections, all or a limited number of them.
+        """Return messages and ends of connections that have arrived, all or a limited number of them.
 
-        Socket and monitor lag behind each other. A descriptor may have belonged to a child's probe of the port, or to a
-        stranger, just before the child's own connection. So a message is assigned to its connection only once the
-        monitor has reported every one that was opened or closed before.
+        Socket and monitor are not synchronized. A descriptor may have belonged to a child's probe of the port, or to
+        another process, just before the child's connection. So a message is assigned to its connection only once the
+        monitor has reported every connection that was opened or closed before.
         """
         heard: list[tuple[int, Upward | list[Upward], int]] = []
         most = max(PASS, 2 * len(self._children))
         before = len(self._gone)
-        has_news = True
-        while has_news:
+        has_changed = True
+        while has_changed:
             heard += self._read(most - len(heard))
-            has_news = False
+            has_changed = False
             for kind, descriptor in self.monitored():
-                has_news = True
+                has_changed = True
                 if kind == zmq.EVENT_ACCEPTED:
                     self._connections[descriptor] = _Connection()
                 elif (connection := self._connections.pop(descriptor, None)) is not None:
@@ -486,8 +486,8 @@ class Router(Endpoint):
         """Return the ends of connections whose messages were all read.
 
         Args:
-            unread: the children that may have unread messages. (Connections are read in turn, so one from which nothing
-                was read in a whole pass has none.)
+            unread: the children that may have unread messages. (Connections are read in turn, so one from which a full
+                pass read nothing has none.)
         """
         found: list[Upward] = []
         for connection in self._gone:
@@ -508,17 +508,17 @@ class Router(Endpoint):
         ]
 
     def _open_or_shut(self) -> None:
-        """Accept no connection once all children are connected, nor while too many are unauthenticated."""
+        """Accept no connections once all children are connected, nor while too many are unauthenticated."""
         if not self._numbers:
             return
         if len(self._identities) == len(self._children):
             self._door.shut(True)
             return
-        knocking = sum(connection.child is None for connection in self._connections.values())
+        unauthenticated = sum(connection.child is None for connection in self._connections.values())
         most = MAX_UNAUTHENTICATED + 3 * len(self._children)
-        if knocking >= most:
+        if unauthenticated >= most:
             self._door.shut(True)
-        elif knocking <= most // 2:
+        elif unauthenticated <= most // 2:
             self._door.shut(False)
 
     def _read(self, most: int) -> list[tuple[int, Upward | list[Upward], int]]:
@@ -535,7 +535,7 @@ class Router(Endpoint):
         return heard
 
     def _content(self, number: int, frames: Sequence[zmq.Frame]) -> Upward | list[Upward]:
-        """Decode a child's message. (Dropping one would let others wait for its events.)"""
+        """Decode a message of a child. (If one were dropped, other ranks would wait for its events.)"""
         child = self._children[number]
         if len(frames) != 1:
             return _broken(child, f"a message that cannot be read (it has {len(frames)} frames)")
@@ -562,17 +562,17 @@ def _broken(child: Child, what: str) -> Upward:
 # -- the two ends of the control plane ------------------------------------------------------------------------
 
 ENDED = "died: the connection to the coordinator ended, unless it was this rank that stood still or was cut off"
-RELAY_ENDED = "; or it was the relay beside {relay}, by which this rank's messages go"
+RELAY_ENDED = "; or it was the relay of {relay}, which forwards this rank's messages"
 REFUSED = "refused this rank's key"
 PATIENCE = 16
-"""Peers per event that is handled while commands wait to be sent: handling it takes much less time than sending them,
-and its commands are sent with them."""
+"""Peers per event that is handled while commands are pending. Handling an event takes much less time than sending, and
+its commands are sent with the pending ones."""
 MOST_EVENTS = 1024
-"""Events of a message. Messages of ranks are read in turn, so a longer one would take more than its turn."""
+"""Limit of the events of a message. Messages of ranks are read in turn; a longer one would delay the other ranks."""
 
 
 class ZmqHub:
-    """The coordinator's end. It accepts no connection before ``allow`` has been called with the keys.
+    """The coordinator's end of all connections. It accepts none before ``allow`` has been called with the keys.
 
     Attributes:
         public: the server's CURVE public key (Z85).
@@ -591,11 +591,11 @@ class ZmqHub:
         self._near.wake = self._sleeper.wake
         self._ready: deque[tuple[Sequence[int], Event | Gone]] = deque()
         self._queued: list[tuple[Sequence[int], list[msgspec.Raw]]] = []
-        """Commands that were not sent yet, with their recipients; consecutive ones for the same ranks are together."""
+        """Pending commands with their recipients; consecutive commands for the same ranks are combined."""
         self._since = 0
-        """Events handled since the first of them."""
+        """Events handled since the first pending command."""
         self._soon = 0
-        """Limit of ``_since``."""
+        """Limit of ``_since``, from which pending commands are sent."""
 
     def allow(self, keys: Sequence[bytes], local: bool = False, children: Sequence[Child] = ()) -> None:
         """Accept connections with these keys only, until all of them are connected.
@@ -649,7 +649,7 @@ class ZmqHub:
         return ranks, event
 
     def _heard_near(self) -> Iterator[Upward]:
-        """Yield the messages that rank 0 has sent by memory."""
+        """Yield the messages that rank 0 has sent through memory."""
         ended = self._near.refused() is not None  # (before its last messages are read)
         while (frames := self._near.read()) is not None:
             yield Upward([0], frames[0])
@@ -657,7 +657,7 @@ class ZmqHub:
             yield Upward([0], b"", DIED)
 
     def _events(self, data: bytes, gone: str) -> Sequence[Event | Gone]:
-        """Decode the events of a message. (Dropping one would let others wait for it.)"""
+        """Decode the events of a message. (If one were dropped, other ranks would wait for it.)"""
         if gone:
             return [Gone(gone)]
         try:
@@ -680,7 +680,7 @@ class ZmqHub:
 
 
 class Uplink(Endpoint):
-    """The lower end of a connection: a rank's, or a relay's, to the coordinator or to a relay above.
+    """Lower end of the connection of a rank or a relay to the coordinator or to a relay above.
 
     Args:
         address, port, server_key: the address of the other end, and its public key (Z85).
@@ -719,7 +719,7 @@ class Uplink(Endpoint):
             return None
 
     def refused(self) -> bool | None:
-        """Return whether the connection has ended as the other end did not know this key; None if it has not ended."""
+        """Return whether the connection has ended because the other end rejected the key; None if it has not ended."""
         for event, _ in self.monitored():
             if self._refused is None:  # the first event is the reason
                 self._refused = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -727,7 +727,7 @@ class Uplink(Endpoint):
 
 
 class ZmqChannel:
-    """A rank's end.
+    """A rank's end of its connection to the coordinator or to a relay.
 
     Args:
         codec: decodes the messages of the coordinator.
@@ -780,7 +780,7 @@ class ZmqChannel:
         if not self._ready and self._gone is None:
             if not self._sleeper.wait(timeout):
                 return None
-            self._read()  # (first the commands that came before the connection ended)
+            self._read()  # (first the commands that arrived before the connection ended)
             if not self._ready and (refused := self._uplink.refused()) is not None:
                 self._gone = Gone(REFUSED if refused else self._ended, self._host)
         if not self._ready and self._gone is not None:
@@ -801,12 +801,12 @@ class ZmqChannel:
     def close(self) -> None:
         if not self._uplink.closed:
             self.flush()
-        self._uplink.close(None if self._gone is None else 0)  # (if it has ended, there is no peer to flush to)
+        self._uplink.close(None if self._gone is None else 0)  # (if it has ended, there is no peer to send to)
         self._sleeper.close()
 
 
 class NearChannel(ZmqChannel):
-    """Rank 0's end, where the coordinator is a thread of the same process.
+    """End of rank 0 if the coordinator is a thread of the same process.
 
     Args:
         codec: decodes the messages of the coordinator.

@@ -1,4 +1,4 @@
-"""Blocks that must come to their end once they are begun: an interrupt may come between any two lines."""
+"""Blocks of code that must finish once they have begun, although an interrupt may arrive between any two lines."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from hvd_async.errors import ReplicaStateError
 
 
 class Uninterrupted:
-    """One optimizer's on one rank: a gradient half handed over, or a round half applied, can be neither taken back nor
-    done again. So what is begun and does not end is the end of this rank's replica.
+    """Critical sections of one optimizer on one rank, which poison its replica if they do not finish.
+
+    A gradient that is half handed over, or a round that is half applied, can be neither undone nor repeated.
 
     Attributes:
-        broken: what did not come to its end, and why; None if all is well.
+        broken: the section that did not finish, and why; None if all have finished.
     """
 
     def __init__(self) -> None:
@@ -25,10 +26,10 @@ class Uninterrupted:
         return self.broken is None and self._begun is None
 
     def __call__(self, what: str) -> Uninterrupted:
-        """Begin something that must finish, and return the context around it.
+        """Begin a section that must finish, and return its context.
 
         Args:
-            what: describes what has happened if it does not finish.
+            what: description of the problem if it does not finish.
         """
         if not (self.broken is None and self._begun is None):
             self.check()
@@ -36,7 +37,7 @@ class Uninterrupted:
         return self
 
     def __enter__(self) -> None:
-        """Do nothing: it has begun in ``__call__``."""
+        """Do nothing: the section has begun in ``__call__``."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -47,25 +48,25 @@ class Uninterrupted:
             self.fail(error)
 
     def begin(self, what: str) -> None:
-        """Begin, where it is no block of code; ``end`` follows."""
+        """Begin a section that is not a ``with`` block; call ``end`` at its end."""
         self(what)
 
     def end(self) -> None:
-        """It has come to its end."""
+        """Mark the section as finished."""
         self._begun = None
 
     def fail(self, error: BaseException) -> None:
-        """It will not come to its end."""
+        """Mark the section as broken."""
         self.broken = f"{self._begun}: {type(error).__name__}: {error}"
 
     def check(self) -> None:
-        """Raise, if something has not come to its end.
+        """Raise if a section has not finished.
 
         Raises:
-            ReplicaStateError: restart from a checkpoint.
+            ReplicaStateError: the replica is poisoned: restart from a checkpoint.
         """
         if self.broken is None and self._begun is not None:
-            self.broken = f"{self._begun}: it was broken off"
+            self.broken = f"{self._begun}: it was interrupted"
         if self.broken is not None:
             raise ReplicaStateError(
                 f"{self.broken}. This rank's weights are no longer what the other ranks take them for: restart from a "

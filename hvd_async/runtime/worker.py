@@ -1,9 +1,9 @@
-"""One optimizer on one rank, whatever the algorithm: meeting the other ranks, ending, waiting.
+"""Base of the algorithms' rank side: registration, ends, collectives at ends, and waits.
 
-What a rank does is free of threads, sockets and clocks: it sends events, submits collectives and reads the time through
-a ``RankRuntime``, and a method that waits for other ranks is a program (``*_program``), a generator that yields what it
-waits for. ``run`` runs a program on the training thread, with the engine; simulations and explorations run the same
-programs on one thread, in an order of their own.
+The code of a rank uses no threads, sockets or clocks: it sends events, submits collectives and reads the time through a
+``RankRuntime``. A method that waits for other ranks is a program (``*_program``): a generator that yields its waits.
+``run`` runs a program on the training thread, with the engine. Simulations and tests run the same programs on a single
+thread, in an order that they choose.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ T = TypeVar("T")
 
 
 class Worker(abc.ABC):
-    """Base of an algorithm's rank side. The training thread calls it, unless it is said otherwise.
+    """Base of an algorithm's rank side. The training thread calls it, unless stated otherwise.
 
     Args:
-        engine: the engine of this rank, or another runtime in its place.
-        config: the same on all ranks.
+        engine: the engine of this rank, or another runtime.
+        config: the settings, the same on all ranks.
         members: the ranks that share the optimizer; empty for all.
-        process_set: of these, as the binding's collectives know it; None for all.
-        process_set_id: of these; 0 for all.
+        process_set: their process set, as the binding's collectives take it; None for all.
+        process_set_id: the id of their process set; 0 for all.
         finish: called at the end of each drain (True) or cut (False), when all that was in flight is received. If it
-            returns a program, that is run.
-        inbox: of its family, if that has its own.
+            returns a program, the program is run.
+        inbox: the inbox of the family; None for the common one.
 
     Attributes:
-        last_done: the rank that was last to be done in the last drain, -1 before there was one.
-        deleted: whether the optimizer was deleted, and only this rank's engine still serves the others.
-        kind: what is wrapped, for people.
-        shown: rounds since the last drain or cut that user code saw, and may have changed, before they were applied.
-        in_consensus: whether the model holds the consensus of all ranks now, and no weights of this rank's.
+        last_done: the rank that finished last in the last drain; -1 before the first one.
+        deleted: whether the optimizer was deleted, so that this rank's engine only serves the other ranks.
+        kind: human-readable name of the wrapped object.
+        shown: number of rounds since the last drain or cut that user code saw, and may have changed, before they were
+            applied.
+        in_consensus: whether the model now holds the consensus of all ranks instead of this rank's weights.
     """
 
     def __init__(
@@ -70,9 +71,9 @@ class Worker(abc.ABC):
         self._number: int | None = None
         self._announced = False
         self._told: Hyper = []
-        """The hyperparameters that the coordinator knows of."""
+        """The hyperparameters that were last sent to the coordinator."""
         self._restored = 0
-        """Whether something of an earlier run was brought along; of gradients, how many."""
+        """Number of pending gradients restored from an earlier run; in other families, whether state was restored."""
         self._records_timeline = False
         self._wait_s = 0.0
         self._calls = CollectiveCalls(engine, process_set)
@@ -82,18 +83,22 @@ class Worker(abc.ABC):
         self.shown = 0
         self.in_consensus = False
 
-    # -- meeting the other ranks ------------------------------------------------------------------------------
+    # -- registration -----------------------------------------------------------------------------------------
 
     @property
     def agreed(self) -> bool:
-        """Whether the ranks have met over this optimizer and fit together."""
+        """Whether all ranks have registered this optimizer, and match."""
         return self._inbox.agreed
 
     def connect(self, names: list[str], checksums: list[int], hyper: Hyper | None = None) -> None:
-        """Meet the other ranks: settings, names and checksums (parameters', and optimizer state's) must be the same.
+        """Register and wait for the other ranks, whose settings, names and checksums must be the same.
+
+        Args:
+            names, checksums: of the parameters and of the optimizer's state.
+            hyper: the hyperparameters of each parameter group.
 
         Raises:
-            ReplicaMismatchError: they are not; the message says what mends it. This worker is of no more use then.
+            ReplicaMismatchError: they differ; the message says how to fix it. This worker is unusable then.
         """
         self.register(names, checksums, hyper)
         self.await_registration()
@@ -101,10 +106,11 @@ class Worker(abc.ABC):
     def register(
         self, names: list[str], checksums: list[int], hyper: Hyper | None = None, number: int | None = None
     ) -> None:
-        """The first half of ``connect``: tell the coordinator, do not wait for the others.
+        """Register with the coordinator without waiting for other ranks: the first half of ``connect``.
 
         Args:
-            number: which the optimizer has on other ranks, where these asked for it.
+            names, checksums, hyper: see ``connect``.
+            number: the number of the optimizer on the ranks that have requested it; None to assign one.
         """
         if self._number is None:
             self._told = hyper or []
@@ -114,15 +120,15 @@ class Worker(abc.ABC):
             self.send(Registered(self._number, self._common, names, checksums, members, restored, hyper, timeline))
 
     def await_registration(self) -> None:
-        """The second half of ``connect``: wait until every rank has registered.
+        """Wait until every rank has registered: the second half of ``connect``.
 
         Raises:
-            ReplicaMismatchError: as ``connect``.
+            ReplicaMismatchError: see ``connect``.
         """
         self.run(self.await_registration_program())
 
     def await_registration_program(self) -> Program[None]:
-        """As ``await_registration``; this wait is not counted."""
+        """Like ``await_registration``; this wait is not part of ``wait_s``."""
         yield Wait(lambda: self._inbox.agreed or self._inbox.refused is not None)
         self._check_refused()
 
@@ -133,12 +139,12 @@ class Worker(abc.ABC):
 
     @property
     def label(self) -> str:
-        """Which optimizer it is, for people."""
+        """Human-readable name of the optimizer."""
         return self.kind if self._number is None else f"{self.kind} (optimizer {self._number})"
 
     @property
     def number(self) -> int:
-        """Of the optimizer, the same on all its ranks."""
+        """Number of the optimizer, the same on all its ranks."""
         return self._registered_number()
 
     def _registered_number(self) -> int:
@@ -146,13 +152,13 @@ class Worker(abc.ABC):
             raise ReplicaStateError("the optimizer was used before it was registered: a bug in the binding")
         return self._number
 
-    # -- being done -------------------------------------------------------------------------------------------
+    # -- drains and cuts --------------------------------------------------------------------------------------
 
     def check_outside_consensus(self, what: str) -> None:
-        """Refuse a call inside ``consensus()``; nothing has changed then.
+        """Raise if called inside ``consensus()``, before anything is changed.
 
         Args:
-            what: the call, for the message.
+            what: name of the call, for the message.
 
         Raises:
             ReplicaStateError: the model holds the consensus.
@@ -168,23 +174,24 @@ class Worker(abc.ABC):
             self.check_outside_consensus("step()")
         if self._announced:
             raise ReplicaStateError(
-                f"{self.label}: a drain() or cut() was broken off: call it again before the next step"
+                f"{self.label}: a drain() or cut() was interrupted: call it again before the next step"
             )
 
     def check_finished(self, flush: bool) -> None:
-        """Raise, if this optimizer cannot finish now.
+        """Raise if this optimizer cannot finish now.
 
         Args:
-            flush: drain; else cut, which is harmless inside ``consensus()``: another optimizer's may begin with one.
+            flush: True for a drain; False for a cut, which is allowed inside ``consensus()``, since the consensus of
+                another optimizer may begin with one.
 
         Raises:
             ReplicaStateError: a drain inside ``consensus()``.
         """
         if flush:
-            self.check_outside_consensus("drain() or what begins with one")
+            self.check_outside_consensus("drain() or a call that drains")
 
     def announce_finished(self, flush: bool) -> None:
-        """Say "done" to the coordinator, once, whatever ``check_finished`` thinks of it."""
+        """Report to the coordinator, once, that this rank has finished; without ``check_finished``."""
         if not self._announced:
             self._announced = True
             self.send(Finished(self._registered_number(), self._counts(), flush, self.shown))
@@ -194,7 +201,7 @@ class Worker(abc.ABC):
         self.run(self.drain_program(flush))
 
     def drain_program(self, flush: bool = True) -> Program[None]:
-        """As ``drain``."""
+        """Program of ``drain``."""
         self.check_finished(flush)
         self.announce_finished(flush)
         while not self.apply_available():
@@ -213,20 +220,20 @@ class Worker(abc.ABC):
 
     @abc.abstractmethod
     def _is_complete(self) -> bool:
-        """Return whether all ranks have finished, and this one has received (and applied) all before that."""
+        """Return whether all ranks have finished, and this one has received (and applied) everything before that."""
 
     @property
     def has_available(self) -> bool:
-        """Whether ``apply_available`` would do something, or has done all."""
+        """Whether ``apply_available`` would apply something, or return True."""
         return self._inbox.refused is not None or self._is_complete()
 
     def apply_available(self) -> bool:
         """Apply what was received, without waiting; return whether all ranks have finished and all is applied.
 
-        Where ranks have weights of their own nothing is applied here: their next step, or ``gather``, does so.
+        If each rank has its own weights, nothing is applied here: the next step, or ``gather``, does so.
 
         Raises:
-            ReplicaMismatchError: the ranks did not fit together.
+            ReplicaMismatchError: the ranks do not match.
         """
         self._check_refused()
         return self._is_complete()
@@ -237,7 +244,7 @@ class Worker(abc.ABC):
 
     @abc.abstractmethod
     def complete_drain_program(self) -> Program[None]:
-        """As ``complete_drain``: let the binding end as was agreed, and start afresh."""
+        """Program of ``complete_drain``: end as commanded, in the binding too, and reset."""
 
     def _finish(self, flush: bool) -> Program[None]:
         ending = self._end(flush)
@@ -247,11 +254,11 @@ class Worker(abc.ABC):
     # -- collectives at ends ----------------------------------------------------------------------------------
 
     def sum(self, vector: Vector, what: str) -> Combined:
-        """The sum of ``vector``, shape (n,), over the ranks that still have the optimizer. A collective of these.
+        """Return the sum of ``vector`` over the ranks that still have the optimizer. A collective of these ranks.
 
         Args:
-            vector: it is given away.
-            what: the collective, for people; the same on all ranks.
+            vector: shape (n,); takes ownership.
+            what: human-readable name of the collective, the same on all ranks.
 
         Raises:
             ReplicaStateError: other ranks are in another collective.
@@ -259,22 +266,25 @@ class Worker(abc.ABC):
         return self.run(self.sum_program(vector, what))
 
     def sum_program(self, vector: Vector, what: str) -> Program[Combined]:
-        """As ``sum``."""
+        """Program of ``sum``."""
         return (yield from self._call("sum", what, vector))
 
     def broadcast(self, vector: Vector, root: int, what: str) -> Vector:
-        """Rank ``root``'s ``vector``, or that of the lowest rank that still has the optimizer; as ``sum``."""
+        """Return the ``vector`` of rank ``root``; if it no longer has the optimizer, of the lowest rank that has it.
+
+        Args and errors are those of ``sum``.
+        """
         return self.run(self.broadcast_program(vector, root, what))
 
     def broadcast_program(self, vector: Vector, root: int, what: str) -> Program[Vector]:
-        """As ``broadcast``."""
+        """Program of ``broadcast``."""
         return (yield from self._call("broadcast", what, vector, root)).vector
 
     def compare(self, names: list[str], checksums: list[int], what: str) -> None:
-        """Compare replicas over the ranks that still have the optimizer. A collective of these.
+        """Compare the replicas of the ranks that still have the optimizer. A collective of these ranks.
 
         Raises:
-            ReplicaMismatchError: they differ; the message says where, and what mends it.
+            ReplicaMismatchError: they differ; the message says where, and how to fix it.
         """
         found = self.run(self._call("compare", what, names=names, checksums=checksums))
         if found.problem is not None:
@@ -289,40 +299,40 @@ class Worker(abc.ABC):
     # -- the optimizer's end ----------------------------------------------------------------------------------
 
     def delete(self) -> None:
-        """The optimizer was deleted or discarded on this rank, or the process is leaving. Its engine serves on.
+        """Report that this rank no longer has the optimizer. Its engine continues to serve the other ranks.
 
-        Any thread may call it, a finalizer too.
+        Any thread may call it, also in a finalizer.
         """
         if self._number is not None and not self.deleted:
             self.deleted = self._calls.cancelled = True
-            self.engine.notify(self._tell_deleted)
+            self.engine.notify(self._report_deleted)
 
-    def _tell_deleted(self) -> None:
-        """(Engine thread.)"""
+    def _report_deleted(self) -> None:
+        """Report the deletion to the coordinator (engine thread)."""
         self.discard_results()
         self.engine.send(OptimizerDeleted(self._registered_number(), self._counts()))
-        # Whoever waits in a drain, in which this one was, looks again. (An interrupt at the worst moment may have left
-        # the lock held; they look each second anyway.)
+        # Threads that wait in a drain of this optimizer check again. (An interrupt may have left the lock held; they
+        # check every second anyway.)
         if self.engine.changed.acquire(timeout=1.0):
             self.engine.changed.notify_all()
             self.engine.changed.release()
 
-    def discard_results(self) -> None:  # noqa: B027  some keep none
-        """Nobody will take what comes from now on (engine thread)."""
+    def discard_results(self) -> None:  # noqa: B027  some families keep none
+        """Discard the results that arrive from now on (engine thread)."""
 
     # -- the engine -------------------------------------------------------------------------------------------
 
     def send(self, event: OptimizerEvent) -> None:
-        """Have the engine send an event, after all that was posted before."""
+        """Send an event from the engine thread, after all actions posted before."""
         self.engine.call_soon(lambda: self.engine.send(event))
 
     @property
     def wait_s(self) -> float:
-        """Seconds that the training thread has waited so far, in steps and ends: what ``stats()`` says, at no cost."""
+        """Seconds for which the training thread has waited so far, in steps and ends; as in ``stats()``, at no cost."""
         return self._wait_s
 
     def _await(self, ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> Program[None]:
-        """Wait until ``ready()``, counting the time."""
+        """Wait until ``ready()`` is true, and add the time to ``wait_s``."""
         started = self.engine.clock()
         try:
             yield Wait(ready, waiting_for)
@@ -333,14 +343,14 @@ class Worker(abc.ABC):
         """Run a program on this thread, which sleeps in its waits, and return its result.
 
         Raises:
-            whatever ends a wait: ``Engine.wait`` lists it. The program sees it first.
+            the error that ends a wait, see ``Engine.wait``. It is raised in the program first.
         """
         try:
             wait = next(program)
             while True:
                 try:
                     self.engine.wait(*wait)
-                except BaseException as error:  # noqa: BLE001  the program may have to note it, and raises it again
+                except BaseException as error:  # noqa: BLE001  the program may record it, and raises it again
                     wait = program.throw(error)
                 else:
                     wait = next(program)

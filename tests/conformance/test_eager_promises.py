@@ -174,7 +174,7 @@ def test_a_round_that_could_not_be_applied_stops_the_rank_for_good(binding):
     def fail(_: Any) -> Any:
         raise FloatingPointError("nan")
 
-    why = "FloatingPointError: nan" if binding is TORCH else "it was broken off"  # (Keras applies in several calls)
+    why = "FloatingPointError: nan" if binding is TORCH else "it was interrupted"  # (Keras applies in several calls)
     said = f"round 1 could not be applied: {why}.*restart from a checkpoint"
 
     def train(rank: int) -> None:

@@ -157,7 +157,7 @@ def test_an_optimizer_that_a_waiting_rank_has_not_is_refused_with_its_name():
             return ""
         weight, other = line(2.0)
         with pytest.raises(
-            ReplicaMismatchError, match="rank 0 opened an optimizer while rank 1 waits in drain"
+            ReplicaMismatchError, match="rank 0 registered an optimizer while rank 1 waits in drain"
         ) as told:
             take(weight, other)
         optimizer.drain()

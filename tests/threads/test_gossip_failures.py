@@ -67,7 +67,7 @@ def test_a_worker_is_used_in_its_order():
                 worker.mix(z.copy(), z.copy())
             worker.connect(["w"], [1])
             worker.announce_finished(True)
-            with pytest.raises(ReplicaStateError, match="was broken off: call it again"):
+            with pytest.raises(ReplicaStateError, match="was interrupted: call it again"):
                 worker.mix(z.copy(), z.copy())
             worker.drain()
             assert worker.settled

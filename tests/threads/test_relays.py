@@ -136,7 +136,7 @@ def test_a_relay_that_ends_is_the_end_of_its_owner_and_of_those_behind_it(below)
     assert [below.hear() for _ in range(3)] == [(1, Gone(RELAY_DIED)), (2, Gone(CUT_OFF)), (3, Gone(CUT_OFF))]
     gone = until(lambda: below.channels[3].receive(WAIT))
     assert isinstance(gone, Gone)
-    assert "or it was the relay beside rank 1 on host b" in gone.reason
+    assert "or it was the relay of rank 1 on host b" in gone.reason
 
 
 def test_a_relay_speaks_for_those_behind_it_only():
@@ -245,7 +245,7 @@ def test_a_control_process_that_dies_is_named(request, where, victim):
         )
     else:
         assert all("rank 2 on host" in str(one) and RELAY_DIED in str(one) for one in told[:2]), told
-        assert all("the relay beside rank 2" in str(one) for one in told[2:]), told
+        assert all("the relay of rank 2" in str(one) for one in told[2:]), told
 
 
 def test_a_control_process_that_is_not_needed_ends():

@@ -213,7 +213,7 @@ def test_an_older_version_reads_a_newer_card():
 def test_a_setting_that_is_no_number_of_seconds_is_refused(monkeypatch, name, text):
     variable = f"HVD_ASYNC_{name.upper()}"
     monkeypatch.setenv(variable, text)
-    with pytest.raises(ValueError, match=rf"{variable}='{text}' is no number of seconds"):
+    with pytest.raises(ValueError, match=f"{variable} must be a positive number of seconds, got '{text}'"):
         getattr(time_limits, name)()
 
 

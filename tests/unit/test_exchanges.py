@@ -263,7 +263,7 @@ def test_before_all_have_opened_and_for_strangers_every_move_is_illegal():
     machine = GossipStateMachine(7, (0, 2))
     machine.handle(0, Registered(7, SGP, ["w"], [1]), 0.0)
     state = snapshot(machine)
-    for rank, hint in ((0, "before all ranks had opened"), (2, "before it opened"), (1, "does not share")):
+    for rank, hint in ((0, "before all ranks had registered"), (2, "before it registered"), (1, "does not share")):
         for event in (MessageQueued(7, 1), PairRequested(7), AverageEntered(7, 1, [1.0])):
             with pytest.raises(ProtocolError, match=hint):
                 machine.handle(rank, event, 0.0)

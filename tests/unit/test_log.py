@@ -50,7 +50,7 @@ def test_what_waits_for_a_reader_comes_in_order_and_what_is_too_much_is_counted(
         assert process.wait(30) == 0
     kept = [f"hvd_async: line {number}" for number in range(len(told) - 1)]
     assert told[:-1] == kept
-    assert told[-1] == f"hvd_async: {1_500 - len(kept)} more lines were dropped: nobody read stderr"
+    assert told[-1] == f"hvd_async: {1_500 - len(kept)} more lines were dropped: stderr was not read"
 
 
 def test_a_line_is_out_when_warn_returns(capfd):

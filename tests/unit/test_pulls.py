@@ -262,7 +262,7 @@ def test_before_all_have_opened_and_for_strangers_every_move_is_illegal():
     machine = LeaderStateMachine(7, (0, 2))
     machine.handle(0, Registered(7, replace_config(PAIRS, groups=[[0, 1]]), ["w"], [1]), 0.0)
     state = snapshot(machine)
-    for rank, hint in ((0, "before all ranks had opened|of 0"), (2, "before it opened"), (1, "does not share")):
+    for rank, hint in ((0, "before all ranks had registered|of 0"), (2, "before it registered"), (1, "does not share")):
         for event in (StepTaken(7, 1.0), PullDone(7, 1)):
             with pytest.raises(ProtocolError, match=hint):
                 machine.handle(rank, event, 0.0)

@@ -63,7 +63,7 @@ def test_events_before_all_have_opened_are_illegal():
     rounds.handle(0, Registered(7, SOLO, ["w"], [1]), 0.0)
     before = snapshot(rounds)
     for event in (StepEntered(7, 1, []), GradientReady(7, [0], 1)):
-        with pytest.raises(ProtocolError, match="before all ranks had opened"):
+        with pytest.raises(ProtocolError, match="before all ranks had registered"):
             rounds.handle(0, event, 0.0)
     assert snapshot(rounds) == before
     assert rounds.blocked_on() == ("the first step or drain", {1})
@@ -85,5 +85,5 @@ def test_gradients_cannot_be_unproduced():
     rounds = opened(SOLO, 1)
     step(rounds, 0, 1)
     rounds.handle(0, Finished(7, [1]), 0.0)
-    with pytest.raises(ProtocolError, match=r"has produced \[0\] gradients a bucket, earlier \[1\]"):
+    with pytest.raises(ProtocolError, match=r"has produced \[0\] gradients per bucket, earlier \[1\]"):
         rounds.handle(0, Finished(7, [0]), 0.0)
