@@ -268,7 +268,7 @@ def test_slots(size, staleness, dtype, slots):
 
 
 def test_a_staleness_that_cannot_be_counted_is_refused():
-    with pytest.raises(ValueError, match=r"max_staleness=255 is too much for bfloat16.*lower max_staleness"):
+    with pytest.raises(ValueError, match=r"max_staleness=255 is too large for bfloat16.*lower max_staleness"):
         count_slots(1, 255, "bfloat16")
 
 
