@@ -1,4 +1,4 @@
-"""Options of the families, described as data: documentation, command lines and checks take them from one place."""
+"""Options of the families as data: the single source of documentation, command-line flags and checks."""
 
 from __future__ import annotations
 

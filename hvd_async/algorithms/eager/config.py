@@ -46,7 +46,7 @@ class EagerConfig(Config, frozen=True, tag=True):
 
     @property
     def counts(self) -> int:
-        """The length of ``Finished.produced``."""
+        """Length of ``Finished.produced``."""
         return self.buckets
 
 

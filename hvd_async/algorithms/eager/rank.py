@@ -1,4 +1,4 @@
-"""A rank of eager-SGD, in any framework: it hands gradients over, receives rounds, and applies each exactly once.
+"""Rank of eager-SGD, in any framework: it hands gradients over, receives rounds, and applies each exactly once.
 
 The training thread calls ``connect``, ``hand_over``, ``step`` and ``drain``; the engine thread carries out the
 coordinator's commands. Source: Li et al., PPoPP 2020, with the guarantees that the paper leaves open.
@@ -750,7 +750,7 @@ Apply = Callable[[ReducedRound], None]
 
 
 class EagerWorker(Worker):
-    """A rank's part in partial allreduce, for one optimizer.
+    """Optimizer of a rank in partial allreduce.
 
     Args:
         engine: the engine of this rank.

@@ -1,4 +1,4 @@
-"""A rank of leader-pull, in any framework: it trains separately, and is pulled periodically to a leader or a center.
+"""Rank of leader-pull, in any framework: it trains separately, and is periodically pulled to a leader or a center.
 
 The training thread takes steps. Each step applies the results of the pulls that have completed, and waits for no rank.
 The engine thread takes part in pulls whatever the training thread does: it sends a snapshot of the weights after the
@@ -299,7 +299,7 @@ class PullExecutor:
                 return None
             read = vector_of(own)
             (mine, finite), (average, known), (base, counted) = (one.reshape(2, -1) for one in (read, averaged, sent))
-            # This keeps the change of this rank since it sent its statistics, if both are finite; else they are 0.
+            # Keep this rank's change since it sent its statistics, where both are finite; elsewhere both are 0.
             moved = clip(average + finite * counted * (mine - base), mine * finite + average * (1 - finite), average)
             merged = averaged + 0
             merged.reshape(2, -1)[0] = moved
@@ -520,7 +520,7 @@ class SavedState:
 
 
 class LeaderWorker(Worker):
-    """A rank's part in leader-pull, for one optimizer: it is pulled by the rule of the algorithm.
+    """Optimizer of a rank in leader-pull, which is pulled by the rule of its algorithm.
 
     Args:
         engine: the engine of this rank.
