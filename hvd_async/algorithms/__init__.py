@@ -1,1 +1,1 @@
-"""The families of algorithms: what rank 0 decides, what each rank does, the equations. None imports another."""
+"""Families of algorithms: what rank 0 decides, what each rank does, and the equations. No family imports another."""

@@ -1,4 +1,4 @@
-"""State that a rank with weights of its own keeps when its job has lost other ranks, or gained some."""
+"""State that a rank with its own weights keeps across a membership change."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from hvd_async.runtime.interfaces import Vector
 
 
 class Kept(NamedTuple):
-    """A rank's state, beside what the wrapped optimizer has.
+    """State of a rank, without the state of the wrapped optimizer.
 
     Attributes:
-        weights: its own, shape (n,); None of a rank that has only come to know what is shared.
-        own: state of its own, by name.
-        shared: vectors of shape (n,) that all ranks have after as many averages or pulls, by name.
-        version: how many these are.
-        catch_up: returns the weights that follow where the shared vectors and the version are others'; None where they
-            stay as they are.
+        weights: weights of this rank, shape (n,); None for a rank that has only received the shared vectors.
+        own: other state of this rank, by name.
+        shared: vectors of shape (n,), by name, that are equal on all ranks after the same number of averages or pulls.
+        version: that number.
+        catch_up: returns the weights to continue with, given the shared vectors and the version of a more advanced
+            rank; None if the weights do not depend on them.
     """
 
     weights: Vector

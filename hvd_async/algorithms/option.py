@@ -1,4 +1,4 @@
-"""Options of the families, described as data: documentation, command lines and checks take them from one place."""
+"""Options of the families as data: the single source of documentation, command-line flags and checks."""
 
 from __future__ import annotations
 
@@ -13,75 +13,75 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 BUFFERS = ("average", "local", "root")
-"""How batch-norm statistics may agree."""
+"""What can happen to batch-norm statistics."""
 PLACEHOLDER = "        Own options: see ``{}``.\n"
 """The line of a factory's docstring that ``documented`` replaces."""
 
 
 @dataclass(frozen=True)
 class Whole:
-    """Whole numbers, as they may be given.
+    """Whole-number values of an option.
 
     Attributes:
-        least: the smallest.
+        least: smallest allowed value.
     """
 
     least: int
 
     def __call__(self, text: str) -> int:
-        """Return the number that a text says.
+        """Return the number that a text contains.
 
         Raises:
-            ValueError: it says none, or one that is too small.
+            ValueError: the text is not a whole number, or the number is too small.
         """
         try:
             value = int(text)
         except ValueError:
-            raise ValueError(f"{text!r} is not a whole number") from None
+            raise ValueError(f"must be a whole number, got {text!r}") from None
         if value < self.least:
-            raise ValueError(f"{value} is too small: give {self.least} or more")
+            raise ValueError(f"must be at least {self.least}, got {value}")
         return value
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse what is no such number.
+        """Check that a value is such a number.
 
         Raises:
-            ValueError: with a hint.
+            ValueError: it is not.
         """
         if isinstance(value, bool) or not isinstance(value, int) or value < self.least:
-            raise ValueError(f"{name}={value!r}: take {self.least} or more")
+            raise ValueError(f"{name} must be a whole number, at least {self.least}, got {value!r}")
 
 
 @dataclass(frozen=True)
 class Real:
-    """Finite numbers in [least, below), or in (least, below) if they are ``above`` it, as they may be given."""
+    """Values of an option that are finite numbers in [least, below), or in (least, below) with ``above``."""
 
     least: float
     below: float = math.inf
     above: bool = False
 
     def __call__(self, text: str) -> float:
-        """Return the number that a text says.
+        """Return the number that a text contains.
 
         Raises:
-            ValueError: it says none, or one out of bounds.
+            ValueError: the text is not a number, or the number is out of bounds.
         """
         try:
             value = float(text)
         except ValueError:
-            raise ValueError(f"{text!r} is not a number") from None
+            raise ValueError(f"must be a number, got {text!r}") from None
         if not self._holds(value):
-            raise ValueError(f"{text} must be {self._bounds}")
+            raise ValueError(f"must be {self._bounds}, got {text}")
         return value
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse what is no such number.
+        """Check that a value is such a number.
 
         Raises:
-            ValueError: with a hint.
+            ValueError: it is not.
         """
         if isinstance(value, bool) or not isinstance(value, int | float) or not self._holds(value):
-            raise ValueError(f"{name}={value!r} must be a number, {self._bounds}")
+            raise ValueError(f"{name} must be a number, {self._bounds}, got {value!r}")
 
     def _holds(self, value: float) -> bool:
         return math.isfinite(value) and self.least <= value < self.below and not (self.above and value == self.least)
@@ -93,61 +93,61 @@ class Real:
 
 
 def read_by_epoch(text: str, example: str, read: Callable[[str], T]) -> dict[int, T]:
-    """Return values by epoch from EPOCH:VALUE,EPOCH:VALUE.
+    """Return values by epoch, read from EPOCH:VALUE,EPOCH:VALUE.
 
     Args:
-        text: to read.
-        example: a right one, for errors.
-        read: a value.
+        text: text to read.
+        example: a valid text, for error messages.
+        read: reads one value.
 
     Raises:
-        ValueError: it is no such list, or its epochs do not rise.
+        ValueError: the text has another form, or its epochs do not increase.
     """
     found: dict[int, T] = {}
     for part in text.split(","):
         epoch, colon, value = part.partition(":")
         if not (colon and epoch.strip().isdecimal()):
-            raise ValueError(f"{text!r} is not a list of EPOCH:VALUE: write it as {example}")
+            raise ValueError(f"must be a list of EPOCH:VALUE such as {example}, got {text!r}")
         if found and int(epoch) <= max(found):
-            raise ValueError(f"{text!r}: the epochs must rise, as in {example}")
+            raise ValueError(f"epochs must increase, as in {example}, got {text!r}")
         found[int(epoch)] = read(value.strip())
     return found
 
 
 def check_one_of(name: str, value: Any, known: Collection[str]) -> None:
-    """Refuse what is none of these names.
+    """Check that a value is one of these names.
 
     Raises:
-        ValueError: with a hint.
+        ValueError: it is not.
     """
     if value not in known:
-        raise ValueError(f"{name}={value!r} is not known: take one of {', '.join(map(repr, known))}")
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
 
 
 def check_hosts(ranks: int, local_size: int) -> None:
-    """Refuse hosts of ``local_size`` ranks into which so many ranks cannot be parted.
+    """Check that ``ranks`` ranks can be divided into hosts of ``local_size`` ranks.
 
     Raises:
-        ValueError: it leaves some over.
+        ValueError: some ranks are left over.
     """
     if local_size < 1 or ranks % local_size:
         raise ValueError(
-            f"hierarchical: {local_size} ranks a host do not divide {ranks} ranks into hosts of equal size"
+            f"hierarchical: {local_size} ranks per host do not divide {ranks} ranks into hosts of equal size"
         )
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a family beside its name, type and default, which are those of the dataclass's field.
+    """Description of an option of a family. Its name, type and default are those of the dataclass's field.
 
     Attributes:
-        doc: for the factories' docstrings.
-        help: for the flag, where that is told otherwise; empty: ``doc``.
-        absent: what stands in place of the default for people, such as what None means.
-        read: a value from a flag's text; raises ValueError with a hint. None: the text itself.
-        choices: all values that a flag may have; empty: any.
-        metavar: of the flag's value.
-        flags: names of its flag, if not as the option's; empty: it has none.
+        doc: text for the factories' docstrings.
+        help: help text of the flag; empty: ``doc``.
+        absent: text that help shows instead of the default, such as the meaning of None.
+        read: returns the value for a flag's text, or raises ValueError with a hint. None: the text is the value.
+        choices: all values that the flag accepts; empty: any.
+        metavar: placeholder for the flag's value in help texts.
+        flags: names of the flag, if they differ from the option's name; empty: there is no flag.
     """
 
     doc: str
@@ -160,25 +160,25 @@ class Option:
 
 
 def option(default: Any, doc: str, **more: Any) -> Any:
-    """Return the field of a dataclass for an option; ``more`` as in ``Option``."""
+    """Return a dataclass field for an option; ``more`` as in ``Option``."""
     return dataclasses.field(default=default, metadata={"option": Option(doc, **more)})
 
 
 def options_of(family: type) -> dict[str, Option]:
-    """Return the options that a family's dataclass has, by name."""
+    """Return the options of a family's dataclass, by name."""
     return {field.name: field.metadata["option"] for field in dataclasses.fields(family)}
 
 
 def picked(family: type[T], given: Mapping[str, Any]) -> T:
-    """Return a family's options from all arguments of a factory."""
+    """Return a family's options, picked from all arguments of a factory."""
     return family(**{name: given[name] for name in options_of(family)})
 
 
 def documented(family: type) -> Callable[[F], F]:
-    """Put the descriptions of a family's options into a factory's docstring, in place of the line ``PLACEHOLDER``."""
+    """Replace the line ``PLACEHOLDER`` of a factory's docstring by the descriptions of a family's options."""
 
     def complete(factory: F) -> F:
-        if factory.__doc__ is not None:  # (python -OO takes docstrings away)
+        if factory.__doc__ is not None:  # (python -OO removes docstrings)
             lines = textwrap.TextWrapper(120, initial_indent=" " * 8, subsequent_indent=" " * 12)
             entries = (f"{name}: {described.doc}." for name, described in options_of(family).items())
             text = "".join(f"{lines.fill(entry)}\n" for entry in entries)
@@ -192,7 +192,7 @@ def documented(family: type) -> Callable[[F], F]:
 
 
 def either(names: Iterable[str], last_joint: str = "or") -> str:
-    """Return the names as in a sentence: "a, b or c"."""
+    """Return the names joined as in a sentence: "a, b or c"."""
     *first, last = names
     return f"{', '.join(first)} {last_joint} {last}" if first else last
 
@@ -200,12 +200,13 @@ def either(names: Iterable[str], last_joint: str = "or") -> str:
 def in_flags(text: str, family: type) -> str:
     """Return a message about options as one about their flags: "grace=-1" becomes "--grace -1"."""
     known = options_of(family)
+    text = re.sub(rf"\b({'|'.join(known)}) must be\b", lambda found: f"{flag(found[1])} must be", text)
     text = re.sub(
         rf"\b({'|'.join(known)})=(?:'([^']*)'|\"([^\"]*)\"|([^\s,;:]+))",
         lambda found: f"{flag(found[1])} {found[2] or found[3] or found[4] or ''}",
         text,
     )
-    longer = [name for name in known if "_" in name]  # (others are words too)
+    longer = [name for name in known if "_" in name]  # (the others are ordinary words too)
     return re.sub(rf"\b({'|'.join(longer)})\b", lambda found: flag(found[1]), text)
 
 

@@ -25,6 +25,6 @@ FAMILIES = (
     Family("leader", leader.LeaderConfig, leader.EVENTS, leader.COMMANDS, LeaderStateMachine, leader.PullProgress),
 )
 ALGORITHMS: Mapping[str, Algorithm] = {**EAGER, **GOSSIP, **LEADER}
-"""By name."""
+"""All algorithms, by name."""
 OPTIONS: Mapping[str, type[Any]] = {"eager": EagerOptions, "gossip": GossipOptions, "leader": LeaderOptions}
-"""Options that a user can set, by family: a dataclass each, of ``option.option`` fields."""
+"""Dataclasses of the options that a user can set, by family; their fields are made by ``option.option``."""

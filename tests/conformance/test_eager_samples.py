@@ -71,7 +71,7 @@ def test_a_round_without_samples_moves_nothing(binding):
 def test_what_cannot_be_is_refused(binding):
     with scripted_engine(2):
         weighted, plain = (binding.vectors([1], UNIT, **o) for o in ({"weighting": "samples"}, {}))
-        with pytest.raises(ValueError, match="take one of 'ranks', 'samples'"):
+        with pytest.raises(ValueError, match="must be one of 'ranks', 'samples'"):
             binding.vectors([1], UNIT, weighting="batches")
     with pytest.raises(ValueError, match="pass weighting='samples'"):
         plain.opt.record_samples(3)

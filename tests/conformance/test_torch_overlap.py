@@ -176,7 +176,7 @@ def test_a_drain_between_backward_and_step_is_refused():
         trainer.opt._async.worker_now()
         trainer.gradient(rank, 0)
         for finish in (trainer.opt.drain, trainer.opt.cut):
-            with pytest.raises(ReplicaStateError, match=r"call optimizer\.step\(\) before this"):
+            with pytest.raises(ReplicaStateError, match=r"call optimizer\.step\(\) first"):
                 finish()
         trainer.opt.step()
         trainer.opt.drain()

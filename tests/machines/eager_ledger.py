@@ -183,7 +183,7 @@ class Ledger:
         if ending:
             assert self.done == set(self.ranks)
             assert self.flush, "a last round although no rank asked for one"
-            assert trigger.reason == "drain: all ranks are done"
+            assert trigger.reason == "drain: all ranks have finished"
             self.drain_rounds.add(round_)
         else:
             quorum, active = self._quorum(trigger), self.active()

@@ -110,8 +110,8 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
         "steps are not re-based at a drain": Mutant(
             "two buckets",
             EagerStateMachine._on_all_finished,
-            "self._positions.begin_anew(self.ranks, last)",
-            "self._positions.begin_anew(self.ranks, 0)",
+            "self._positions.reset(self.ranks, last)",
+            "self._positions.reset(self.ranks, 0)",
         ),
         "a quorum counts ranks that are done": Mutant(
             "all", EagerStateMachine._advance, "self._hosts.active", "self._hosts.number"
@@ -150,7 +150,7 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "bucket.loaded = False",
         ),
         "a host's steps are not counted anew after an end": Mutant(
-            "a host", EagerStateMachine._on_all_finished, "self._gathering.begin_anew(self._hosts)", "pass"
+            "a host", EagerStateMachine._on_all_finished, "self._gathering.reset(self._hosts)", "pass"
         ),
         "a host waits for its first rank alone": Mutant(
             "a host",

@@ -34,9 +34,9 @@ def test_uneven_batches_inside_hosts_lose_nothing(job: RunJob, setting: Setting,
 
 def test_hosts_that_cannot_be_are_refused_before_anything_is_done(job: RunJob, setting: Setting) -> None:
     for rank in setting.case(job, "refused 1"):
-        assert "3 ranks a host do not divide 4 ranks into hosts of equal size" in str(rank)
+        assert "3 ranks per host do not divide 4 ranks into hosts of equal size" in str(rank)
     for rank in setting.case(job, "refused 2"):
-        assert "quorum=3 of 2 hosts cannot be" in str(rank)
+        assert "a number of hosts from 1 to 2" in str(rank)
 
 
 def test_these_jobs_went_by_way_of_a_relay_and_a_coordinator_of_its_own(job: RunJob, setting: Setting) -> None:

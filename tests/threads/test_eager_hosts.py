@@ -334,7 +334,7 @@ def test_one_round_a_step_is_refused_where_ranks_skip_rounds_together():
         one = Plan(EagerConfig("solo", 4, 0.0, 0, 1, "rounds", local_size=2), [(1, 1)])
         worker = one.worker(engine)
         worker.connect(["w"], [1])
-        with pytest.raises(ReplicaStateError, match="takes one round a step"):
+        with pytest.raises(ReplicaStateError, match="applies one round per step"):
             worker.finish_step(one.rows(rank, 1), [{"lr": 1.0}], 1)
         worker.step(one.rows(rank, 1), [{"lr": 1.0}])
         worker.drain()

@@ -55,7 +55,7 @@ def test_a_bucket_is_handed_over_once_and_all_are():
         for rows in ({}, {1: vector(1)}, {0: vector(1), 1: vector(1)}, {0: vector(1), 2: vector(1)}):
             with pytest.raises(ReplicaStateError, match="lacks buckets"):
                 one.step(rows, HYPER)
-        with pytest.raises(ReplicaStateError, match=r"call optimizer\.step\(\) before this"):
+        with pytest.raises(ReplicaStateError, match=r"call optimizer\.step\(\) first"):
             one.check_finished(True)
         rounds: list[ReducedRound] = []
         one.step({0: vector(1)}, HYPER, rounds.append)
@@ -268,7 +268,7 @@ def test_slots(size, staleness, dtype, slots):
 
 
 def test_a_staleness_that_cannot_be_counted_is_refused():
-    with pytest.raises(ValueError, match=r"max_staleness=255 is too much for bfloat16.*lower max_staleness"):
+    with pytest.raises(ValueError, match=r"max_staleness=255 is too large for bfloat16.*lower max_staleness"):
         count_slots(1, 255, "bfloat16")
 
 

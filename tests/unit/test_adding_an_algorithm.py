@@ -80,7 +80,7 @@ for part in ("--server-lr SERVER_LR of fedavg: how far", "move the anchor", "fed
     assert part in told, told
 for line, hint in (
     ("--algorithm lsgd --server-lr 0.5", "--server-lr only means something with --algorithm fedavg"),
-    ("--algorithm fedavg --server-lr 1", "1 must be at least 0 and below 1"),
+    ("--algorithm fedavg --server-lr 1", "must be at least 0 and below 1, got 1"),
     ("--algorithm fedavg --beta 0.5", "--beta only means something with --algorithm easgd"),
 ):
     with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.suppress(SystemExit):

@@ -112,7 +112,7 @@ def test_a_list_has_each_arm_once_in_its_order(monkeypatch):
         ("decent-dp", {}, "'decent-dp' is not there in this case"),
         ("lsgd", {"gossip": True}, "is not there in this case"),
         ("sgp-hosts", EVERY, "-hosts is for partial allreduce and gossip, --per-host 2"),
-        ("sgp-hosts", {**EVERY, "local_size": 3}, "3 ranks a host do not divide 4 ranks"),
+        ("sgp-hosts", {**EVERY, "local_size": 3}, "3 ranks per host do not divide 4 ranks"),
     ],
 )
 def test_arms_that_cannot_be_are_refused(text, case, hint):

@@ -145,7 +145,7 @@ def test_a_strength_is_a_number_from_0_up_to_1_or_such_a_function_of_the_step(va
 @pytest.mark.parametrize("value", [1, 1.0, -0.001, math.nan, math.inf, True, False, "0.1", None, [0.1]])
 def test_what_is_no_strength_is_refused_with_the_step(value):
     for strength in (value, lambda step: value):
-        with pytest.raises(ValueError, match=r"at step 7: take 0 \(no pull\) or more, and less than 1"):
+        with pytest.raises(ValueError, match=r"at least 0 \(no pull\) and below 1, got .* at step 7"):
             selection.value_at(strength, 7)
 
 
@@ -162,7 +162,7 @@ def test_spreads_of_learning_rates():
     assert [selection.lr_factor("none", place) for place in range(4)] == [1.0, 1.0, 1.0, 1.0]
     assert [selection.lr_factor("linear", place) for place in range(4)] == [1.0, 2.0, 3.0, 4.0]
     assert [selection.lr_factor("power", place) for place in range(4)] == [1.0, 2.0, 4.0, 8.0]
-    with pytest.raises(ValueError, match="lr_spread='square' is not known: take one of 'none', 'linear', 'power'"):
+    with pytest.raises(ValueError, match="lr_spread must be one of 'none', 'linear', 'power', got 'square'"):
         selection.lr_factor("square", 0)
 
 
@@ -206,7 +206,7 @@ def test_groups_that_do_not_part_the_ranks_are_refused(group):
 
 @pytest.mark.parametrize("group", ["hosts", 2.0, True, {0: [0, 1]}, [0, 1], [[0, 1], 2], ["01", "23"], [[0, "1"]]])
 def test_what_is_no_group_is_refused(group):
-    with pytest.raises(ValueError, match=r"group=.*: .*ranks"):
+    with pytest.raises(ValueError, match=r"group(=.*:| must be) .*ranks"):
         selection.groups(group, range(4), no_host)
 
 

@@ -73,10 +73,10 @@ def test_an_algorithms_own_options_are_its_familys(name: str):
     assert set(ALGORITHMS[name].options) <= known
 
 
-STALENESS = r"max_staleness=.* is not a number of rounds: take 0 \(synchronous\) or more"
-GRACE = r"grace=.* is not a number of seconds: take \"auto\", or 0.0 or more"
-CAP = r"bucket_cap_mb=.* is not a size in MiB: take a number above 0, 25 is usual"
-PACE = r"pace=.* is not known: take one of 'steps', 'rounds'"
+STALENESS = r"max_staleness must be a number of rounds, 0 \(synchronous\) or more, got "
+GRACE = r"grace must be \"auto\" or a number of seconds, at least 0, got "
+CAP = r"bucket_cap_mb must be a number of MiB above 0 \(usually 25\), got "
+PACE = r"pace must be one of 'steps', 'rounds', got "
 TOGETHER = 'take pace="steps", or a quorum that does not wait for all'
 
 
@@ -87,9 +87,9 @@ TOGETHER = 'take pace="steps", or a quorum that does not wait for all'
         *(({"grace": value}, GRACE) for value in (-0.1, float("inf"), float("nan"), "1", None, True)),
         *(({"bucket_cap_mb": value}, CAP) for value in (0, -1, "25", None, True, float("nan"))),
         *(({"pace": value}, PACE) for value in ("round", "", None, 1, True)),
-        *(({"nonfinite": value}, "take one of 'skip', 'raise'") for value in ("ignore", None, True)),
-        ({"quorum": 9}, "quorum=9 of 4 ranks cannot be"),
-        ({"buffers": "mean"}, "take one of 'average', 'local', 'root'"),
+        *(({"nonfinite": value}, "must be one of 'skip', 'raise'") for value in ("ignore", None, True)),
+        ({"quorum": 9}, "quorum must be .*, a number of ranks from 1 to 4, or .*, got 9"),
+        ({"buffers": "mean"}, "must be one of 'average', 'local', 'root'"),
         ({"pace": "rounds", "quorum": "all"}, TOGETHER),
         ({"pace": "rounds", "max_staleness": 0}, TOGETHER),
         ({"pace": "rounds", "quorum": 2, "max_staleness": 0}, TOGETHER),
@@ -117,15 +117,15 @@ def test_right_options_of_partial_allreduce(options: dict[str, Any]):
 @pytest.mark.parametrize(
     ("options", "hint"),
     [
-        ({"algorithm": "dsgd"}, "take one of 'lsgd', 'easgd'"),
-        ({"algorithm": "easgd", "local_pull": 0.5, "group": 2}, "local_pull, group: easgd has no use for it"),
-        ({"global_period": 0}, "global_period=0: take 1 or more"),
-        ({"local_period": True}, "local_period=True: take 1 or more"),
+        ({"algorithm": "dsgd"}, "must be one of 'lsgd', 'easgd'"),
+        ({"algorithm": "easgd", "local_pull": 0.5, "group": 2}, "local_pull, group: easgd does not support this"),
+        ({"global_period": 0}, "global_period must be a whole number, at least 1, got 0"),
+        ({"local_period": True}, "local_period must be a whole number, at least 1, got True"),
         ({"local_period": 17}, "local_period=17 is above global_period=16.*a quarter of global_period is usual"),
-        ({"local_prox": 1}, "local_prox: a strength of 1 at step 1: take 0"),
-        ({"algorithm": "easgd", "alpha": abs}, "all ranks must move the centre alike"),
-        ({"buffers": "root"}, "no rank is the root of others here"),
-        ({"buffers": "mean"}, "take one of 'average', 'local', 'root'"),
+        ({"local_prox": 1}, "local_prox: a strength must be at least 0 .no pull. and below 1, got 1 at step 1"),
+        ({"algorithm": "easgd", "alpha": abs}, "alpha must be a number, .*: all ranks must move the center alike"),
+        ({"buffers": "root"}, "buffers must be 'average' or 'local', got 'root'"),
+        ({"buffers": "mean"}, "must be one of 'average', 'local', 'root'"),
     ],
 )
 def test_wrong_options_of_leaders(options: dict[str, Any], hint: str):
@@ -144,6 +144,7 @@ def test_a_message_about_options_becomes_one_about_flags():
     assert in_flags(text, LeaderOptions) == (
         "--local-period 17 is above --global-period 16: a quarter of --global-period is usual, or --group host"
     )
+    assert in_flags("group must be 1, got 'x'", LeaderOptions) == "--group must be 1, got 'x'"
 
 
 def test_values_by_epoch():

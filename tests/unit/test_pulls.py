@@ -146,7 +146,7 @@ def test_where_nobodys_loss_is_finite_nobody_is_pulled_and_people_hear_once():
     assert play(machine, *steps(math.nan, math.inf, None) * 2) == []
     news = machine.take_notice()
     assert news is not None
-    assert "has a finite mean loss, so nobody leads it and nobody is pulled; look at what record_loss()" in news
+    assert "has a finite mean loss, so it has no leader and is not pulled; check what record_loss()" in news
     assert play(machine, *steps(math.nan, math.inf, None) * 2) == []
     assert machine.take_notice() is None
     assert play(machine, *steps(math.nan, math.inf, None), *steps(4.0, math.inf, None)) == [
@@ -234,12 +234,12 @@ def test_ranks_that_differ_are_refused_and_nothing_is_pulled():
 
 ILLEGAL: dict[str, tuple[list[OptimizerEvent], OptimizerEvent, str]] = {
     "opened twice": ([], Registered(7, PAIRS, ["w"], [1]), "twice"),
-    "a step of partial allreduce": ([], StepEntered(7, 1, []), "sent StepEntered to follow a leader"),
-    "an arrival of partial allreduce": ([], GradientReady(7, [0], 1), "sent GradientReady to follow"),
-    "a message of gossip": ([], MessageQueued(7, 1), "sent MessageQueued to follow"),
+    "a step of partial allreduce": ([], StepEntered(7, 1, []), "sent StepEntered, which is no event of leader-pull"),
+    "an arrival of partial allreduce": ([], GradientReady(7, [0], 1), "sent GradientReady, which is no event"),
+    "a message of gossip": ([], MessageQueued(7, 1), "sent MessageQueued, which is no event"),
     "a step after done": ([Finished(7, [0])], StepTaken(7, 1.0), "although it is done"),
-    "landed what did not go": ([StepTaken(7, 1.0)] * 4, PullDone(7, 2), "saw pull 2 land, of 1"),
-    "landed number 0": ([StepTaken(7, 1.0)] * 4, PullDone(7, 0), "saw pull 0 land"),
+    "landed what did not go": ([StepTaken(7, 1.0)] * 4, PullDone(7, 2), "reported pull 2 as completed, of 1 started"),
+    "landed number 0": ([StepTaken(7, 1.0)] * 4, PullDone(7, 0), "reported pull 0 as completed"),
     "done twice": ([Finished(7, [0])], Finished(7, [0]), "although it is done"),
     "done with no count": ([], Finished(7, []), "has produced"),
     "done with two counts": ([], Finished(7, [1, 1]), "has produced"),

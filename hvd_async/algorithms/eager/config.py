@@ -19,19 +19,19 @@ from hvd_async.runtime.protocol import Algorithm, Config, Hyper, OptimizerComman
 
 
 class EagerConfig(Config, frozen=True, tag=True):
-    """Configuration that all ranks of an optimizer must have in common before the first round.
+    """Configuration of an optimizer, which must be equal on all its ranks before the first round.
 
     Attributes:
         quorum: "solo", "majority", "all", "auto", an int (ranks) or a float (fraction of the ranks).
-        max_staleness: rounds.
-        grace: seconds to wait for more ranks once the quorum is there, or "auto".
+        max_staleness: bound on the staleness of a gradient, rounds.
+        grace: seconds to wait for more ranks once the quorum is reached, or "auto".
         seed: seed of majority's draw of an initiator.
         buckets: number of buckets in a round.
         pace: "steps", where every rank does the same number of steps, or "rounds", where a late rank does fewer.
-        local_size: ranks of a host, numbered host by host, that take each step together: then quorum and staleness
-            count hosts; 1: they count ranks.
+        local_size: number of ranks per host, numbered host by host, that take each step together; quorum and staleness
+            then count hosts. 1: they count ranks.
         weight_prediction: rounds by which updates are extrapolated.
-        weighting: "ranks", whose gradients a round averages alike, or "samples", by which it weights them.
+        weighting: "ranks": a round weights all gradients equally; "samples": by their number of samples.
     """
 
     quorum: str | int | float
@@ -46,13 +46,13 @@ class EagerConfig(Config, frozen=True, tag=True):
 
     @property
     def counts(self) -> int:
-        """The length of ``Finished.produced``."""
+        """Length of ``Finished.produced``."""
         return self.buckets
 
 
 class StepEntered(OptimizerEvent, frozen=True, tag=True, omit_defaults=True):
-    """This rank is in ``step()`` number ``step``, with these hyperparameters; None: those it sent last. The gradients
-    of ``buckets`` come with it, as in ``GradientReady``."""
+    """This rank is in ``step()`` number ``step``, with these hyperparameters; None: unchanged since it last sent them.
+    The other fields are as in ``GradientReady``."""
 
     step: int
     hyper: Hyper | None = None
@@ -62,8 +62,8 @@ class StepEntered(OptimizerEvent, frozen=True, tag=True, omit_defaults=True):
 
 
 class GradientReady(OptimizerEvent, frozen=True, tag=True, omit_defaults=True):
-    """The gradients of ``buckets`` of this rank's step are with its engine, on which ``landed`` rounds are complete;
-    those of ``empty`` hold nothing."""
+    """The engine of this rank has the gradients of ``buckets`` of step ``step``; those of ``empty`` hold nothing. On
+    this engine ``landed`` rounds are complete."""
 
     buckets: list[int]
     step: int
@@ -72,28 +72,28 @@ class GradientReady(OptimizerEvent, frozen=True, tag=True, omit_defaults=True):
 
 
 class VersionTaken(OptimizerEvent, frozen=True, tag=True):
-    """This rank's weights are at ``version``: its next gradient is computed there (pace "rounds" only)."""
+    """This rank computes its next gradient at ``version`` of the weights (pace "rounds" only)."""
 
     version: int
 
 
 class RoundsReceived(OptimizerEvent, frozen=True, tag=True):
-    """Answers ``ReportReceived`` number ``call``: ``landed[b]`` rounds of bucket b have completed on this engine."""
+    """Answer to ``ReportReceived`` number ``call``: ``landed[b]`` rounds of bucket b have completed on this engine."""
 
     call: int
     landed: list[int]
 
 
 class RoundTrigger(msgspec.Struct, frozen=True):
-    """Why and when the round of a bucket started.
+    """Reason and time of the start of a bucket's round.
 
     Attributes:
-        reason: a human-readable text.
-        by: the rank whose event started it.
-        arrived: number of ranks that had arrived for it.
+        reason: human-readable text.
+        by: the rank whose event started the round.
+        arrived: number of ranks that had arrived for the round.
         first: time of the first arrival, on the coordinator's clock (s).
         fired: time of the start, on the same clock.
-        held: seconds that those ranks waited until then, summed over ranks.
+        held: seconds that these ranks had waited until then, summed over ranks.
     """
 
     reason: str
@@ -105,8 +105,8 @@ class RoundTrigger(msgspec.Struct, frozen=True):
 
 
 class HostSteps(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """Number of gradients of a bucket, per rank, that all ranks of a host have handed over since the last drain or cut:
-    ``most`` on most hosts, and on the ``others`` by the number of the host."""
+    """Number of gradients of a bucket that every rank of a host has handed over since the last drain or cut: ``most``
+    for most hosts, and ``others`` for the other hosts, by host number."""
 
     most: int
     others: dict[int, int] = msgspec.field(default_factory=dict)
@@ -120,14 +120,14 @@ class StartRound(OptimizerCommand, frozen=True, tag=True, omit_defaults=True):
     """Submit the pending gradients of these buckets for this round.
 
     Attributes:
-        by: the rank whose event started it.
+        by: the rank whose event started the round.
         arrived: for each of these buckets, the number of ranks that had arrived for it.
-        held: seconds that the ranks in this step have waited until then, summed over ranks; 0 unless all buckets have
+        held: seconds that the ranks in this step had waited until then, summed over ranks; 0 unless all buckets have
             started.
-        settled: whether the round's hyperparameters are known now; if not, ``SetHyperparameters`` or the start of
-            another bucket follows.
-        hyper: the hyperparameters, if known; None if they are those that were sent last.
-        whole: gradients of each host that belong to it; None where each rank steps separately.
+        settled: whether the round's hyperparameters are known; if not, ``SetHyperparameters`` or the start of another
+            bucket follows.
+        hyper: the hyperparameters, if known; None if they equal the ones sent last.
+        whole: number of gradients per host that belong to the round; None where each rank steps separately.
     """
 
     buckets: list[int]
@@ -141,7 +141,7 @@ class StartRound(OptimizerCommand, frozen=True, tag=True, omit_defaults=True):
 
 
 class ExplainRound(OptimizerCommand, frozen=True, tag=True):
-    """For ranks that record a timeline: why and when a bucket's round starts, before it does."""
+    """Reason and time of a bucket's round that is about to start, for ranks that record a timeline."""
 
     bucket: int
     round: int
@@ -165,7 +165,7 @@ class SetHyperparameters(OptimizerCommand, frozen=True, tag=True, omit_defaults=
 
 
 class ReportReceived(OptimizerCommand, frozen=True, tag=True):
-    """A round has been in flight for long: report at once that earlier commands have been submitted."""
+    """A round has been in flight for long: confirm at once that all earlier commands have been submitted."""
 
     call: int
 
@@ -190,22 +190,22 @@ def _auto_or_real(text: str) -> float | str:
 
 
 def _is_number(value: object, below: float) -> bool:
-    """Whether a value is a number in [0, ``below``)."""
+    """Return whether a value is a number in [0, ``below``)."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < below
 
 
 @dataclass(frozen=True)
 class EagerOptions:
-    """A user's options of ``EagerOptimizer``, beside Horovod's arguments and those of one framework."""
+    """Options of ``EagerOptimizer`` that are neither Horovod's arguments nor those of a single framework."""
 
     quorum: Quorum = option(
         "solo",
-        'who must be there for a round to start: "solo" (the first rank), "majority" (a rank drawn anew each '
-        'round), "all" (synchronous SGD), a number of ranks, a fraction of them, or "auto" (the number that '
-        "brings the most fresh gradients per second, learned from the ranks' arrival times and said on rank 0's "
-        "stderr); hosts in place of ranks with ``hierarchical``",
-        help="who fires a round: solo (the first rank), majority (a rank drawn anew each round), all, a count of "
-        "ranks, a fraction such as 0.75, or auto, which learns from the arrival times",
+        'ranks that must have arrived before a round starts: "solo" (the first rank), "majority" (a rank drawn at '
+        'random each round), "all" (synchronous SGD), a number of ranks, a fraction of them, or "auto" (the number '
+        "with the most fresh gradients per second, learned from the ranks' arrival times and reported on rank 0's "
+        "stderr); hosts instead of ranks with ``hierarchical``",
+        help="ranks that must have arrived before a round starts: solo (the first rank), majority (a rank drawn at "
+        "random each round), all, a number of ranks, a fraction such as 0.75, or auto, learned from the arrival times",
         read=parse_quorum,
         metavar="Q",
     )
@@ -218,10 +218,10 @@ class EagerOptions:
     )
     grace: float | str = option(
         AUTO,
-        'seconds to wait for more ranks once the quorum is there; "auto": until as many are in as usually come right '
-        "after it, and no longer than 5% of the time between two rounds",
-        help="seconds a round still waits for more ranks once the quorum is there; auto waits for those that usually "
-        "come right after it, no longer than 5% of the time between two rounds",
+        'seconds to wait for more ranks once the quorum is reached; "auto": until as many have arrived as usually '
+        "arrive right after it, at most 5% of the time between two rounds",
+        help="seconds that a round waits for more ranks once the quorum is reached; auto waits for the ranks that "
+        "usually arrive right after it, at most 5% of the time between two rounds",
         read=_auto_or_real,
         metavar="S",
     )
@@ -235,62 +235,64 @@ class EagerOptions:
         read=_auto_or_real,
         metavar="N",
     )
-    seed: int = option(0, "of majority's draw, the same on all ranks", flags=())
+    seed: int = option(0, "seed of majority's draw, the same on all ranks", flags=())
     bucket_cap_mb: float = option(
         25.0, "MiB of gradients that travel together; smaller ones leave earlier during backward", flags=()
     )
     late_cap_mb: float = option(
         4096.0,
-        "MiB of rounds that may wait for a late rank, of which there are up to ``max_staleness`` + 1: where a "
+        "MiB of rounds that may wait for a late rank, of which there are up to ``max_staleness`` + 1: if a "
         "round (the model's gradients in float32) is too large for that, ``max_staleness`` is lowered, and rank "
-        '0 says so. ``float("inf")`` leaves it alone',
+        '0 reports it. ``float("inf")``: no limit',
         flags=(),
     )
     pace: str = option(
         "steps",
-        '"steps" (all ranks do the same number of steps, and one that is always slower holds the others up after '
+        '"steps" (all ranks do the same number of steps, and a permanently slow rank delays the others after '
         '``max_staleness`` rounds) or "rounds" (it gives fewer gradients; end the job by ``optimizer.rounds``)',
-        help="steps: every rank goes through its batches once an epoch; rounds: an epoch is as many rounds as the "
-        "longest rank has batches, and a rank that is slow for good gives fewer gradients",
+        help="steps: every rank goes through its batches once per epoch; rounds: an epoch has the largest number of "
+        "batches of any rank as its number of rounds, and a permanently slow rank gives fewer gradients",
         choices=PACES,
     )
     hierarchical: bool | int = option(
         False,
-        "the ranks of a host take each step together, so that their gradients go in the same round, and ``quorum``, "
-        "``max_staleness`` and ``grace`` count hosts. True for Horovod's local ranks, or so many ranks, numbered host "
-        "by host",
+        "the ranks of a host take each step together: their gradients go into the same round, and ``quorum``, "
+        "``max_staleness`` and ``grace`` count hosts. True for Horovod's local ranks, or the number of ranks per host, "
+        "numbered host by host",
         help="the ranks of a host take each step together, and the quorum counts hosts",
         absent="off",
         flags=("--hierarchical-gossip", "--hierarchical"),
     )
     weighting: str = option(
         "ranks",
-        'by what a round weights gradients: "ranks" (all alike) or "samples" (by the samples of each, as one large '
-        "batch would; tell these by ``record_samples()``, which Keras' ``fit()`` does by itself)",
-        help="ranks: a round weights all gradients alike; samples: by the images of each, as one large batch would",
+        'how a round weights gradients: "ranks" (equally) or "samples" (by their number of samples, as one large '
+        "batch would; report it by ``record_samples()``, which Keras' ``fit()`` does automatically)",
+        help="ranks: a round weights all gradients equally; samples: by their number of images, as one large batch "
+        "would",
         choices=WEIGHTINGS,
     )
     nonfinite: str = option(
         "skip",
-        'what to do where a gradient holds NaN or an infinity: "skip" (hand its bucket over empty; counted in '
+        'what to do if a gradient holds NaN or an infinity: "skip" (hand its bucket over empty; counted in '
         '``stats().gradients_skipped``) or "raise" FloatingPointError',
         flags=(),
     )
     buffers: str = option(
         "average",
-        'how batch-norm statistics agree: "average" them, keep each rank\'s own ("local"), or take rank 0\'s ("root")',
+        'what to do with batch-norm statistics: "average" them, keep each rank\'s own ("local"), or take rank 0\'s '
+        '("root")',
         flags=(),
     )
 
     def check(self, ranks: int | None, local_size: int | None = None) -> None:
-        """Refuse what no job of so many ranks can have; None: nobody knows how many yet.
+        """Check that a job can have these options.
 
         Args:
-            ranks: that share the optimizer.
-            local_size: ranks that step together; None if only ``hierarchical`` says so.
+            ranks: number of ranks that share the optimizer; None if it is not known yet.
+            local_size: number of ranks that step together; None: as ``hierarchical`` says.
 
         Raises:
-            ValueError: with a hint.
+            ValueError: an option has an invalid value, or two options contradict each other.
         """
         together = self.hierarchical if local_size is None and not isinstance(self.hierarchical, bool) else local_size
         if ranks is not None and together is not None:
@@ -299,19 +301,17 @@ class EagerOptions:
         check_quorum(self.quorum, ranks, "ranks" if together in (None, 1) else "hosts")
         late, grace = self.max_staleness, self.grace
         if isinstance(late, bool) or not isinstance(late, int) or late < 0:
-            raise ValueError(
-                f"max_staleness={late!r} is not a number of rounds: take 0 (synchronous) or more, 16 is usual"
-            )
+            raise ValueError(f"max_staleness must be a number of rounds, 0 (synchronous) or more, got {late!r}")
         if grace != AUTO and not _is_number(grace, below=math.inf):
-            raise ValueError(f'grace={grace!r} is not a number of seconds: take "auto", or 0.0 or more')
+            raise ValueError(f'grace must be "auto" or a number of seconds, at least 0, got {grace!r}')
         ahead = self.weight_prediction
         if ahead != AUTO and not _is_number(ahead, below=MOST_AHEAD + 1):
             raise ValueError(
-                f'weight_prediction={ahead!r} is not a number of rounds: take "auto", or from 0 to {MOST_AHEAD}'
+                f'weight_prediction must be "auto" or a number of rounds from 0 to {MOST_AHEAD}, got {ahead!r}'
             )
         for name, size, usual in (("bucket_cap_mb", self.bucket_cap_mb, 25), ("late_cap_mb", self.late_cap_mb, 4096)):
             if isinstance(size, bool) or not isinstance(size, int | float) or not size > 0:
-                raise ValueError(f"{name}={size!r} is not a size in MiB: take a number above 0, {usual} is usual")
+                raise ValueError(f"{name} must be a number of MiB above 0 (usually {usual}), got {size!r}")
         check_one_of("buffers", self.buffers, BUFFERS)
         check_one_of("pace", self.pace, PACES)
         check_one_of("nonfinite", self.nonfinite, NONFINITE)
@@ -323,13 +323,13 @@ class EagerOptions:
             )
 
     def resolved(self, parties: int) -> EagerOptions:
-        """Return the options of a job of so many ranks, or hosts, with a number in place of "auto"."""
+        """Return the options of a job of ``parties`` ranks or hosts, with "auto" replaced by a number."""
         may_be_late = self.max_staleness > 0 and not waits_for_all(self.quorum, parties)
         ahead = rounds_ahead(self.weight_prediction, may_be_late) if parties > 1 else 0.0
         return dataclasses.replace(self, weight_prediction=ahead)
 
     def config(self, local_size: int = 1) -> dict[str, Any]:
-        """Return what ranks must have in common, of ``EagerConfig``, where so many of a host step together."""
+        """Return the fields of ``EagerConfig`` that these options determine; ``local_size`` as there."""
         return {
             "quorum": self.quorum,
             "max_staleness": self.max_staleness,
@@ -356,4 +356,4 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         compressions=("none", "fp16", "bf16"),
     ),
 }
-"""By name."""
+"""The algorithms of the family, by name."""

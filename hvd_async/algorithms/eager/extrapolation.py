@@ -1,16 +1,16 @@
-"""Extrapolated updates: the weights stay where a gradient that is computed now will be applied.
+"""Extrapolated updates: the weights are ahead, where a gradient that is computed now will be applied.
 
-A late gradient was computed at weights that have moved on since. So every update is extended by how it changes,
+A late gradient was computed at weights that have changed since. So every update is extended by its change,
 
     x_t = x_{t-1} + u_t + (c_t u_t - c_{t-1} u_{t-1}),   c = m + m^2 + ... + m^T
 
 where u_t is the wrapped optimizer's update, m its momentum and T the number of rounds to look ahead. The sum
-telescopes: x_t is c_t u_t ahead of where the updates alone lead, which is as far as momentum alone carries the weights
-in T rounds.
+telescopes: x_t is c_t u_t ahead of the weights that the updates alone give, which is as far as momentum alone carries
+the weights in T rounds.
 Where updates do not depend on the weights, gradients are computed at the same weights as under linear weight prediction
-(Kosson et al., "Pipelined Backpropagation at Scale", MLSys 2021) with the decay of momentum in it; T = 1 is Nesterov's
-momentum. Here the extrapolated weights are the weights: hooks, constraints, averages and checkpoints see them, and
-nothing is ever put back. All replicas hold the same weights and the same last term c_t u_t, the *lead*, which is state
+(Kosson et al., "Pipelined Backpropagation at Scale", MLSys 2021) with decaying momentum; T = 1 is Nesterov's momentum.
+Here the extrapolated weights are the weights: hooks, constraints, averages and checkpoints see them, and they are never
+reset. All replicas hold the same weights and the same last term c_t u_t, the *lead*, which is state
 like the momentum.
 """
 
@@ -20,11 +20,11 @@ from collections.abc import Mapping
 from typing import Any
 
 AHEAD = 2.0
-"""Rounds to look ahead under "auto" where gradients may be late."""
+"""Rounds to look ahead under "auto" if gradients may be late."""
 
 
 def rounds_ahead(given: float | str, may_be_late: bool) -> float:
-    """Return T, in rounds, for what a user has given: a number, or "auto"."""
+    """Return T, in rounds, for the option's value: a number, or "auto"."""
     if isinstance(given, str):
         return AHEAD if may_be_late else 0.0
     return float(given)

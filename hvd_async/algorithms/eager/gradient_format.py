@@ -1,10 +1,11 @@
 """The format of a binding's gradients: buckets, flat vectors with counting elements, and their compression.
 
-A *vector* of bucket b is its gradients, flat, then a ``Tail`` that counts them. So the sum over the ranks that a round
-brings back tells how many gradients it really carried.
+A *vector* of bucket b consists of its gradients, flat, and a ``Tail`` that counts them. So the sum over the ranks that
+a round returns shows how many gradients it carried.
 
-Where rounds are weighted by samples, a rank multiplies its gradient g_j by its samples n_j, and the tail carries the
-sum of those too: a round of k gradients is k sum_j n_j g_j / sum_j n_j instead of sum_j g_j, which it is for equal n_j.
+If rounds are weighted by samples, a rank multiplies its gradient g_j by its number of samples n_j, and the tail carries
+the sum of these too: a round of k gradients is k sum_j n_j g_j / sum_j n_j instead of sum_j g_j, to which it is equal
+if all n_j are.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from hvd_async.runtime.protocol import Hyper
 
 
 def by_size(gradients: Sequence[tuple[Hashable, int]], cap: float) -> list[list[int]]:
-    """Part gradients into buckets of one kind, none of more than ``cap`` bytes unless it holds but one gradient.
+    """Divide gradients into buckets of one kind, of at most ``cap`` bytes unless a bucket holds a single gradient.
 
     Args:
-        gradients: kind (of one dtype, on one device) and size (bytes) of each, in the order in which backward gets to
+        gradients: kind (dtype and device) and size (bytes) of each gradient, in the order in which backward computes
             them.
-        cap: bytes.
+        cap: maximum size, bytes.
 
     Returns:
-        Positions in ``gradients``, by bucket; the bucket that is begun first comes first.
+        Positions in ``gradients``, by bucket; buckets are in the order of their first gradients.
     """
     buckets: list[list[int]] = []
     filling: dict[Hashable, list[int]] = {}
@@ -61,39 +62,39 @@ def by_number(gradients: int, groups: int) -> list[range]:
 
 
 EXACT = {"float16": 2**11, "bfloat16": 2**8, "float32": 2**24, "float64": 2**53}
-"""Up to which whole number a dtype holds all whole numbers."""
+"""By dtype, the number up to which it represents all whole numbers exactly."""
 SAMPLE_DIGITS = 32
-"""Binary digits that tell the samples of a gradient."""
+"""Number of binary digits for the samples of a gradient."""
 FIRST_UNIT = 1024.0
-"""Between one sample and 2^20: float16 has both to spare for usual gradients."""
+"""First divisor, in the middle between 1 sample and 2^20: usual gradients fit into float16 with either."""
 
 
 def count_slots(size: int, max_staleness: int, dtype: str) -> int:
-    """How many counting elements a vector needs so that their sums are exact in ``dtype``, that of the wire.
+    """Return how many counting elements a vector needs so that their sums are exact in ``dtype``, that of the wire.
 
-    Between two rounds a rank hands over no more than ``max_staleness + 1`` gradients, and one more if it began with as
-    many from a checkpoint; so a slot that ranks share in turn sums to no more than (ranks that share it) x that.
+    Between two rounds a rank hands over at most ``max_staleness + 1`` gradients, and one more if it started with that
+    many from a checkpoint. So a slot sums to at most (number of ranks that share it) x (``max_staleness + 2``).
 
     Raises:
-        ValueError: a single rank's gradients may be too many for the dtype.
+        ValueError: the gradients of a single rank may be too many for the dtype.
     """
     each = EXACT[dtype] // (max_staleness + 2)
     if each < 1:
         raise ValueError(
-            f"max_staleness={max_staleness} is too much for {dtype} compression, which counts to {EXACT[dtype]}: "
+            f"max_staleness={max_staleness} is too large for {dtype} compression, which counts to {EXACT[dtype]}: "
             f"lower max_staleness or leave compression out"
         )
     return -(-size // each)
 
 
 def largest_summand(size: int) -> float:
-    """The largest float16 of which ``size`` may be added up, in any order, without an infinity. Each addition rounds up
-    by 2^-11 of its result at the most, and never by more than the number that is added."""
+    """Return the largest float16 of which ``size`` can be added in any order without overflow. Each addition rounds up
+    by at most 2^-11 of its result, and by at most the number that is added."""
     return 65504 / size / min(2.0, (1 + 2**-11) ** size)
 
 
 class Tally(NamedTuple):
-    """How many gradients a sum holds, and of how many samples in all (0 where these are not counted)."""
+    """Number of gradients in a sum, and their total number of samples (0 if these are not counted)."""
 
     gradients: int
     samples: int
@@ -101,16 +102,16 @@ class Tally(NamedTuple):
 
 @dataclass(frozen=True)
 class Tail:
-    """The elements at a vector's end that count.
+    """Counting elements at the end of a vector.
 
-    The first ``slots`` count gradients: a rank that hands one over has 1 in its own and 0 in the others. One slot is
-    enough unless the vectors travel in half precision, which cannot count far. Where rounds are weighted by samples,
-    ``SAMPLE_DIGITS`` more for each slot have the gradient's samples as binary digits, the lowest first: they sum to no
-    more than the slot's count does, so they are as exact.
+    The first ``slots`` elements count gradients: a rank that hands one over has 1 in its own slot and 0 in the others.
+    One slot is enough unless the vectors travel in half precision, which represents few whole numbers exactly. If
+    rounds are weighted by samples, ``SAMPLE_DIGITS`` more elements per slot hold the gradient's number of samples in
+    binary, lowest digit first: they sum to at most the slot's count, so they are exact too.
 
     Attributes:
-        slots: how many.
-        slot: this rank's.
+        slots: number of slots.
+        slot: slot of this rank.
         weighted: whether samples are counted.
     """
 
@@ -125,7 +126,7 @@ class Tail:
         """Return the elements of one gradient.
 
         Raises:
-            ValueError: so many samples cannot be counted.
+            ValueError: the number of samples is too large.
         """
         if samples >= 2**SAMPLE_DIGITS:
             raise ValueError(f"{samples} samples in one gradient are too many: record fewer than 2**{SAMPLE_DIGITS}")
@@ -137,7 +138,7 @@ class Tail:
         return elements
 
     def moved(self, elements: Sequence[float], before: Tail) -> list[float]:
-        """Return elements that say here what a rank's own said where the tail was ``before``."""
+        """Return a rank's elements of the tail ``before``, converted to this tail."""
         found = [0.0] * len(self)
         found[self.slot] = elements[before.slot]
         if self.weighted:
@@ -146,50 +147,50 @@ class Tail:
         return found
 
     def read(self, sums: Sequence[float], scale: float) -> Tally:
-        """Return what sums of such elements x ``scale`` tell."""
+        """Return the tally that sums of such elements, multiplied by ``scale``, contain."""
         whole = [round(element / scale) for element in sums]
         digits = enumerate(whole[self.slots :])
         return Tally(sum(whole[: self.slots]), sum(number << place % SAMPLE_DIGITS for place, number in digits))
 
 
 def same(vector: Vector, unit: float) -> Vector:
-    """The vector itself: no compression."""
+    """Return the vector itself: no compression."""
     return vector
 
 
 def same_bucket(vector: Vector, bucket: int) -> Vector:
-    """The vector itself: no compression."""
+    """Return the vector itself: no compression."""
     return vector
 
 
 def last(vector: Vector, count: int) -> list[float]:
-    """The last elements, in order."""
+    """Return the last ``count`` elements, in order."""
     return [float(vector[place]) for place in range(-count, 0)]
 
 
 def recounted(vector: Vector, count: int, elements: Sequence[float]) -> Vector:
-    """The NumPy vector with these elements in place of its last ``count``."""
+    """Return a copy of the NumPy vector whose last ``count`` elements are replaced."""
     return np.concatenate([vector[:-count], np.asarray(elements, vector.dtype)])
 
 
 @dataclass(frozen=True)
 class GradientFormat:
-    """How a binding's vectors look and travel.
+    """Format of a binding's vectors in memory and on the wire.
 
     Attributes:
-        zeros: a vector of a bucket that holds nothing; it is never changed, and may be the same one each time.
-        nbytes: of each bucket's vector.
-        tail: the elements at a vector's end that count.
-        encode: makes of a vector what the collective sums (compression), its gradients divided by a unit if it is
-            ``narrow``; ``decode`` takes it back, given the bucket.
-        narrow: whether gradients x samples may be out of the range in which they travel (float16).
-        peek: the last so many elements of a sum that has come, in order.
-        recount: returns a vector with other counting elements, given how many it has.
-        sent: bytes of each bucket's vector as it travels; as ``nbytes`` if empty.
-        release: gives memory back that is kept for later steps' vectors.
-        scale: what the collectives multiply sums by, counts included.
+        zeros: returns an empty vector of a bucket; it is never changed, and may be the same object each time.
+        nbytes: size of each bucket's vector, bytes.
+        tail: counting elements at the end of a vector.
+        encode: compresses a vector for the collective, its gradients divided by a unit if the format is ``narrow``.
+        decode: inverse of ``encode`` for the sum of a bucket.
+        narrow: whether gradients x samples may exceed the range in which they travel (float16).
+        peek: returns the last elements of a received sum, in order, given their number.
+        recount: returns a vector with other counting elements, given its present number of them.
+        sent: size of each bucket's vector on the wire, bytes; empty: as ``nbytes``.
+        release: frees memory that is reserved for vectors of later steps.
+        scale: factor by which the collectives multiply sums, counts included.
         process_set: the ranks that share the optimizer, as the binding's collectives know them; None for all.
-        members: those ranks; empty for all.
+        members: these ranks; empty for all.
         process_set_id: 0 for all ranks.
     """
 
@@ -209,15 +210,15 @@ class GradientFormat:
     process_set_id: int = 0
 
     def tally(self, sums: Vector) -> Tally:
-        """Return what a sum over the ranks holds."""
+        """Return the number of gradients and samples in a sum over the ranks."""
         return self.tail.read(self.peek(sums, len(self.tail)), self.scale)
 
     def weight(self, tally: Tally, unit: float) -> float:
-        """Return by what a sum's gradients are to be multiplied; 0 if it holds nothing that has a weight.
+        """Return the factor for the gradients of a sum; 0 if none of them has a weight.
 
         Args:
-            tally: of the sum.
-            unit: by which they were divided on their way.
+            tally: tally of the sum.
+            unit: divisor of the gradients on the wire.
         """
         if not self.tail.weighted:
             return float(tally.gradients > 0)
@@ -225,40 +226,39 @@ class GradientFormat:
 
     @property
     def first_unit(self) -> float:
-        """By what gradients x samples are divided on their way while no round has told how many samples they have."""
+        """Divisor of gradients x samples on the wire before any round has shown how many samples gradients have."""
         return FIRST_UNIT if self.narrow and self.tail.weighted else 1.0
 
     def next_unit(self, tally: Tally, unit: float) -> float:
-        """Return by what gradients x samples are divided on their way in a later round, so that they are as large as
-        gradients are: about the samples of a gradient, and a power of two, by which nothing is rounded.
+        """Return the divisor of gradients x samples on the wire in a later round: about the number of samples of a
+        gradient, so that the quotients are as large as gradients; a power of two, so that nothing is rounded.
 
         Args:
-            tally: of a round before.
-            unit: of that one.
+            tally: tally of an earlier round.
+            unit: divisor in that round.
         """
         if not (self.narrow and tally.samples):
             return unit
         return float(1 << max(0, (tally.samples // tally.gradients).bit_length() - 1))
 
     def bytes_sent(self, bucket: int) -> int:
-        """Return the vector that a rank sends in a bucket's round."""
+        """Return the size of the vector that a rank sends in a bucket's round, bytes."""
         return (self.sent or self.nbytes)[bucket]
 
 
 @dataclass(frozen=True)
 class ReducedRound:
-    """A round that is ready to be applied.
+    """Round that is ready to be applied.
 
     Attributes:
-        index: its number, from 1.
+        index: number of the round, from 1.
         sums: for each bucket the sum over all ranks x the wire's ``scale``, shape (elements + tail,); the last
             elements count.
-        hyper: the hyperparameters to apply it with.
-        counts: how many gradients it carried in each bucket.
-        whole: how many steps of this rank's host since the last drain or cut had been handed over when it started; 0
-            where ranks do not step host by host.
-        weights: for each bucket by what its gradients are to be multiplied; 0 if they must not be applied. Empty where
-            all that there are weigh the same.
+        hyper: hyperparameters to apply the round with.
+        counts: number of gradients that it carried, by bucket.
+        whole: number of steps since the last drain or cut that this rank's host had handed over when the round started;
+            0 where ranks do not step host by host.
+        weights: factor for the gradients of each bucket; 0 if they must not be applied. Empty if all weigh the same.
     """
 
     index: int
@@ -270,16 +270,16 @@ class ReducedRound:
 
     @property
     def gradients(self) -> int:
-        """How many it carried in the bucket that carried most; 0 if it must not be applied."""
+        """Largest number of gradients that it carried in a bucket; 0 if it must not be applied."""
         return max(self.counts) if any(self.weights or self.counts) else 0
 
     def weight(self, bucket: int) -> float:
-        """Return by what a bucket's gradients are to be multiplied; 0 if they must not be applied."""
+        """Return the factor for a bucket's gradients; 0 if they must not be applied."""
         return self.weights[bucket] if self.weights else float(self.counts[bucket] > 0)
 
 
 class PendingGradient(NamedTuple):
-    """Pending gradients of one bucket of one rank at a cut: their sum (None if there is none), their versions."""
+    """Pending gradients of a bucket on a rank: their sum (None if there are none), and their versions."""
 
     vector: Vector | None
     versions: list[int]

@@ -1,34 +1,34 @@
 """State machine of partial allreduce: events and ``now`` in, commands out. No clock, no I/O.
 
-The laws it keeps:
+Its laws:
 
-1. *One order.* When round t - 1 of a bucket has started, round t may; each starts once, and is commanded to every rank.
-2. *Staleness.* When t - position(r) <= max_staleness for every active rank r, round t may start. A rank's position is
+1. *One order.* Round t of a bucket starts after round t - 1; each starts once, and is commanded to every rank.
+2. *Staleness.* Round t starts only if t - position(r) <= max_staleness for every active rank r. A rank's position is
    the number of steps whose gradient it has handed over (pace "steps"), or the version it computes at (pace "rounds").
    A gradient of version v is handed over as step s <= v + 1, and carried by the first round started after that: its
-   staleness (round - 1 - v) keeps the bound.
-   Where ranks step host by host, all of a host's gradients of a step count as handed over when the last one is, and go
-   in one round. When that is too late for the step's own round, its ranks are told with which version the step ends, so
-   that they begin the next with equal weights.
-3. *Quorum.* When ``RoundQuorum`` says so of the ranks (or hosts) that have arrived, round t starts: at once if all
-   have, or when its ``grace`` is over.
-4. *Hyperparameters belong to the round.* When the rank whose arrival started its last bucket is in ``step()``,
-   they are that rank's, else those of the first rank that is. Whoever waits for a round is in ``step()``, so nobody
-   waits for them.
-5. *Nothing is left.* When all ranks have finished a drain, one last round carries all pending gradients, with the
-   hyperparameters of the round before, or those that the first rank registered with; then all are told. After a cut, in
-   which no rank asked for a drain, gradients stay pending.
+   staleness (round - 1 - v) is within the bound.
+   If ranks step host by host, all of a host's gradients of a step count as handed over when the last one is, and go
+   into one round. If that is too late for the step's own round, its ranks are sent the version at which the step ends,
+   so that they begin the next step with equal weights.
+3. *Quorum.* Round t starts when ``RoundQuorum`` accepts the ranks (or hosts) that have arrived: at once if all have,
+   else after its ``grace``.
+4. *Hyperparameters belong to the round.* They are those of the rank whose arrival started its last bucket if that rank
+   is in ``step()``, else those of the first rank in ``step()``. Any rank that waits for a round is in ``step()``, so no
+   rank waits for hyperparameters.
+5. *Nothing is left.* When all ranks have finished, in a drain one last round carries all pending gradients, with the
+   hyperparameters of the round before, or else of the first rank's registration; then all ranks are notified. In a
+   cut, for which no rank requested a drain, gradients stay pending.
 6. *Illegal moves change nothing.* They raise ProtocolError.
-7. *Whoever delays a round is named*, also after its start: when a round is in flight for long, a roll is called, and a
-   rank whose engine does not answer has not submitted it.
-8. *An event costs the same with more ranks.* What takes time in proportion to them is done once a round or an end.
+7. *Stragglers are named*, also after the start of a round: if a round is in flight for long, the coordinator calls the
+   roll, and a rank whose engine does not answer has not submitted the round.
+8. *The cost of an event does not grow with the number of ranks.* Work that does is done once per round, drain or cut.
 
 In this file: ``Hosts`` and ``Gathering`` (ranks that step together), ``Positions``, ``Bucket``, ``Round`` and
 ``Steppers`` (progress), ``ReceivedRounds`` (law 7), ``RoundCommands``, then ``EagerStateMachine``. Law 3 is in
 ``quorum``.
 
 States: opening (until every rank has registered and all match) -> running <-> drained (all have finished: counters are
-re-based to the rounds started and all ranks are active again); rejected, if the ranks do not match.
+re-based to the started rounds, and all ranks are active again); rejected, if the ranks do not match.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ from hvd_async.runtime.machine import StateMachine
 from hvd_async.runtime.protocol import Command, Hyper, OptimizerEvent
 
 # -- hosts whose ranks take each step together -------------------------------------------------------------------------
-# A gradient of such a rank counts as arrived when those of all ranks of its host have been handed over.
+# A gradient of such a rank counts as arrived when all ranks of its host have handed theirs over.
 
 
 @dataclass
 class Hosts:
-    """Groups of ranks that step together: the ranks of a host, or single ranks. A host is identified by its first rank.
+    """Groups of ranks that step together: the ranks of a host, or single ranks. The first rank identifies a host.
 
     Attributes:
         first: the hosts, in order.
@@ -94,7 +94,7 @@ class Hosts:
         self.first = tuple(self._ranks)
         self.of = {rank: first for first, own in self._ranks.items() for rank in own}
         self.number = {host: number for number, host in enumerate(self.first)}
-        self.begin_anew()
+        self.reset()
         for rank in done:
             self.finish(rank)
 
@@ -113,7 +113,7 @@ class Hosts:
         if not self.active[host]:
             del self.active[host]
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Record that no rank has finished."""
         self.active = dict.fromkeys(self.first, self.size)
 
@@ -122,24 +122,24 @@ class Gathering:
     """Gradients that wait for those of the other ranks of their host.
 
     Attributes:
-        whole: per bucket and host, the number of gradients that all its ranks have handed over since the last drain or
+        whole: by bucket and host, the number of gradients that all its ranks have handed over since the last drain or
             cut.
-        held: the buckets, as bits, of ranks that have handed over one gradient more.
+        held: for ranks that have handed over one gradient more, its buckets as bits.
     """
 
     __slots__ = ("_buckets", "_lacking", "_steps", "held", "whole")
 
     def __init__(self, hosts: Hosts, buckets: int) -> None:
         self._buckets = buckets
-        self.begin_anew(hosts)
+        self.reset(hosts)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Gathering) and all(getattr(self, one) == getattr(other, one) for one in self.__slots__)
 
     __hash__ = None  # type: ignore[assignment]
 
-    def begin_anew(self, hosts: Hosts) -> None:
-        """Count from 0: at the start, and when all ranks have finished. Nothing is held then."""
+    def reset(self, hosts: Hosts) -> None:
+        """Count from 0, with no gradient held: at the start, and when all ranks have finished."""
         self.whole = [dict.fromkeys(hosts.first, 0) for _ in range(self._buckets)]
         self.held: dict[int, int] = {}
         self._steps: dict[int, int] = {}
@@ -156,7 +156,7 @@ class Gathering:
         return any(bits >> bucket & 1 for bits in self.held.values())
 
     def hold(self, rank: int, host: int, step: int, buckets: Sequence[int], bits: int) -> list[int]:
-        """Hold the buckets of a step that a rank hands over; return those that all ranks of its host have handed
+        """Hold the buckets of a step that a rank hands over; return the buckets that all ranks of its host have handed
         over."""
         self.held[rank] = self.held.get(rank, 0) | bits
         self._steps[host] = step
@@ -166,7 +166,7 @@ class Gathering:
         return [bucket for bucket in buckets if not lacking[bucket]]
 
     def finish(self, rank: int, host: int, ranks: Sequence[int]) -> list[int]:
-        """Wait no longer for a rank that has finished; return the held buckets in which its host is complete now."""
+        """Stop waiting for a rank that has finished; return the held buckets in which its host is now complete."""
         lacking, bits, held = self._lacking[host], self.held.get(rank, 0), 0
         for each in ranks:
             held |= self.held.get(each, 0)
@@ -174,7 +174,7 @@ class Gathering:
             lacking[bucket] -= not bits >> bucket & 1
         return [bucket for bucket in range(self._buckets) if held >> bucket & 1 and not lacking[bucket]]
 
-    def let_go(self, host: int, ranks: Sequence[int], active: Sequence[int], buckets: Sequence[int]) -> None:
+    def release(self, host: int, ranks: Sequence[int], active: Sequence[int], buckets: Sequence[int]) -> None:
         """Release a host's gradients of these buckets; ``active`` are its unfinished ranks."""
         bits = sum(1 << bucket for bucket in buckets)
         for rank in ranks:
@@ -187,16 +187,16 @@ class Gathering:
         if not any(rank in self.held for rank in ranks):
             del self._steps[host]
 
-    def let_all_go(self, hosts: Hosts) -> None:
+    def release_all(self, hosts: Hosts) -> None:
         """Release all gradients: all ranks have finished."""
         for host in list(self._steps):
             bits = 0
             for rank in hosts.ranks(host):
                 bits |= self.held.get(rank, 0)
-            self.let_go(host, hosts.ranks(host), (), [bucket for bucket in range(self._buckets) if bits >> bucket & 1])
+            self.release(host, hosts.ranks(host), (), [bucket for bucket in range(self._buckets) if bits >> bucket & 1])
 
     def missing(self, late: Collection[int], hosts: Hosts, active: Collection[int], bucket: int) -> frozenset[int]:
-        """Return the ``late`` ranks; a rank that waits for other ranks of its host in a bucket is replaced by these."""
+        """Return the ``late`` ranks, with each rank that waits in a bucket for ranks of its host replaced by these."""
         held = {rank for rank, bits in self.held.items() if bits >> bucket & 1}
         waited_for = hosts.among([rank for rank in late if rank in held])
         others = {rank for host in waited_for for rank in hosts.ranks(host) if rank in active}
@@ -215,25 +215,25 @@ class Gathering:
 class Positions:
     """Progress of each rank in each bucket, with the minimum over active ranks in constant time.
 
-    All buckets of a step arrive before the next step, so a rank has one position, except for those buckets of its next
-    step that have arrived already. Ranks are counted by position.
+    All buckets of a step arrive before the next step, so a rank has a single position, except in buckets of its next
+    step that have already arrived. Ranks are counted by position.
 
     Args:
-        ranks: all, at position 0.
+        ranks: all ranks, at position 0.
         buckets: number of buckets.
         done: ranks that have finished.
 
     Attributes:
-        of: position of each rank in all its buckets; it never falls.
+        of: position of each rank in all its buckets; it never decreases.
         ahead: for ranks with some buckets of their next step, these buckets as bits.
-        lowest: the lowest position of an active rank, if there is one.
+        lowest: lowest position of an active rank, if there is one.
     """
 
     __slots__ = ("_ahead_at", "_all", "_counts", "ahead", "lowest", "of")
 
     def __init__(self, ranks: Sequence[int], buckets: int, done: Collection[int]) -> None:
         self._all = (1 << buckets) - 1
-        self.begin_anew(ranks, 0)
+        self.reset(ranks, 0)
         for rank in done:
             self.leave(rank)
 
@@ -242,7 +242,7 @@ class Positions:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def begin_anew(self, ranks: Sequence[int], at: int) -> None:
+    def reset(self, ranks: Sequence[int], at: int) -> None:
         """Set all ranks active, at one position."""
         self.of = dict.fromkeys(ranks, at)
         self.ahead: dict[int, int] = {}
@@ -250,7 +250,7 @@ class Positions:
         self._counts = [len(self.of)]
         """``_counts[i]``: number of active ranks at position ``lowest + i``."""
         self._ahead_at: dict[tuple[int, int], int] = {}
-        """By position and bucket, the number of active ranks there that are ahead in it."""
+        """By position and bucket, the number of active ranks at that position that are ahead in that bucket."""
 
     def at(self, rank: int, bucket: int) -> int:
         """Return the position of a rank in a bucket."""
@@ -261,7 +261,7 @@ class Positions:
         return self.lowest + (self._ahead_at.get((self.lowest, bucket), 0) == self._counts[0])
 
     def step(self, ranks: Sequence[int], to: int, buckets: Sequence[int], bits: int) -> bool:
-        """Move active ranks of equal position to the next one in some buckets; return whether these are all buckets."""
+        """Move active ranks of equal position to the next position in some buckets; return whether that is in all."""
         if bits != self._all and not self._gain(ranks, to - 1, buckets, bits):
             return False
         of, counts, place, count = self.of, self._counts, to - self.lowest, len(ranks)
@@ -277,7 +277,7 @@ class Positions:
         return True
 
     def _gain(self, ranks: Sequence[int], at: int, buckets: Sequence[int], bits: int) -> bool:
-        """Put ranks ahead in some buckets; return whether they are ahead in all now, and have to move."""
+        """Put ranks ahead in some buckets; return whether they are now ahead in all, and so have to move."""
         ahead_at = self._ahead_at
         for bucket in buckets:
             ahead_at[at, bucket] = ahead_at.get((at, bucket), 0) + len(ranks)
@@ -299,7 +299,7 @@ class Positions:
                     del self._ahead_at[at, bucket]
 
     def move(self, rank: int, to: int) -> None:
-        """Move an active rank that is ahead in no bucket to a position, which may be the one it has."""
+        """Move an active rank that is ahead in no bucket to a position, possibly its present one."""
         self._counts += [0] * (to - self.lowest + 1 - len(self._counts))
         self._counts[to - self.lowest] += 1
         self.leave(rank)
@@ -326,27 +326,27 @@ class Bucket:
 
     fired: int = 0
     waiting: dict[int, float] = field(default_factory=dict)
-    """Hosts (ranks, where each steps separately) that have arrived for round fired + 1, in order, with the time."""
+    """Hosts (ranks, if each steps separately) that have arrived for round fired + 1, in order, with the time."""
     arrived: int = 0
-    """Number of these ranks."""
+    """Number of ranks that have arrived for that round."""
     least: int = 1
-    """Number of them below which the round cannot start, so that nobody has to check."""
+    """Smallest length of ``waiting`` with which the round may start; below it no check is needed."""
     quorum_at: float | None = None
-    """Time when the quorum of the next round was reached; grace counts from there."""
+    """Time when the quorum of the next round was reached; the grace starts there."""
     loaded: bool = False
     """Whether a gradient was handed over since the last round took the pending ones."""
     landed: int = 0
-    """Rounds that are known to have completed on some rank; they complete on all at about the same time."""
+    """Number of rounds known to have completed on a rank; they complete on all ranks at about the same time."""
     fired_at: float = 0.0
     """Time when the last round started."""
     called: int = 0
-    """Number of the first roll call since then; 0 if there was none."""
+    """Number of the first roll call since that start; 0 if there was none."""
     answered: set[int] = field(default_factory=set)
     """Ranks whose engines have submitted that round, by their answers to the roll call."""
 
 
 def is_last(buckets: Sequence[Bucket], index: int) -> bool:
-    """Return whether all other buckets have started the round that is the next of this one."""
+    """Return whether all other buckets have started the next round of this bucket."""
     number = buckets[index].fired + 1
     return all(bucket.fired >= number for other, bucket in enumerate(buckets) if other != index)
 
@@ -360,7 +360,7 @@ class Round:
 
 
 class Steppers:
-    """Ranks that are in ``step()``, with the time they entered it, by the number of a step whose round has not
+    """Ranks in ``step()``, with the time at which they entered it, by the number of a step whose round has not
     started."""
 
     __slots__ = ("_by_step", "_step_of")
@@ -368,7 +368,7 @@ class Steppers:
     def __init__(self) -> None:
         self._step_of: dict[int, int] = {}
         self._by_step: dict[int, dict[int, float]] = {}
-        """In order of arrival; some may be in a later step by now."""
+        """Ranks in order of arrival; some may be in a later step by now."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Steppers) and (self._step_of, self._by_step) == (other._step_of, other._by_step)
@@ -380,7 +380,7 @@ class Steppers:
         return self._step_of.get(rank)
 
     def enter(self, rank: int, step: int, now: float, fired: int) -> None:
-        """Record that a rank has entered a step, and so left the one before; ``fired`` rounds have started."""
+        """Record that a rank has entered a step, and so left the previous one; ``fired`` rounds have started."""
         self._step_of[rank] = step
         if step > fired:
             ranks = self._by_step.get(step)
@@ -389,7 +389,7 @@ class Steppers:
             ranks[rank] = now
 
     def lead(self, step: int, ranks: Sequence[int]) -> int | None:
-        """Return the first of ``ranks`` that is in a step, else the first rank that is; None if none is."""
+        """Return the first of ``ranks`` that is in a step, else the first other rank in it; None if no rank is."""
         there = self._by_step.get(step, {})
         there_first = itertools.chain((rank for rank in ranks if rank in there), there)
         return next((rank for rank in there_first if self._step_of[rank] == step), None)
@@ -405,22 +405,22 @@ class Steppers:
             del self._by_step[old]
 
     def clear(self) -> None:
-        """Forget all ranks: they have finished."""
+        """Forget all ranks, which have finished."""
         self._step_of.clear()
         self._by_step.clear()
 
 
-# -- rounds that have come back ----------------------------------------------------------------------------------------
-# A roll call finds the rank that holds up a round which does not come back.
+# -- completed rounds --------------------------------------------------------------------------------------------------
+# A roll call finds the rank that blocks a round which does not complete.
 
 
 class ReceivedRounds:
-    """Rounds that are known to have completed. They do on all ranks at about the same time, so one rank's word is
-    enough."""
+    """Rounds that are known to have completed. They complete on all ranks at about the same time, so a report of one
+    rank is enough."""
 
     def __init__(self) -> None:
         self._whole = 0
-        """Rounds that have completed in all buckets; of a single bucket more may be known."""
+        """Number of rounds known to have completed in all buckets; ``Bucket.landed`` may be larger."""
         self._calls = 0
         """Number of roll calls."""
 
@@ -430,12 +430,12 @@ class ReceivedRounds:
             self._whole = rounds
 
     def of(self, bucket: Bucket) -> int:
-        """Return how many rounds of a bucket have completed."""
+        """Return how many rounds of a bucket are known to have completed."""
         return max(bucket.landed, self._whole)
 
     def call(self, buckets: Sequence[Bucket], fired_before: float) -> int | None:
-        """Call the roll if a round that started by ``fired_before`` has not completed; return the call's number, or
-        None."""
+        """Call the roll if a round that started by ``fired_before`` has not completed. Return the call's number; None
+        without a call."""
         late = [bucket for bucket in buckets if self.of(bucket) < bucket.fired and bucket.fired_at <= fired_before]
         if not late:
             return None
@@ -451,16 +451,16 @@ class ReceivedRounds:
             ProtocolError: the answer is impossible.
         """
         if len(event.landed) != len(buckets):
-            raise ProtocolError(f"rank {rank} has {len(event.landed)} buckets of {len(buckets)}")
+            raise ProtocolError(f"rank {rank} reported {len(event.landed)} buckets instead of {len(buckets)}")
         if any(landed > bucket.fired for bucket, landed in zip(buckets, event.landed, strict=True)):
-            raise ProtocolError(f"rank {rank} has seen rounds {event.landed}, which it cannot have")
+            raise ProtocolError(f"rank {rank} reported completed rounds {event.landed}, some of which have not started")
         for bucket, landed in zip(buckets, event.landed, strict=True):
             if 0 < bucket.called <= event.call:
                 bucket.answered.add(rank)
             bucket.landed = max(bucket.landed, landed)
 
     def blocked_on(self, buckets: Sequence[Bucket], ranks: Sequence[int]) -> tuple[str, frozenset[int]] | None:
-        """Return the round that does not complete and the ranks that hold it up; None before a roll call found one."""
+        """Return the round that does not complete and the ranks that block it; None before a roll call finds one."""
         for bucket in buckets:
             if bucket.called and self.of(bucket) < bucket.fired:
                 silent = frozenset(ranks) - bucket.answered
@@ -471,11 +471,11 @@ class ReceivedRounds:
 
 
 # -- commands that start rounds ----------------------------------------------------------------------------------------
-# As few as possible, each as short as possible.
+# As few and as short as possible.
 
 
 class Started(NamedTuple):
-    """The round of a bucket that has started, with fields as in ``StartRound``."""
+    """Round of a bucket that has started, with fields as in ``StartRound``."""
 
     bucket: int
     round: int
@@ -483,35 +483,35 @@ class Started(NamedTuple):
     arrived: int
     held: float
     hyper: Hyper | None
-    """The round's hyperparameters, with its last bucket; None if they are not known."""
+    """Hyperparameters of the round, with its last bucket; None if they are not known."""
     whole: HostSteps | None
 
 
 class RoundCommands:
-    """Commands of one optimizer. Hyperparameters are not sent again if its ranks were sent the same ones last."""
+    """Commands of an optimizer. Hyperparameters are not sent if they equal the ones sent last."""
 
     def __init__(self, optimizer: int) -> None:
         self._optimizer = optimizer
         self._sent: Hyper | None = None
 
     def starts(self, started: Sequence[Started]) -> list[StartRound]:
-        """Return the commands for rounds that one event has started: one for all buckets with equal content."""
+        """Return the commands for rounds that an event has started: one command for all buckets with equal content."""
         commands: list[StartRound] = []
         for (number, by, whole), alike in itertools.groupby(started, lambda one: (one.round, one.by, one.whole)):
             same = list(alike)
             buckets, arrived = [one.bucket for one in same], [one.arrived for one in same]
             hyper = next((one.hyper for one in same if one.hyper is not None), None)
             settled, held = hyper is not None, sum(one.held for one in same)
-            sent = None if hyper is None else self._news(hyper)
+            sent = None if hyper is None else self._unsent(hyper)
             commands.append(StartRound(self._optimizer, buckets, number, by, arrived, held, settled, sent, whole))
         return commands
 
     def hyper(self, number: int, hyper: Hyper) -> SetHyperparameters:
         """Return the command for hyperparameters that were not known when a round started."""
-        return SetHyperparameters(self._optimizer, number, self._news(hyper))
+        return SetHyperparameters(self._optimizer, number, self._unsent(hyper))
 
-    def _news(self, hyper: Hyper) -> Hyper | None:
-        """Return hyperparameters to send: None if they are those that were sent last."""
+    def _unsent(self, hyper: Hyper) -> Hyper | None:
+        """Return the hyperparameters to send: None if they equal the ones sent last."""
         if hyper == self._sent:
             return None
         self._sent = hyper
@@ -522,7 +522,7 @@ class RoundCommands:
 
 
 class EagerStateMachine(StateMachine[EagerConfig]):
-    """State machine for the rounds of one optimizer."""
+    """State machine for the rounds of an optimizer."""
 
     def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
         super().__init__(optimizer, ranks)
@@ -530,17 +530,17 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         self._hosts, self._grace, self._by_hosts = Hosts(ranks, 1), Grace(0.0), False
         """Whether ranks step host by host."""
         self._late: set[int] = set()
-        """Hosts with a bucket that was complete only after its round had started."""
+        """Hosts with a bucket that became complete only after its round had started."""
         self._gathering = Gathering(self._hosts, 0)
         self._positions = Positions((), 0, ())
         self._buckets: list[Bucket] = []
         self._fired = 0
-        """Rounds that all buckets have started."""
+        """Number of rounds that all buckets have started."""
         self._received = ReceivedRounds()
         self._wakes: dict[int, float] = {}
-        """By bucket, the end of a grace period that is all that holds its round back."""
+        """By bucket, the end of the grace period that alone delays its round."""
         self._steppers = Steppers()
-        self._told: dict[int, Hyper] = {}
+        self._hyper_of: dict[int, Hyper] = {}
         """The hyperparameters that each rank sent last."""
         self._rounds: dict[int, Round] = {}
         self._last_hyper: Hyper = []
@@ -548,10 +548,10 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         self._timelines: list[int] = []
         """Ranks that record a timeline."""
         self._handed_over = dict.fromkeys(ranks, 0)
-        """Gradients of the first bucket that each rank has handed over, or had before it registered."""
+        """By rank, the number of gradients of the first bucket that it has handed over, or had before it registered."""
 
     def tick(self, now: float) -> list[Command]:
-        """Start rounds that only waited for their grace to end."""
+        """Start rounds whose grace has ended."""
         return self._advance(None, now)
 
     def deadline(self) -> float | None:
@@ -569,13 +569,12 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         return list(self._handed_over.values())
 
     def roll_call(self, fired_before: float) -> list[Command]:
-        """Call the roll, if a round that started by ``fired_before`` has not completed on any rank, as far as is
-        known."""
+        """Return a roll call if a round that started by ``fired_before`` is not known to have completed on any rank."""
         call = self._received.call(self._buckets, fired_before)
         return [] if call is None else [ReportReceived(self._optimizer, call)]
 
     def take_notice(self) -> str | None:
-        """Return a notice that another quorum was chosen, and why."""
+        """Return a notice that another quorum was chosen, and why; None if none was."""
         return None if self._auto is None else self._auto.take_notice()
 
     def _blocked_on(self) -> tuple[str, frozenset[int]] | None:
@@ -593,7 +592,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         return self._received.blocked_on(self._buckets, self.ranks)
 
     def _behind(self, index: int, position: int) -> set[int]:
-        """Return the ranks that are not done and have not come to this position in a bucket."""
+        """Return the active ranks that have not reached this position in a bucket."""
         return {rank for rank in self._active() if self._positions.at(rank, index) < position}
 
     def _on_all_registered(self, config: Any) -> EagerConfig:
@@ -601,12 +600,12 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         self._hosts = Hosts(self.ranks, config.local_size, self._done)
         self._by_hosts = config.local_size > 1
         hosts = len(self._hosts.first)
-        # a rank outside of a process set is alone, with the quorum of the others
+        # a rank outside of a process set is alone, but has the quorum of the ranks inside
         check_quorum(config.quorum, max(hosts, config.quorum) if isinstance(config.quorum, int) else hosts)
-        self._told = {rank: opened.hyper for rank, opened in self._opened.items()}
+        self._hyper_of = {rank: opened.hyper for rank, opened in self._opened.items()}
         self._timelines = [rank for rank in self.ranks if self._opened[rank].timeline]
         self._handed_over = {rank: self._opened[rank].loaded for rank in self.ranks}
-        self._last_hyper = self._told[self.ranks[0]]
+        self._last_hyper = self._hyper_of[self.ranks[0]]
         self._grace = Grace(config.grace)
         if config.quorum == "auto":
             self._auto = AutoQuorum(self._hosts.first, config.max_staleness, config.pace)
@@ -631,7 +630,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
                 self._received.report(rank, event, self._buckets)
                 return []
             case _:
-                raise ProtocolError(f"rank {rank} sent {type(event).__name__} of a partial allreduce")
+                raise ProtocolError(f"rank {rank} sent {type(event).__name__}, which is no event of partial allreduce")
 
     # -- steps ------------------------------------------------------------------------------------------------
 
@@ -641,20 +640,20 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         if last is not None and event.step <= last:
             raise ProtocolError(f"rank {rank} reported step {event.step} after step {last}")
         if event.hyper is not None:
-            self._told[rank] = event.hyper
+            self._hyper_of[rank] = event.hyper
         self._steppers.enter(rank, event.step, now, self._fired)
-        round_, hyper = self._rounds.get(event.step), self._told[rank]
+        round_, hyper = self._rounds.get(event.step), self._hyper_of[rank]
         if round_ is None or round_.hyper is not None or self._fired < event.step:
             return []
         self._settle(event.step, hyper)
         return [self._commands.hyper(event.step, hyper)]
 
     def _check_arrived(self, rank: int, event: GradientReady | StepEntered) -> int:
-        """Return, as bits, which buckets of a rank's step have arrived with an event; changes nothing.
+        """Return, as bits, the buckets of a rank's step that arrive with an event. This changes nothing.
 
         Raises:
-            ProtocolError: a bucket has arrived before, or the one of the step before has not, or its round has not
-                started.
+            ProtocolError: a bucket has already arrived, or that of the previous step has not, or the round of the
+                previous step has not started.
         """
         self._running(rank, event)
         ahead, held = self._positions.ahead.get(rank, 0), self._gathering.held.get(rank, 0)
@@ -666,20 +665,20 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             if step != position + 1 or came >> index & 1 or step > buckets[index].fired + 1:
                 raise ProtocolError(
                     f"rank {rank} handed over step {step} of bucket {index} after step "
-                    f"{position + (came >> index & 1)}, with {buckets[index].fired} rounds fired"
+                    f"{position + (came >> index & 1)}, with {buckets[index].fired} rounds started"
                 )
             came |= 1 << index
         if self._gathering.step(self._hosts.of[rank]) not in (None, step):
-            raise ProtocolError(f"rank {rank} handed over step {step}, and other ranks of its host another")
+            raise ProtocolError(f"rank {rank} handed over step {step}, while other ranks of its host are in another")
         if event.landed > self._fired:
-            raise ProtocolError(f"rank {rank} has seen round {event.landed}, which it cannot have")
+            raise ProtocolError(f"rank {rank} reported round {event.landed} as completed, of {self._fired} started")
         return came & ~ahead & ~held
 
     def _arrived(self, rank: int, event: GradientReady | StepEntered, bits: int, now: float) -> list[Command]:
         step, indices, all_buckets, host = event.step, event.buckets, self._buckets, self._hosts.of[rank]
         if 0 in indices and 0 not in event.empty:
             self._handed_over[rank] += 1
-        # a rank in its next step has seen the round of the one before
+        # a rank in its next step has received the round of the previous one
         self._received.note(max(step - 1, event.landed))
         for index in indices:
             all_buckets[index].loaded = True
@@ -692,14 +691,14 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         return commands + self._advance(rank, now, due) if due else commands
 
     def _gather(self, host: int, indices: Sequence[int], now: float) -> list[Command]:
-        """Let the gradients of a host arrive in buckets that are complete; with the last bucket its step is
+        """Count a host as arrived in buckets that are complete on all its ranks; with the last bucket its step is
         complete."""
         if not indices:
             return []
         ranks, step = self._hosts.ranks(host), self._gathering.step(host)
         assert step is not None
         active = [rank for rank in ranks if rank in self._computing]
-        self._gathering.let_go(host, ranks, active, indices)
+        self._gathering.release(host, ranks, active, indices)
         bits = sum(1 << index for index in indices)
         if not active or not self._come(host, active, step, indices, bits, now) or host not in self._late:
             return []
@@ -709,7 +708,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         return [EndStep(self._optimizer, self._hosts.number[host], whole, version)]
 
     def _come(self, host: int, ranks: Sequence[int], step: int, indices: Sequence[int], bits: int, now: float) -> bool:
-        """Let gradients of a host's unfinished ranks arrive; return whether its step is complete."""
+        """Count the unfinished ranks of a host as arrived in some buckets; return whether its step is complete."""
         whole = self._positions.step(ranks, step, indices, bits)
         for index in indices:
             bucket = self._buckets[index]
@@ -731,29 +730,29 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         position = self._positions.of[rank]
         ahead = rank in self._positions.ahead or rank in self._gathering.held
         if ahead or not position <= event.version <= self._fired:
-            raise ProtocolError(f"rank {rank} took version {event.version}, which it cannot have")
+            raise ProtocolError(f"rank {rank} took version {event.version}, which is impossible at position {position}")
         self._positions.move(rank, event.version)
         return self._advance(rank, now)
 
     def _check_finished(self, rank: int) -> None:
         if self._waits_in(rank):
-            raise ProtocolError(f"rank {rank} is done although it waits for a round")
+            raise ProtocolError(f"rank {rank} has finished although it waits for a round")
 
     def _waits_in(self, rank: int) -> list[Bucket]:
-        """Return the buckets for whose next round an unfinished rank waits."""
+        """Return the buckets in which an unfinished rank waits for the next round."""
         at = self._positions.at
         return [bucket for index, bucket in enumerate(self._buckets) if at(rank, index) > bucket.fired]
 
     def _on_event_of_absent(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
-        """Handle an event of a rank whose optimizer is deleted: its engine still reports what it has received."""
+        """Handle an event of a rank whose optimizer is deleted: its engine still reports received rounds."""
         return self._on_event(rank, event, now) if isinstance(event, RoundsReceived) else []
 
     def _forget(self, rank: int) -> None:
         if rank in self._computing and self._buckets:
             host = self._hosts.of[rank]
-            for bucket in self._waits_in(rank):  # its gradients stay pending there, and go with a later round
+            for bucket in self._waits_in(rank):  # its gradients stay pending there, and go into a later round
                 bucket.arrived -= 1
-                if self._hosts.active[host] == 1:  # (where one of a host's ranks waits, all do)
+                if self._hosts.active[host] == 1:  # (if one rank of a host waits, all do)
                     del bucket.waiting[host]
 
     def _on_rank_finished(self, rank: int, now: float) -> list[Command]:
@@ -765,7 +764,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         ready = self._gathering.finish(rank, host, self._hosts.ranks(host)) if self._by_hosts else ()
         return [*self._gather(host, ready, now), *self._advance(rank, now)]
 
-    # -- firing -----------------------------------------------------------------------------------------------
+    # -- starting rounds --------------------------------------------------------------------------------------
 
     def _round(self, number: int) -> Round:
         round_ = self._rounds.get(number)
@@ -778,11 +777,11 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         return round_
 
     def _advance(self, by: int | None, now: float, only: Iterable[int] | None = None) -> list[Command]:
-        """Start the next round of each bucket that may start. (Starting a round never makes the one after it ready.)
+        """Start the next round of each bucket that may start it. (This never makes the round after it ready.)
 
         Args:
-            by: the rank whose event it was; None if only time has passed.
-            only: consider these buckets only.
+            by: the rank whose event was handled; None if only time has passed.
+            only: buckets to consider; None: all.
         """
         if self._config is None or self._refused:
             return []
@@ -808,7 +807,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
                 continue
             if number - self._positions.lowest_in(index) > self._config.max_staleness:
                 continue
-            if by is None:  # the last that has come
+            if by is None:  # the last rank that has arrived
                 ranks = self._hosts.ranks(next(reversed(arrived)))
                 last = [r for r in ranks if r in self._computing and self._positions.at(r, index) == number][-1]
             else:
@@ -826,8 +825,8 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         return ExplainRound(self._optimizer, index, number, trigger)
 
     def _fire(self, index: int, initiator: int, by: int, now: float) -> Started:
-        """Start the next round of a bucket. The round's last bucket settles its hyperparameters if a rank is in that
-        step: if possible, one of the host whose first rank is ``initiator``."""
+        """Start the next round of a bucket. The last bucket of a round determines its hyperparameters if a rank is in
+        that step: if possible, a rank of the host whose first rank is ``initiator``."""
         bucket, last = self._buckets[index], is_last(self._buckets, index)
         arrived = bucket.arrived
         bucket.waiting, bucket.arrived, bucket.least = {}, 0, 1
@@ -846,7 +845,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             lead = self._steppers.lead(number, self._hosts.ranks(initiator))
             self._steppers.forget(number)
             if lead is not None and round_.hyper is None:
-                self._settle(number, self._told[lead])
+                self._settle(number, self._hyper_of[lead])
             if self._auto is not None:
                 self._auto.fired(now)
         hyper, whole = round_.hyper if last else None, self._gathering.host_steps(index) if self._by_hosts else None
@@ -859,7 +858,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
 
     def _on_all_finished(self, rank: int, now: float) -> tuple[list[Command], int]:
         """Reduce all pending gradients in a last round, with the last hyperparameters."""
-        self._gathering.let_all_go(self._hosts)
+        self._gathering.release_all(self._hosts)
         extra = self._flush and any(bucket.loaded for bucket in self._buckets)
         last = max(bucket.fired for bucket in self._buckets) + extra
         commands, started = list[Command](), list[Started]()
@@ -868,15 +867,15 @@ class EagerStateMachine(StateMachine[EagerConfig]):
                 round_ = self._round(bucket.fired + 1)
                 round_.hyper = self._last_hyper if round_.hyper is None else round_.hyper
                 if self._timelines:
-                    commands.append(self._explain(index, "drain: all ranks are done", rank, now))
+                    commands.append(self._explain(index, "drain: all ranks have finished", rank, now))
                 started.append(self._fire(index, self._hosts.of[rank], rank, now))
         commands += self._commands.starts(sorted(started, key=lambda one: one.round))
         for number, round_ in sorted(self._rounds.items()):
-            if round_.hyper is None and number <= last:  # no rank has come to step() since its first bucket went
+            if round_.hyper is None and number <= last:  # no rank has entered step() since its first bucket started
                 commands.append(self._commands.hyper(number, self._last_hyper))
-        self._hosts.begin_anew()
-        self._positions.begin_anew(self.ranks, last)
-        self._gathering.begin_anew(self._hosts)
+        self._hosts.reset()
+        self._positions.reset(self.ranks, last)
+        self._gathering.reset(self._hosts)
         self._late.clear()
         self._steppers.clear()
         self._rounds.clear()

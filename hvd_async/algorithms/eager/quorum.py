@@ -1,10 +1,10 @@
-"""When a round starts: its quorum, how ``"auto"`` learns one, and the grace that follows.
+"""Rules for the start of a round: its quorum, how ``"auto"`` learns one, and the grace that follows.
 
 Pure: times are arguments.
 
 Sources: solo and majority are those of Li et al., "Taming Unbalanced Training Workloads in Deep Learning with Partial
-Collective Operations", PPoPP 2020 (majority: an initiator drawn anew each round from a seed all ranks share, so that
-half of the ranks are in on average). A count or a fraction is a real quorum; "all" is synchronous.
+Collective Operations", PPoPP 2020 (majority: an initiator drawn each round from a seed that all ranks share, so that
+on average half of the ranks are in the round). A count or a fraction is a real quorum; "all" is synchronous.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ NAMES = ("solo", "majority", "all", "auto")
 
 
 def check_quorum(quorum: Quorum, size: int | None, whom: str = "ranks") -> None:
-    """Refuse a quorum that no round of ``size`` ranks or hosts (None: not known yet) can have.
+    """Check that rounds of ``size`` ranks or hosts (None: not known yet) can have a quorum.
 
     Raises:
         ValueError: it is not "solo", "majority", "all", "auto", a count in 1..size, or a fraction in (0, 1].
     """
-    most = "" if size is None else f" to {size}"
-    hint = f'take "solo", "majority", "all", "auto", a number of {whom} from 1{most}, or a fraction such as 0.75'
     if isinstance(quorum, bool) or not isinstance(quorum, str | int | float):
-        raise ValueError(f"quorum={quorum!r} is not a quorum: {hint}")
-    if isinstance(quorum, str):
-        if quorum not in NAMES:
-            raise ValueError(f"quorum={quorum!r} is not known: {hint}")
+        valid = False
+    elif isinstance(quorum, str):
+        valid = quorum in NAMES
     elif isinstance(quorum, int):
-        if quorum < 1 or (size is not None and quorum > size):
-            of = "" if size is None else f" of {size} {whom}"
-            raise ValueError(f"quorum={quorum}{of} cannot be: {hint}")
-    elif not 0.0 < quorum <= 1.0:
-        raise ValueError(f"quorum={quorum} is not a fraction in (0, 1]: {hint}")
+        valid = quorum >= 1 and (size is None or quorum <= size)
+    else:
+        valid = 0.0 < quorum <= 1.0
+    if not valid:
+        most = "" if size is None else f" to {size}"
+        raise ValueError(
+            f'quorum must be "solo", "majority", "all", "auto", a number of {whom} from 1{most}, or a fraction '
+            f"in (0, 1] such as 0.75, got {quorum!r}"
+        )
 
 
 def parse_quorum(text: str) -> Quorum:
@@ -73,7 +74,7 @@ def waits_for_all(quorum: Quorum, size: int) -> bool:
 def initiator(round: int, seed: int, active: Collection[int], ranks: Sequence[int]) -> int:
     """Return majority's initiator of a round: the first active rank of a permutation drawn from (seed, round).
 
-    With a permutation, a rank that finishes changes the draw of its own rounds only.
+    With a permutation, a rank that finishes changes only the draws that it would have won.
     """
     return next(rank for rank in _order(round, seed, tuple(ranks)) if rank in active)
 
@@ -87,7 +88,7 @@ def _order(round: int, seed: int, ranks: tuple[int, ...]) -> list[int]:
 
 @dataclass
 class RoundQuorum:
-    """Quorum of a round, for all its buckets. Where ranks step host by host, a host is represented by its first rank.
+    """Quorum of a round, for all its buckets. If ranks step host by host, a host is represented by its first rank.
 
     Args:
         quorum: a quorum that ``check_quorum`` accepts, with a number instead of "auto".
@@ -95,7 +96,7 @@ class RoundQuorum:
         ranks: all ranks that share the optimizer.
         seed: seed of majority's draw.
         why: reason for this quorum, if it was chosen automatically.
-        whose: "the host of " where hosts are counted, for messages.
+        whose: "the host of " if hosts are counted, for messages.
     """
 
     quorum: Quorum
@@ -153,29 +154,29 @@ class RoundQuorum:
 
 
 # -- quorum="auto" -----------------------------------------------------------------------------------------------------
-# The count of ranks that brings the most fresh gradients per second, learned from arrival times.
+# The count of ranks with the most fresh gradients per second, learned from arrival times.
 #
-# What a rank needs from the moment it is free (its round fired, or it came too late to wait) to its next arrival does
-# not depend on the quorum. So the durations of the last steps are replayed under each count, by the rules of the state
-# machine, and the best count is taken.
+# The time that a rank needs from the moment it is free (its round started, or it arrived too late to wait) to its next
+# arrival does not depend on the quorum. So the durations of the last steps are replayed under each count, by the rules
+# of the state machine, and the best count is chosen.
 #
-# A replay is exact, and goes round by round over arrays of all ranks, so that thousands of ranks do not hold up the
-# coordinator. With more than 500 ranks it covers fewer steps (``ELEMENTS``), so it may not see a staleness bound of
-# more rounds than that reached; but each step then says more about how the ranks differ.
+# A replay is exact, and processes round after round with arrays over all ranks, so that thousands of ranks do not delay
+# the coordinator. With more than 500 ranks it covers fewer steps (``ELEMENTS``), so it may not reach a staleness bound
+# of more rounds than that; but each step then shows more of the differences between ranks.
 
 
 WINDOW = 48
-"""Steps of each rank that are remembered."""
+"""Number of steps per rank that are remembered."""
 LEARN = 2
-"""Steps of each rank that a choice needs; until then rounds are synchronous."""
+"""Number of steps per rank that a choice needs; until then rounds are synchronous."""
 RENEW = 8
-"""Rounds between two choices."""
+"""Number of rounds between two choices."""
 MARGIN = 1.03
-"""Factor by which another count must be better, so that noise does not make the choice flap."""
+"""Factor by which another count must be better, so that noise does not change the choice back and forth."""
 CANDIDATES = 9
-"""Maximum number of counts that are tried."""
+"""Maximum number of counts to try."""
 ELEMENTS = 24_000
-"""Maximum number of steps, summed over ranks, that are replayed; but at least ``FEWEST`` of each."""
+"""Maximum number of steps to replay, summed over ranks; but at least ``FEWEST`` per rank."""
 FEWEST = 10
 
 
@@ -187,11 +188,11 @@ class Choice(NamedTuple):
 
 
 class AutoQuorum:
-    """Learns the durations of steps, and chooses a quorum.
+    """Quorum that is chosen automatically, from the durations of steps.
 
     Args:
         ranks: the ranks that share the optimizer.
-        max_staleness: rounds.
+        max_staleness: staleness bound, rounds.
         pace: "steps" or "rounds".
     """
 
@@ -202,11 +203,11 @@ class AutoQuorum:
         self._durations: dict[int, deque[float]] = {rank: deque(maxlen=WINDOW) for rank in ranks}
         self._choice = Choice(len(ranks), "auto: learning how long the ranks take")
         self._renew_at = 0
-        self._news: str | None = self._choice.why
+        self._notice: str | None = self._choice.why
 
     def arrived(self, rank: int, now: float, late: bool) -> None:
-        """Record that a rank has handed over a whole step at ``now`` (s); ``late``: after its round started, so it does
-        not wait."""
+        """Record that a rank has handed over all of a step at ``now`` (s); ``late``: after the start of its round, so
+        that it does not wait."""
         if rank in self._free:
             self._durations[rank].append(now - self._free.pop(rank))
         if late:
@@ -215,12 +216,12 @@ class AutoQuorum:
             self._waiting.add(rank)
 
     def fired(self, now: float) -> None:
-        """Record that a whole round has started at ``now`` (s), which frees the ranks that waited for it."""
+        """Record that all buckets of a round have started by ``now`` (s), which frees the ranks that waited for it."""
         self._free.update(dict.fromkeys(self._waiting, now))
         self._waiting.clear()
 
     def interrupted(self) -> None:
-        """Ignore the time until the next arrivals: ranks have done something else (a drain)."""
+        """Ignore the time until the next arrivals, in which ranks do something else (a drain)."""
         self._free.clear()
         self._waiting.clear()
 
@@ -238,9 +239,9 @@ class AutoQuorum:
         return self._choice
 
     def take_notice(self) -> str | None:
-        """Return a text on the last change since the last call; None if there was none."""
-        news, self._news = self._news, None
-        return news
+        """Return a text on the latest change; None if there was no change since the last call."""
+        notice, self._notice = self._notice, None
+        return notice
 
     def _renew(self, durations: list[list[float]]) -> None:
         size = len(durations)
@@ -255,12 +256,12 @@ class AutoQuorum:
         steps = len(durations[0])
         why = f"auto: {best} of {size} ranks; fresh gradients per second by the last {steps} steps are {others}"
         if best != held or self._choice.why.startswith("auto: learning"):
-            self._news = why
+            self._notice = why
         self._choice = Choice(best, why)
 
 
 def candidates(size: int) -> list[int]:
-    """Return the counts to try for ``size`` ranks: all, or a spread of ``CANDIDATES`` with both ends."""
+    """Return the counts to try for ``size`` ranks: all, or ``CANDIDATES`` spread evenly, both ends included."""
     if size <= CANDIDATES:
         return list(range(1, size + 1))
     spread = {1 + round(i * (size - 1) / (CANDIDATES - 2)) for i in range(CANDIDATES - 1)}
@@ -268,7 +269,7 @@ def candidates(size: int) -> list[int]:
 
 
 def fresh_rate(durations: Any, count: int, max_staleness: int, pace: str = "steps") -> float:
-    """Gradients of staleness 0 per second, had the rounds needed ``count`` ranks.
+    """Return the gradients of staleness 0 per second that a quorum of ``count`` ranks would have given.
 
     Args:
         durations: durations of each rank's steps (s), shape (ranks, steps).
@@ -281,21 +282,21 @@ def fresh_rate(durations: Any, count: int, max_staleness: int, pace: str = "step
 
 
 class _Moment(NamedTuple):
-    """Time and rank of an event; of ranks at the same time, the lower-numbered comes first."""
+    """Time and rank of an event; at equal times the lower-numbered rank comes first."""
 
     time: float
     rank: int
 
 
 def _nth(times: Any, count: int) -> _Moment:
-    """Return the arrival of the ``count``-th of the ranks."""
+    """Return the ``count``-th arrival."""
     time = np.partition(times, count - 1)[count - 1] if count < len(times) else times.max()
     before = int(np.count_nonzero(times < time))
     return _Moment(float(time), int(np.flatnonzero(times == time)[count - 1 - before]))
 
 
 def _until(times: Any, moment: _Moment) -> Any:
-    """Return which ranks have come by a moment, as a mask."""
+    """Return a mask of the ranks that have arrived by a moment."""
     by = times <= moment.time
     late = np.flatnonzero(times[moment.rank + 1 :] == moment.time)
     by[moment.rank + 1 + late] = False
@@ -303,15 +304,15 @@ def _until(times: Any, moment: _Moment) -> Any:
 
 
 def _by_steps(table: Any, count: int, max_staleness: int) -> float:
-    """Each rank's step t is its t-th arrival, for round t, in time or late.
+    """Replay pace "steps": a rank's t-th arrival is for round t, in time or late.
 
-    The arrival of step t + 1 is one duration after round t has fired for those that were in it, else one after the
-    arrival of step t. So of each round one array says it all. All that come in time are fresh.
+    A rank arrives for step t + 1 one duration after the start of round t if it was in that round, else one duration
+    after its arrival for step t. So one array per round describes all ranks. All arrivals in time are fresh.
     """
     steps, fresh = len(table), 0
     fires: list[_Moment] = []
     last: list[_Moment] = []
-    """When the last rank arrives, by step."""
+    """Arrival of the last rank, by step."""
     arrivals, late = np.empty_like(table), np.empty(table.shape, dtype=bool)
     for step in range(steps):
         before = np.where(late[step - 1], arrivals[step - 1], fires[-1].time) if step else 0.0
@@ -328,28 +329,28 @@ def _by_steps(table: Any, count: int, max_staleness: int) -> float:
 
 
 def _fresh_though_late(arrivals: Any, late: Any, fires: Sequence[_Moment]) -> int:
-    """Return how many gradients were too late for their step's round, and fresh in another: those of ranks that were
-    late before, and began after the round before that other."""
+    """Return how many gradients were too late for their step's round, but fresh in a later round: gradients of ranks
+    that had been late before too, and that began after the round before this later one."""
     steps, ranks = np.nonzero(late[1:] & late[:-1])
     ends, begins = arrivals[steps + 1, ranks], arrivals[steps, ranks]
     in_a_round = ends <= fires[-1].time
     ends, begins, ranks = ends[in_a_round], begins[in_a_round], ranks[in_a_round]
     times = np.array([fire.time for fire in fires])
-    begun = np.searchsorted(times, begins, "right")  # rounds that have fired, the one that its own arrival fires too
+    begun = np.searchsorted(times, begins, "right")  # started rounds, with one that its own arrival starts
     ended = np.searchsorted(times, ends, "left")
     ties = np.flatnonzero((times[begun - 1] == begins) | (times[np.minimum(ended, len(times) - 1)] == ends))
     moments = [(fire.time, fire.rank) for fire in fires]
-    for tie in ties.tolist():  # at the same moment ranks come in order
+    for tie in ties.tolist():  # at equal times ranks arrive in order
         begun[tie] = bisect.bisect_right(moments, (begins[tie], ranks[tie]))
         ended[tie] = bisect.bisect_left(moments, (ends[tie], ranks[tie]))
     return int(np.count_nonzero((begun == ended) & (ended < len(times))))
 
 
 def _by_rounds(table: Any, count: int, max_staleness: int) -> float:
-    """A rank that comes late goes on from the version that there is, and so skips rounds.
+    """Replay pace "rounds": a late rank continues from the newest version, and so skips rounds.
 
-    It waits for the next round at its next arrival, then. Ranks are told apart by the version they compute at: those at
-    the newest are in the next round when they come, others when they come once more.
+    It then waits for the next round at its next arrival. Ranks differ in the version that they compute at: ranks at the
+    newest version are in the next round at their next arrival, the others at the arrival after that.
     """
     steps, size = table.shape
     ranks = np.arange(size)
@@ -366,7 +367,7 @@ def _by_rounds(table: Any, count: int, max_staleness: int) -> float:
             held = _nth(arrivals[oldest], len(oldest))
             fires = max(fires, _Moment(held.time, int(oldest[held.rank])))
         over = np.flatnonzero(behind & (taken + 1 == steps))
-        if len(over):  # no more is known of it: what the others would do without it is not what they do
+        if len(over):  # its later steps are unknown, and without it the other ranks would behave differently
             ends = _nth(arrivals[over], 1)
             if _Moment(ends.time, int(over[ends.rank])) < fires:
                 return fresh / ends.time if ends.time > 0 else 0.0
@@ -378,7 +379,7 @@ def _by_rounds(table: Any, count: int, max_staleness: int) -> float:
         arrivals = np.where(late, ready, arrivals)
         version[late] = fired - 1
         free = by
-        if late[fires.rank]:  # whoever is late and lets the round fire goes on from it
+        if late[fires.rank]:  # a late rank whose arrival starts the round continues from that round
             free[fires.rank] = True
         version[free] = fired
         if bool((taken[free] == steps).any()):
@@ -388,31 +389,31 @@ def _by_rounds(table: Any, count: int, max_staleness: int) -> float:
 
 
 # -- grace -------------------------------------------------------------------------------------------------------------
-# Grace is how long a round whose quorum is there still waits for more ranks.
+# Grace is the time that a round waits for more ranks after its quorum is reached.
 #
-# ``grace="auto"``: as long as the ranks take that usually come right after the quorum, and at most 5% of the time
-# between two rounds. Without it, a rank that is a millisecond behind the first is a round late, in every round.
+# ``grace="auto"``: until the ranks that usually arrive right after the quorum have arrived, at most 5% of the time
+# between two rounds. Without grace, a rank that is a millisecond behind the first is one round late in every round.
 
 
 AUTO = "auto"
 SHARE = 0.05
-"""The longest wait, as a share of the time between two rounds."""
+"""Longest wait, as a share of the time between two rounds."""
 GRACE_WINDOW = 16
-"""Number of rounds that are learned from."""
+"""Number of rounds to learn from."""
 SETTLED = 4
-"""Rounds after which the arrivals of a round are counted; a later rank did not come right after the quorum."""
+"""Number of rounds after which the arrivals of a round are counted; later arrivals are not near the quorum."""
 
 
 @dataclass
 class _Arrivals:
-    """Arrivals for one round: the time until which they count, and their number."""
+    """Arrivals for a round: the time until which they count, and their number."""
 
     until: float
     count: int = 0
 
 
 class Grace:
-    """Grace of one optimizer's rounds.
+    """Grace of an optimizer's rounds.
 
     Args:
         given: seconds, or "auto".
@@ -427,8 +428,7 @@ class Grace:
         self._longest = self._usual = 0.0
 
     def seconds(self, arrived: int) -> float:
-        """Return how long (s) a round waits after its quorum is reached, if ``arrived`` ranks (or hosts) are in by
-        now."""
+        """Return how long (s) a round waits after its quorum is reached, with ``arrived`` ranks (or hosts) so far."""
         if self._fixed is not None:
             return self._fixed
         return self._longest if arrived < self._usual else 0.0
@@ -457,11 +457,11 @@ class Grace:
             self._usual = _median(self._counts)
 
     def interrupted(self) -> None:
-        """Ignore the time until the next round: ranks have done something else (a drain)."""
+        """Ignore the time until the next round, in which ranks do something else (a drain)."""
         self._fired_at = None
         self._open.clear()
 
 
 def _median(values: deque[float] | deque[int]) -> float:
-    """Return the lower median; 0 of nothing."""
+    """Return the lower median; 0 for no values."""
     return float(sorted(values)[(len(values) - 1) // 2]) if values else 0.0

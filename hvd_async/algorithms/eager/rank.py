@@ -1,11 +1,11 @@
-"""A rank of eager-SGD, in any framework: gradients are handed over, rounds come back, each is applied exactly once.
+"""Rank of eager-SGD, in any framework: it hands gradients over, receives rounds, and applies each exactly once.
 
 The training thread calls ``connect``, ``hand_over``, ``step`` and ``drain``; the engine thread carries out the
-coordinator's commands. Li et al., PPoPP 2020, with the promises of partial allreduce that it left open.
+coordinator's commands. Source: Li et al., PPoPP 2020, with the guarantees that the paper leaves open.
 
-A gradient passes this file from top to bottom: ``GradientLedger`` and ``Counters`` count it, ``HandOver`` takes it to
+A gradient passes this file from top to bottom: ``Counters`` and ``GradientLedger`` count it, ``HandOver`` brings it to
 the engine, ``RoundsInFlight`` submits it, ``RoundInbox`` holds its round until the training thread applies it.
-``Remains`` is what a membership change leaves of that. ``EagerWorker`` is the rank, which drives them all.
+``Remains`` holds the gradients that outlive a membership change. ``EagerWorker`` is the rank, which drives all of them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from hvd_async.stats import Stats
 
 
 class Counters:
-    """Counts that both the engine thread and the training thread add to.
+    """Statistics of an optimizer, counted by both the engine thread and the training thread.
 
     Args:
         ranks: the ranks that share the optimizer.
@@ -72,7 +72,7 @@ class Counters:
             self._staleness.update(staleness)
 
     def started(self, by: int, held: float) -> None:
-        """Count a start of buckets by an event of rank ``by``, for which ranks have waited ``held`` s in total."""
+        """Count a start of buckets by an event of rank ``by``, for which ranks have waited ``held`` (s) in total."""
         with self._lock:
             self._held_s[by] += held
 
@@ -84,7 +84,7 @@ class Counters:
                 self._contributors[arrived] += 1
 
     def came(self, seconds: float) -> None:
-        """Count a round that was complete ``seconds`` after its first command."""
+        """Count a round that completed ``seconds`` after its first command."""
         with self._lock:
             self._rounds += 1
             self._latency += seconds
@@ -107,14 +107,14 @@ class Counters:
 
 
 class GradientLedger:
-    """Gradients that the training thread has handed over, and those it has applied; each is to be applied once.
+    """Counts of gradients handed over and gradients applied by the training thread; each must be applied once.
 
     Args:
         buckets: number of buckets.
 
     Attributes:
-        produced: gradients handed over since the start, by bucket.
-        applied: gradients of all ranks in applied rounds, by bucket.
+        produced: number of gradients handed over since the start, by bucket.
+        applied: number of gradients of all ranks in applied rounds, by bucket.
     """
 
     def __init__(self, buckets: int) -> None:
@@ -125,16 +125,16 @@ class GradientLedger:
         """Whether a bucket of the current step holds no gradient."""
 
     def hand_over(self, bucket: int, empty: bool) -> None:
-        """Count a bucket of the current step; an empty one holds no gradient."""
+        """Count a bucket of the current step; an empty bucket holds no gradient."""
         self._lacks = self._lacks or empty
         self.produced[bucket] += not empty
 
     def end_step(self) -> None:
-        """Count a step with all its buckets handed over."""
+        """Count a step whose buckets have all been handed over."""
         self._skipped, self._lacks = self._skipped + self._lacks, False
 
     def take_back(self, buckets: Sequence[int]) -> None:
-        """Uncount buckets of a step that have turned out to hold no gradient."""
+        """Subtract buckets of a step that have turned out to hold no gradient."""
         for bucket in buckets:
             self.produced[bucket] -= 1
         self._skipped += bool(buckets)
@@ -160,7 +160,7 @@ class GradientLedger:
         """
         if drained.flushed and self.applied != drained.produced:
             raise GradientLossError(
-                f"drain: {drained.produced} gradients (of each bucket) were produced but {self.applied} were applied "
+                f"drain: {drained.produced} gradients (by bucket) were produced but {self.applied} were applied "
                 f"on rank {rank}. This is a bug in hvd_async; please report it with stats()."
             )
 
@@ -175,12 +175,12 @@ class GradientLedger:
         }
 
 
-# -- gradients on their way from the training thread to the engine -----------------------------------------------------
+# -- gradients between the training thread and the engine --------------------------------------------------------------
 
 
 class HandedOver(NamedTuple):
-    """One bucket of a step's gradient (None: an empty one), the version it was computed at, the step's number, and
-    whether it comes with ``step()``, which says so first; else before it."""
+    """Bucket of a step's gradient (None: an empty one), with the version it was computed at and the step's number.
+    ``in_step``: whether it comes with ``step()``, which the rank reports first; else it comes earlier."""
 
     bucket: int
     vector: Vector | None
@@ -190,13 +190,13 @@ class HandedOver(NamedTuple):
 
 
 def ready(number: int, taken: Sequence[HandedOver], landed: int) -> GradientReady:
-    """Return the event that buckets of one step are with the engine of optimizer ``number``."""
+    """Return the event that the engine has received buckets of a step of optimizer ``number``."""
     empty = [one.bucket for one in taken if one.vector is None]
     return GradientReady(number, [one.bucket for one in taken], taken[0].step, landed, empty)
 
 
 def entered(number: int, step: int, hyper: Hyper | None, taken: Sequence[HandedOver], landed: int) -> StepEntered:
-    """Return the event that this rank is in ``step()``, and what came with it is with the engine."""
+    """Return the event that this rank is in ``step()``, and that the engine has received buckets of that step."""
     empty = [one.bucket for one in taken if one.vector is None]
     return StepEntered(number, step, hyper, [one.bucket for one in taken], landed if taken else 0, empty)
 
@@ -211,8 +211,8 @@ class HandOver:
     Attributes:
         ledger: counts of gradients handed over and applied.
         handed: buckets of the current step that were handed over.
-        brought: buckets of the current step whose gradient is pending since before a reset; what is handed over for
-            them is dropped.
+        brought: buckets of the current step whose gradient has been pending since before a reset; vectors that are
+            handed over for them are dropped.
     """
 
     def __init__(self, nbytes: Collection[int], counters: Counters) -> None:
@@ -224,23 +224,23 @@ class HandOver:
 
     @property
     def all_brought(self) -> bool:
-        """Whether the whole gradient of the current step is pending since before a reset."""
+        """Whether all buckets of the current step have been pending since before a reset."""
         return len(self.brought) == len(self._nbytes)
 
     # -- training thread --------------------------------------------------------------------------------------
 
     def check_new(self, bucket: int) -> None:
-        """Raise ReplicaStateError if a bucket of the current step was handed over before."""
+        """Raise ReplicaStateError if a bucket of the current step was already handed over."""
         if bucket in self.handed:
             raise ReplicaStateError(f"bucket {bucket} was handed over twice in one step: a bug in the binding")
 
     def check_whole(self, others: Collection[int]) -> None:
-        """Raise ReplicaStateError unless these buckets are all that the current step lacks."""
+        """Raise ReplicaStateError unless these are exactly the buckets that the current step lacks."""
         if sorted([*self.handed, *others]) != list(range(len(self._nbytes))):
-            raise ReplicaStateError(f"step() lacks buckets: {sorted(self.handed)} and {sorted(others)} are there")
+            raise ReplicaStateError(f"step() lacks buckets: it has only {sorted(self.handed)} and {sorted(others)}")
 
     def give(self, bucket: int, vector: Vector | None, version: int, step: int, in_step: bool = False) -> None:
-        """Hand a bucket over; the engine takes it by ``take``, in order."""
+        """Append a bucket to the queue, from which the engine takes it by ``take``."""
         if bucket in self.brought:
             vector = None
         else:
@@ -251,7 +251,7 @@ class HandOver:
         self._leaving.append(HandedOver(bucket, vector, version, step, in_step))
 
     def end_step(self) -> None:
-        """End the current step, with all its buckets handed over."""
+        """End the current step, whose buckets have all been handed over."""
         self.ledger.end_step()
         self.handed.clear()
         self.brought = frozenset()
@@ -259,15 +259,15 @@ class HandOver:
     # -- engine thread ----------------------------------------------------------------------------------------
 
     def take(self, step: int, in_step: bool) -> list[HandedOver]:
-        """Remove and return the buckets of a step that are in the queue, so that one event covers them all.
+        """Remove and return the queued buckets of a step, so that one event covers all of them.
 
         Args:
             step: number of the step.
-            in_step: whether the coordinator knows that this rank is in ``step()``. If not, and a bucket in the queue
-                came with ``step()``, nothing is returned: the training thread is about to report it.
+            in_step: whether the coordinator knows that this rank is in ``step()``. If not, and a queued bucket came
+                with ``step()``, nothing is returned: the training thread is about to report the step.
         """
         count = 0
-        while count < len(self._leaving) and self._leaving[count].step == step:  # (others may come meanwhile, behind)
+        while count < len(self._leaving) and self._leaving[count].step == step:  # (more may be appended meanwhile)
             if self._leaving[count].in_step and not in_step:
                 return []
             count += 1
@@ -281,20 +281,20 @@ class HandOver:
 
 
 # -- gradients in flight (engine thread) -------------------------------------------------------------------------------
-# Pending until a round takes them, in flight until the round is complete.
+# A gradient is pending until a round takes it, then in flight until the round is complete.
 #
-# What the engine takes for a round is what is pending at that moment; a gradient that comes later stays for the next
-# round, so nothing is lost and nothing counts twice. Where ranks step host by host, a gradient is pending only when
-# those of the host's other ranks are there, as the round's command says; so they go in the same round.
+# A round takes all gradients that are pending when it is submitted; a later gradient stays for the next round, so
+# nothing is lost and nothing counts twice. If ranks step host by host, a gradient becomes pending only when the host's
+# other ranks have theirs, as the round's command says; so all of them go into the same round.
 
 
 NAMES_IN_RING = 4
-"""Collectives of one bucket that may be in flight at once; their names are used again, which Horovod's cache needs."""
+"""Maximum number of a bucket's collectives in flight. Their names are reused, as Horovod's cache requires."""
 
 
 @dataclass
 class _Pending:
-    """Sum of the gradients of one bucket that no round has carried yet, and the versions they were computed at."""
+    """Sum of the gradients of a bucket that no round has carried yet, and the versions they were computed at."""
 
     vector: Vector | None = None
     versions: list[int] = field(default_factory=list)
@@ -302,8 +302,7 @@ class _Pending:
 
 @dataclass
 class _Held:
-    """Gradients of one bucket (None: an empty one) and their versions, while those of the host's other ranks may
-    lack."""
+    """Gradients of a bucket (None: an empty one) and their versions, held until the host's other ranks have theirs."""
 
     gradients: deque[tuple[Vector | None, int]] = field(default_factory=deque)
     released: int = 0
@@ -312,14 +311,14 @@ class _Held:
 
 @dataclass
 class _Flight:
-    """A round with some buckets submitted that is not complete yet."""
+    """Round of which some buckets are submitted and that is not complete yet."""
 
     sums: list[Vector | None]
     counts: list[int]
     weights: list[float]
     started: float
     taken: list[_Pending]
-    """Gradients of this rank in it, by bucket; empty unless the engine is elastic."""
+    """Gradients of this rank in the round, by bucket; empty unless the engine is elastic."""
     hyper: Hyper | None = None
     whole: int | None = None
     """``ReducedRound.whole``: the minimum over the submitted buckets."""
@@ -327,18 +326,18 @@ class _Flight:
 
 @dataclass(frozen=True)
 class _Start:
-    """One bucket of a ``StartRound``."""
+    """Single bucket of a ``StartRound``."""
 
     optimizer: int
     bucket: int
     round: int
     arrived: int
     whole: int | None
-    """Number of gradients of this rank's host that belong to it; None if the rank steps separately."""
+    """Number of gradients of this rank's host that belong to the round; None if the rank steps separately."""
 
 
 class RoundsInFlight:
-    """Pending gradients of one optimizer, and its rounds in flight.
+    """Pending gradients of an optimizer, and its rounds in flight.
 
     Args:
         engine: the engine of this rank.
@@ -364,8 +363,8 @@ class RoundsInFlight:
         self._held_back = [_Held() for _ in range(self._buckets)]
         self._busy: set[str] = set()
         self._units: dict[str, float] = {}
-        """By name, the divisor of gradients in its next round. All ranks derive it from the round before of that name,
-        which has completed on each of them before the next is submitted."""
+        """By name, the divisor of gradients in the next round of that name. All ranks derive it from the previous round
+        of that name, which completes on each of them before the next is submitted."""
         self._held: deque[_Start] = deque()
         self._flights: dict[int, _Flight] = {}
         self._last_hyper: Hyper | None = None
@@ -374,13 +373,14 @@ class RoundsInFlight:
         """By bucket and round, for the timeline, until the round is complete."""
         self._next_ready = 1
         self.landed = [0] * self._buckets
-        """Completed rounds, by bucket."""
+        """Number of completed rounds, by bucket."""
         self.at_cut: list[PendingGradient] | None = None
-        """Pending gradients of the last cut, until the next step: ranks that go on earlier may start rounds."""
+        """Copy of the pending gradients at the last cut, until the next step. (Ranks that continue earlier may start
+        rounds in between.)"""
 
     @property
     def complete(self) -> int:
-        """Number of rounds that are complete in all buckets and have their hyperparameters."""
+        """Number of rounds that are complete in all buckets and whose hyperparameters are known."""
         return self._next_ready - 1
 
     def arrive(self, bucket: int, vector: Vector | None, version: int) -> None:
@@ -391,7 +391,7 @@ class RoundsInFlight:
             self.add(bucket, vector, version)
 
     def release(self, bucket: int, whole: int | None) -> None:
-        """Make the first ``whole`` gradients since the last drain or cut pending; None: all that are here."""
+        """Make the first ``whole`` gradients since the last drain or cut pending; None: all held gradients."""
         held = self._held_back[bucket]
         while held.gradients and (whole is None or held.released < whole):
             held.released += 1
@@ -400,20 +400,20 @@ class RoundsInFlight:
                 self.add(bucket, vector, version)
 
     def take_in(self, rest: Iterable[tuple[int, Vector | None, int]]) -> None:
-        """Make all gradients that are here pending, and ``rest`` (as in ``arrive``): the engine has ended."""
+        """Make all held gradients pending, and ``rest`` (as in ``arrive``), after the engine has ended."""
         for one in rest:
             self.arrive(*one)
         for bucket in range(self._buckets):
             self.release(bucket, None)
 
     def end_step(self, whole: int) -> None:
-        """Make a late step of the host pending, unless a round that started earlier has yet to take the pending
-        ones."""
+        """Make a late step of the host pending, except in buckets whose pending gradients an earlier round has yet to
+        take."""
         for bucket in {*range(self._buckets)} - {held.bucket for held in self._held}:
             self.release(bucket, whole)
 
     def end(self) -> None:
-        """Make all gradients pending and count the host's steps from 0: all ranks have finished."""
+        """Make all gradients pending and count the host's steps from 0, after all ranks have finished."""
         for bucket, held in enumerate(self._held_back):
             self.release(bucket, None)
             held.released = 0
@@ -432,37 +432,37 @@ class RoundsInFlight:
         pending.versions.append(version)
 
     def restore(self, held: list[PendingGradient]) -> None:
-        """Start with the pending gradients of an earlier run's cut, before the engine knows this optimizer."""
+        """Start with the pending gradients of an earlier run's cut, before registration."""
         for bucket, (vector, versions) in enumerate(held):
             self._pending[bucket] = _Pending(vector, list(versions))
             if vector is not None:
                 self._counters.add_held_bytes(self._wire.nbytes[bucket])
 
     def pending(self) -> list[PendingGradient]:
-        """Return pending gradients by bucket; after a drain or cut, all that no round has carried."""
+        """Return the pending gradients, by bucket; after a drain or cut, all that no round has carried."""
         return [PendingGradient(pending.vector, list(pending.versions)) for pending in self._pending]
 
     def unfinished(self) -> dict[int, list[PendingGradient]]:
-        """Return this rank's gradients in rounds that are not complete here, by round, then by bucket, after an elastic
-        engine has ended."""
+        """Return this rank's gradients in rounds that did not complete on it, by round, then by bucket. Called after an
+        elastic engine has ended."""
         return {
             number: [PendingGradient(taken.vector, list(taken.versions)) for taken in flight.taken]
             for number, flight in self._flights.items()
         }
 
     def keep_for_cut(self) -> None:
-        """Keep a copy of the pending gradients as the state to save after a cut, except those that a started round will
-        carry, which waits for its name."""
-        going = {start.bucket for start in self._held}
+        """Keep a copy of the pending gradients as the state to save after a cut, without the gradients that a started
+        round, which still waits for its name, will carry."""
+        leaving = {start.bucket for start in self._held}
         held = [
-            PendingGradient(None, []) if vector is None or bucket in going else PendingGradient(vector + 0, at)
+            PendingGradient(None, []) if vector is None or bucket in leaving else PendingGradient(vector + 0, at)
             for bucket, (vector, at) in enumerate(self.pending())
         ]
         self._counters.add_held_bytes(self._nbytes(held))
         self.at_cut = held
 
     def forget_cut(self) -> None:
-        """Drop that copy: a step, or another drain or cut, follows (training thread or engine thread)."""
+        """Drop the copy of ``keep_for_cut``, before a step, drain or cut (training thread or engine thread)."""
         held, self.at_cut = self.at_cut, None
         if held is not None:
             self._counters.add_held_bytes(-self._nbytes(held))
@@ -486,7 +486,7 @@ class RoundsInFlight:
     def _start(self, go: _Start) -> None:
         name = f"hvd_async.eager.{go.optimizer}.{go.bucket}.{go.round % NAMES_IN_RING}"
         if name in self._busy or any(held.bucket == go.bucket for held in self._held):
-            self._held.append(go)  # its name, or that of a round before it, is still in flight here
+            self._held.append(go)  # its name, or that of an earlier round, is still in flight on this rank
             return
         self._busy.add(name)
         flight = self._flight(go.round)
@@ -511,7 +511,7 @@ class RoundsInFlight:
                     go.optimizer, go.bucket, go.round, trigger, submitted, self._engine.clock(), late_by
                 )
             flight.sums[go.bucket] = decoded = self._wire.decode(sums, go.bucket)
-            tally = self._wire.tally(decoded)  # now, and not when the last has come and all wait
+            tally = self._wire.tally(decoded)  # now, rather than at the last bucket, for which all ranks wait
             flight.counts[go.bucket] = tally.gradients
             flight.weights[go.bucket] = self._wire.weight(tally, unit)
             self._units[name] = self._wire.next_unit(tally, unit)
@@ -530,13 +530,13 @@ class RoundsInFlight:
         )
 
     def settle(self, round_: int, hyper: Hyper | None) -> None:
-        """Set the hyperparameters of a round; None: those that were sent last."""
+        """Set the hyperparameters of a round; None: the ones sent last."""
         self._set_hyper(round_, hyper)
         self._pass_on()
 
     def _set_hyper(self, round_: int, hyper: Hyper | None) -> None:
         self._last_hyper = self._last_hyper if hyper is None else hyper
-        assert self._last_hyper is not None, "a round has the hyperparameters of one before, and there was none"
+        assert self._last_hyper is not None, "the first round came without hyperparameters"
         self._flight(round_).hyper = self._last_hyper
 
     def _take(self, bucket: int, arrived: int, staleness: list[int]) -> Vector | None:
@@ -545,7 +545,7 @@ class RoundsInFlight:
             self._counters.took(staleness)
         self._counters.went(bucket, arrived, self._wire.bytes_sent(bucket))
         if taken.vector is None:
-            self._counters.add_held_bytes(self._wire.nbytes[bucket])  # of what comes back
+            self._counters.add_held_bytes(self._wire.nbytes[bucket])  # of the vector that the collective returns
         return taken.vector
 
     def _flight(self, round_: int) -> _Flight:
@@ -556,7 +556,7 @@ class RoundsInFlight:
         return flight
 
     def _pass_on(self) -> None:
-        """Deliver, in order, the rounds that have all their buckets and their hyperparameters."""
+        """Deliver, in order, the rounds that have all buckets and their hyperparameters."""
         ready: list[ReducedRound] = []
         while (flight := self._flights.get(self._next_ready)) is not None:
             sums = tuple(s for s in flight.sums if s is not None)
@@ -575,13 +575,13 @@ class RoundsInFlight:
 
 
 class RoundInbox(Inbox):
-    """Rounds that wait to be applied, besides what every optimizer's training thread receives.
+    """Rounds that wait to be applied, in addition to what the training thread of any optimizer receives.
 
     Attributes:
         ready: rounds that wait to be applied, in order.
-        whole: number of steps since the last drain or cut that all ranks of this rank's host have handed over, as far
-            as this rank knows; 0 where ranks do not step host by host.
-        ends_at: the version at which the last of these steps ends.
+        whole: number of steps since the last drain or cut that all ranks of this host are known to have handed over; 0
+            if ranks do not step host by host.
+        ends_at: version at which the last of these steps ends.
     """
 
     def __init__(self, changed: Changed) -> None:
@@ -617,16 +617,16 @@ class RoundInbox(Inbox):
             self.whole, self.ends_at = 0, rounds
 
     def discard(self) -> None:
-        """Drop all rounds from now on: nobody takes them (on the engine thread, as ``deliver``, so without the
-        lock)."""
+        """Drop all rounds from now on, since the training thread takes none (on the engine thread, as ``deliver``, so
+        without the lock)."""
         self._discards = True
         self.ready.clear()
 
     # -- training thread --------------------------------------------------------------------------------------
 
     def _last(self) -> float:
-        """Return the last round to take. In a drain, a rank that has left it already may have started later rounds,
-        which belong to the next step."""
+        """Return the last round to take. A rank that has already left the drain may have started later rounds, which
+        belong to the next step."""
         return float("inf") if self.drained is None else self.drained.rounds
 
     def has_round(self) -> bool:
@@ -634,8 +634,8 @@ class RoundInbox(Inbox):
         return bool(self.ready) and self.ready[0].index <= self._last()
 
     def waiting(self, most: int | None = None) -> list[ReducedRound]:
-        """Return at most ``most`` rounds to be applied. They stay here until they are applied, so that an interrupted
-        step finds them again."""
+        """Return at most ``most`` rounds to be applied. They stay in the inbox until they are applied, so that an
+        interrupted step finds them again."""
         with self._changed:
             rounds = [round_ for round_ in self.ready if round_.index <= self._last()]
         return rounds if most is None else rounds[:most]
@@ -655,16 +655,16 @@ class RoundInbox(Inbox):
 
 @dataclass(frozen=True)
 class Remains:
-    """Gradients of a rank that are in no round that its weights include, and the rank's progress.
+    """Gradients of a rank that its weights do not include, and the rank's progress, across a membership change.
 
     Attributes:
-        version: number of rounds that its weights include.
+        version: number of rounds that the rank's weights include.
         in_rounds: gradients that later rounds had taken, by round, then by bucket.
         pending: gradients that no round had taken, by bucket.
         begun: number of steps whose gradients were handed over.
         ended: number of steps that have ended.
         handed: buckets of the step after ``begun`` that were handed over.
-        fit: whether others may continue from its weights; if not, a round was half applied.
+        fit: whether other ranks may continue from these weights; if not, a round was half applied.
         tail: the counting elements at the end of each vector.
     """
 
@@ -679,18 +679,19 @@ class Remains:
 
     @property
     def brought(self) -> frozenset[int]:
-        """Buckets for which the gradient of the next step is there already."""
+        """Buckets in which the gradient of the next step is already pending."""
         return frozenset(range(len(self.pending))) if self.begun > self.ended else self.handed
 
     def after(self, version: int, ended: int) -> Remains:
         """Return what remains when all ranks continue from the same weights.
 
-        A gradient in a round that these weights include is in them, whether this rank knows of that round or not. All
-        others are pending. If this rank has begun a step that no rank has ended, its gradient is there already.
+        Gradients in rounds that these weights include are applied, whether this rank knows of the rounds or not. All
+        other gradients are pending. If this rank has begun a step that no rank has ended, that step's gradient is
+        already pending.
 
         Args:
             version: number of rounds that these weights include.
-            ended: number of steps that the most advanced rank has ended; the next step of all ranks follows it.
+            ended: number of steps that the most advanced rank has ended; all ranks continue with the step after it.
         """
         back = [gradients for round_, gradients in sorted(self.in_rounds.items()) if round_ > version]
         return dataclasses.replace(
@@ -716,8 +717,8 @@ class Remains:
         return [one if one.vector is None else one._replace(vector=recounted(one.vector)) for one in self.pending]
 
     def counted_from(self, rounds: int, steps: int) -> Remains:
-        """Return a copy whose rounds and steps are counted from an earlier origin: ``rounds`` and ``steps`` are
-        added."""
+        """Return a copy whose rounds and steps are counted from an earlier origin, by adding ``rounds`` and
+        ``steps``."""
         return dataclasses.replace(
             self,
             version=self.version + rounds,
@@ -749,15 +750,15 @@ Apply = Callable[[ReducedRound], None]
 
 
 class EagerWorker(Worker):
-    """An optimizer of a rank.
+    """Optimizer of a rank in partial allreduce.
 
     Args:
         engine: the engine of this rank.
         config: configuration, the same on all ranks.
         wire: format of the binding's vectors.
         finish: called at the end of each drain (True) or cut (False), when all rounds are applied.
-        apply: applies a round that comes while this rank drains.
-        emptied: returns the buckets handed over since its last call that have turned out to hold no gradient.
+        apply: applies a round that completes while this rank drains.
+        emptied: returns the buckets handed over since the last call that have turned out to hold no gradient.
 
     Attributes:
         version: number of rounds that this rank's weights include.
@@ -782,8 +783,8 @@ class EagerWorker(Worker):
         self._host = ranks.index(engine.rank) // config.local_size if config.local_size > 1 else None
         self._in_flight = RoundsInFlight(engine, wire, inbox.deliver, self._counters, self._host)
         self._records_timeline = self._in_flight.timeline is not None
-        # Training thread's:
-        self._steps = self._base = 0  # steps in total; round number minus step number, which drains and cuts re-base
+        # State of the training thread:
+        self._steps = self._base = 0  # steps in total; round number minus step number, re-based by drains and cuts
         self._hand_over = HandOver(wire.nbytes, self._counters)
         self._half_applied = False
         self.whole = Uninterrupted()
@@ -792,10 +793,10 @@ class EagerWorker(Worker):
         self._settled_at = 0  # steps at the last drain or cut
         self._ended = 0  # steps that all ranks of the host have handed over, as far as this rank has waited for them
         self.mend: int | None = None
-        """The rank whose weights all ranks took over at the last drain or cut, since it had seen most rounds; or
-        None."""
+        """Rank whose weights all ranks took over at the last drain or cut, since it had applied the most rounds; None
+        if there was none."""
 
-    # -- where it stands -----------------------------------------------------------------------------------------
+    # -- progress -------------------------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
@@ -804,7 +805,7 @@ class EagerWorker(Worker):
 
     @property
     def _behind(self) -> int:
-        """Number of rounds of its steps that its weights do not include yet."""
+        """Number of rounds up to its last step that its weights do not include yet."""
         return self._steps + self._base - self.version
 
     @property
@@ -823,7 +824,7 @@ class EagerWorker(Worker):
         return self._steps == self._settled_at and not self._hand_over.handed
 
     def _check_able(self) -> None:
-        """Raise if this rank can neither hand over nor apply. (An elastic rank also keeps what comes after a loss.)"""
+        """Raise if this rank can neither hand over nor apply. (An elastic rank keeps gradients even after a loss.)"""
         self.whole.check()
         if not self.engine.elastic:
             self.engine.check()
@@ -831,7 +832,7 @@ class EagerWorker(Worker):
 
     def _post(self, action: Callable[[], None], hurry: bool = True) -> None:
         """Run ``action`` on the engine thread. If the engine has ended since ``_check_able``, threads that wait for the
-        action get the error, and ``remains`` takes the gradients."""
+        action get the error, and the gradients go into ``remains``."""
         self.engine.notify(action, hurry)
 
     # -- stepping (training thread) ---------------------------------------------------------------------------
@@ -840,8 +841,8 @@ class EagerWorker(Worker):
         """Hand over a bucket of the current step, before ``step``. Any thread may call this, one at a time.
 
         Args:
-            bucket: a bucket that this step has not handed over yet.
-            vector: gradient; the worker takes ownership. None if it must count as no gradient (NaN, an overflow).
+            bucket: bucket that this step has not handed over yet.
+            vector: gradient, of which the worker takes ownership. None: counts as no gradient (NaN, overflow).
         """
         number = self._registered_number()
         self._check_able()
@@ -851,7 +852,7 @@ class EagerWorker(Worker):
             self._post(lambda: self._arrive(number, step), hurry=False)
 
     def step(self, vectors: Mapping[int, Vector | None], hyper: Hyper, apply: Apply | None = None) -> int:
-        """Finish the step, apply its rounds by ``apply``, or else the constructor's, and return their number."""
+        """Finish the step, apply its rounds by ``apply`` (None: that of the constructor), and return their number."""
         rounds = self.finish_step(vectors, hyper)
         count = len(rounds)
         self._apply_all(rounds, apply or self.apply)
@@ -862,34 +863,34 @@ class EagerWorker(Worker):
     ) -> list[ReducedRound]:
         """Hand over the rest of this step, wait for its round, and return the rounds that wait to be applied.
 
-        After an interrupted step (Ctrl-C, HVD_ASYNC_TIMEOUT) this ends that step. ``vectors`` are then the same
-        gradient again, or one of weights that lack a round. They are dropped: no gradient may count twice, or exceed
-        the staleness bound.
+        After an interrupted step (Ctrl-C, HVD_ASYNC_TIMEOUT) this completes that step. ``vectors`` are then the same
+        gradient again, or one computed at weights that lack a round. They are dropped: no gradient may count twice, or
+        exceed the staleness bound.
 
         Args:
-            vectors: by bucket, those not handed over by ``hand_over``; the worker takes ownership.
+            vectors: buckets that were not handed over by ``hand_over``; the worker takes ownership.
             hyper: hyperparameters to apply the round with, if this rank leads it.
-            most: maximum number of rounds to return, though more may wait (user code sees one round at a time).
+            most: maximum number of rounds to return, even if more wait (user code sees one round at a time).
 
         Returns:
-            Rounds in order, to be applied one after the other, each in ``applying``; none if this step's round was
-            applied before.
+            Rounds in order, to be applied one after the other, each in ``applying``; none if this step's round is
+            already applied.
         """
         return self.run(self.finish_step_program(vectors, hyper, most))
 
     def finish_step_program(
         self, vectors: Mapping[int, Vector | None], hyper: Hyper, most: int | None = None
     ) -> Program[list[ReducedRound]]:
-        """As ``finish_step``."""
+        """Return the program of ``finish_step``."""
         number = self._registered_number()
         self._check_able()
         if most is not None and self._host is not None and self.config.pace == "rounds":
             raise ReplicaStateError(
-                "synchronize() takes one round a step, and with hierarchical= and pace='rounds' a host's ranks skip "
-                "rounds together: do what you do after it in round_transform="
+                "synchronize() applies one round per step, but with hierarchical= and pace='rounds' a host's ranks "
+                "skip rounds together. Move the code between synchronize() and step() into round_transform="
             )
         if self._broken_off:
-            warn(f"rank {self.engine.rank}: the last step was broken off. This one ends it and brings no gradient")
+            warn(f"rank {self.engine.rank}: the last step was interrupted. This one completes it and adds no gradient")
         else:
             self._hand_over.check_whole(vectors)
             with self.whole("a step could not be handed over"):
@@ -906,14 +907,14 @@ class EagerWorker(Worker):
         return rounds
 
     def _host_has_ended(self, most: int | None) -> bool:
-        """Return whether the other ranks of the host have handed this step over and all its rounds are here."""
+        """Return whether all ranks of the host have handed this step over and its rounds have arrived."""
         if self._host is None:
             return True
         whole = self._inbox.whole >= self._steps - self._settled_at
         return whole and len(self._inbox.ready) >= self._most(most)
 
     def _most(self, most: int | None) -> int:
-        """Return how many rounds this step applies: on all ranks of a host the same, so that their weights stay
+        """Return how many rounds this step applies: the same number on all ranks of a host, whose weights stay
         equal."""
         own = max(0, self._inbox.ends_at - self.version)
         return own if most is None else min(own, most)
@@ -926,8 +927,8 @@ class EagerWorker(Worker):
         self._in_flight.forget_cut()
         self._steps += 1
         self._hand_over.end_step()
-        told, self._told = None if hyper == self._told else hyper, hyper
-        self._post(lambda: self._enter(number, step, told))
+        unsent, self._told = None if hyper == self._told else hyper, hyper
+        self._post(lambda: self._enter(number, step, unsent))
 
     # -- applying rounds (training thread) --------------------------------------------------------------------
 
@@ -949,7 +950,7 @@ class EagerWorker(Worker):
         self.end()
 
     def begin(self, round_: ReducedRound) -> None:
-        """Begin to apply a round where ``applying`` cannot be used as a block; ``end`` must follow."""
+        """Begin to apply a round if ``applying`` cannot be used as a block; ``end`` must follow."""
         self.whole.begin(f"round {round_.index} could not be applied")
         self._half_applied = True
 
@@ -969,8 +970,8 @@ class EagerWorker(Worker):
     def check_finished(self, flush: bool) -> None:
         """Raise if this rank cannot finish now.
 
-        Inside ``consensus()`` it can: that begins with a drain, so the drain of another optimizer has nothing to do
-        here.
+        Inside ``consensus()`` it can: that begins with a drain, so that the drain of another optimizer finds nothing to
+        do.
 
         Raises:
             ReplicaStateError: gradients of a step were handed over and ``step`` did not follow; or an operation was
@@ -980,7 +981,7 @@ class EagerWorker(Worker):
         if self._hand_over.handed:
             raise ReplicaStateError(
                 f"{self.label}: backward() has handed gradients over and no step() has followed: call "
-                f"optimizer.step() before this, or optimizer.discard() if it is to train no more"
+                f"optimizer.step() first, or optimizer.discard() if it will not be trained any more"
             )
 
     def _counts(self) -> list[int]:
@@ -1001,10 +1002,10 @@ class EagerWorker(Worker):
         return super().apply_available()
 
     def announce_finished(self, flush: bool) -> None:
-        """Announce that this rank has finished; at the end of the process also between backward() and step()."""
+        """Announce that this rank has finished; at the end of the process, even between backward() and step()."""
         if self._hand_over.handed:
             warn(
-                f"rank {self.engine.rank} ends after backward() without step(): {self.label} gives the gradients that "
+                f"rank {self.engine.rank} ends after backward() without step(): {self.label} adds the gradients that "
                 f"were handed over to the last round"
             )
         if not self._announced:
@@ -1015,8 +1016,8 @@ class EagerWorker(Worker):
                 self.wire.release()
 
     def complete_drain_program(self) -> Program[None]:
-        """Re-base the counters, check that no gradient was lost (GradientLossError), and let the binding end the drain:
-        all ranks have finished."""
+        """Re-base the counters, check that no gradient was lost (GradientLossError), and let the binding end the drain,
+        after all ranks have finished."""
         with self.whole("a drain could not be ended"):
             drained = self._take_drained()
             self._settled_at, self._ended, self.shown, self.mend = self._steps, self._steps, 0, drained.mend
@@ -1034,12 +1035,12 @@ class EagerWorker(Worker):
         """Return the gradients that no round has carried yet, by bucket; complete after a cut."""
         if self._in_flight.at_cut is not None and self.settled:
             return self._in_flight.at_cut
-        if self.engine.replaced and self.settled:  # it was shut down, and drained before
+        if self.engine.replaced and self.settled:  # the engine was shut down, after a drain
             return [PendingGradient(None, [])] * self.config.buckets
         return self.run(self._pending_program())
 
     def _pending_program(self) -> Program[list[PendingGradient]]:
-        """Return what the engine has now."""
+        """Return the program that reads the engine's pending gradients."""
         found: list[list[PendingGradient]] = []
 
         def look() -> None:
@@ -1052,7 +1053,7 @@ class EagerWorker(Worker):
         return found[0]
 
     def restore(self, held: list[PendingGradient]) -> None:
-        """Start with the pending gradients of an earlier run, before ``connect``; versions as they were at its cut."""
+        """Start with the pending gradients of an earlier run, before ``connect``; versions are those at its cut."""
         self._in_flight.restore(held)
         self._restored = max((len(versions) for _, versions in held), default=0)
         for bucket, (_, versions) in enumerate(held):
@@ -1061,10 +1062,10 @@ class EagerWorker(Worker):
     # -- elastic training (training thread) ---------------------------------------------------------------------
 
     def remains(self) -> Remains:
-        """Apply the rounds that are here and return the gradients in none of them, after the engine has ended."""
-        fit, ended = not self._half_applied, self._steps - self._broken_off  # (as user code has seen it)
+        """Apply the rounds in the inbox and return the gradients in none of them, after the engine has ended."""
+        fit, ended = not self._half_applied, self._steps - self._broken_off  # (as user code sees it)
         if fit:
-            self.whole = Uninterrupted()  # (all that was handed over is here)
+            self.whole = Uninterrupted()  # (nothing is lost: all that was handed over is still on this rank)
             self._apply_all(list(self._inbox.ready), self.apply)
         self._in_flight.take_in(self._hand_over.take_rest())
         self.ledger.take_back(self._emptied())
@@ -1081,7 +1082,7 @@ class EagerWorker(Worker):
         )
 
     def take_over(self, remains: Remains) -> None:
-        """Start with gradients from before a reset, before ``connect``; versions count from the current one as 0."""
+        """Start with gradients from before a reset, before ``connect``; the current version counts as 0."""
         self.restore(remains.pending_in(self.wire))
         self._hand_over.brought = remains.brought
 
@@ -1094,8 +1095,8 @@ class EagerWorker(Worker):
         if taken := self._taken(step, in_step=False):
             self.engine.send(ready(number, taken, self._in_flight.complete))
 
-    def _enter(self, number: int, step: int, told: Hyper | None) -> None:
-        self.engine.send(entered(number, step, told, self._taken(step, in_step=True), self._in_flight.complete))
+    def _enter(self, number: int, step: int, hyper: Hyper | None) -> None:
+        self.engine.send(entered(number, step, hyper, self._taken(step, in_step=True), self._in_flight.complete))
 
     def _taken(self, step: int, in_step: bool) -> list[HandedOver]:
         for one in (taken := self._hand_over.take(step, in_step)):

@@ -1,11 +1,12 @@
-"""Rounds in Horovod's timeline: why each fired and how long it took, beside Horovod's own rows in the same file.
+"""Rounds in Horovod's timeline: why each started and how long it took, as further rows of the same file.
 
 With HOROVOD_TIMELINE set, Horovod's rank 0 writes Chrome-trace JSON there and closes the list after every event. So
-once Horovod is shut down, our events go in before the closing bracket and Horovod's own bytes stay as they are.
+once Horovod is shut down, this library's events are inserted before the closing bracket, and Horovod's bytes stay
+unchanged.
 
 The clocks agree exactly: Horovod counts microseconds of CLOCK_MONOTONIC, which is Python's ``time.monotonic``, and its
-first record says at what time since the epoch it began. (The first event of a tensor of ours would be a worse mark:
-Horovod writes it when its background thread comes round, a few milliseconds after the tensor was submitted.)
+first record contains the time since the epoch at which it began. (The first event of a tensor would be less precise:
+Horovod writes it in the next cycle of its background thread, a few milliseconds after the tensor was submitted.)
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from hvd_async.algorithms.eager.config import RoundTrigger
 from hvd_async.runtime.log import warn
 
 PROCESS = 1_000_000
-"""The trace's process number of our rows; Horovod numbers its own, one a tensor, from 0."""
+"""Process number of this library's rows in the trace; Horovod numbers its own from 0, one per tensor."""
 MOST = 500_000
-"""Records that are kept, about 200 MB; a longer job's later rounds are left out."""
+"""Maximum number of records, about 200 MB; later rounds of a longer job are left out."""
 _BEGAN = re.compile(rb'"start_time_since_epoch_in_micros"\s*:\s*(\d+)')
 
 
 class Record(NamedTuple):
-    """One bucket of one round. Times in seconds of ``time.monotonic``; ``staleness`` of this rank's own gradients."""
+    """A bucket of a round. Times are in seconds of ``time.monotonic``; ``staleness`` is of this rank's gradients."""
 
     optimizer: int
     bucket: int
@@ -46,8 +47,8 @@ class Timeline:
     """Rank 0's record of rounds, to be merged into Horovod's file.
 
     Args:
-        path: of Horovod's file.
-        epoch: what ``time.time() - time.monotonic()`` is (s).
+        path: path of Horovod's file.
+        epoch: value of ``time.time() - time.monotonic()`` (s).
     """
 
     def __init__(self, path: Path, epoch: float) -> None:
@@ -66,21 +67,21 @@ class Timeline:
         landed: float,
         staleness: Iterable[int] = (),
     ) -> None:
-        """A bucket of a round is back (engine thread): appended to a list, nothing more."""
+        """Record that a bucket of a round has completed (engine thread). This only appends to a list."""
         if len(self._records) < MOST:
             self._records.append(Record(optimizer, bucket, round, firing, submitted, landed, tuple(staleness)))
         else:
             self._left_out += 1
 
     def applied(self, optimizer: int, round: int, when: float) -> None:
-        """A round is taken to be applied (training thread), at ``when`` s."""
+        """Record that a round is about to be applied (training thread), at ``when`` (s)."""
         if len(self._applied) < MOST:
             self._applied[optimizer, round] = when
 
     def merge(self) -> None:
         """Put the records into Horovod's file, which must be closed: call it after Horovod's shutdown.
 
-        Records that are merged are forgotten: calling it again does nothing. If they cannot be, stderr says why.
+        The records are dropped, so a second call does nothing. If they cannot be merged, a warning says why.
         """
         records, self._records = self._records, []
         applied, self._applied = self._applied, {}
@@ -99,10 +100,10 @@ _recorder: Timeline | None = None
 
 
 def recorder(rank: int) -> Timeline | None:
-    """This process's timeline; None unless ``rank`` is 0 and HOROVOD_TIMELINE names a file."""
+    """Return this process's timeline; None unless ``rank`` is 0 and HOROVOD_TIMELINE names a file."""
     global _recorder
     name = os.environ.get("HOROVOD_TIMELINE", "")
-    if rank != 0 or name in ("", "DYNAMIC"):  # DYNAMIC: Horovod starts and stops it on call
+    if rank != 0 or name in ("", "DYNAMIC"):  # DYNAMIC: Horovod starts and stops it on request
         return None
     if _recorder is None:
         _recorder = Timeline(Path(name).absolute(), time.time() - time.monotonic())
@@ -116,13 +117,13 @@ def merge() -> None:
 
 
 def watch_exit(shutdown: Callable[[], object]) -> None:
-    """Merge at the process's end.
+    """Merge the timeline when the process ends.
 
     Exit hooks run newest first and Horovod registers its own in ``hvd.init()``, so call this when the binding is
-    imported. Where ``hvd.init()`` came even before that, Horovod is still up when the hook runs: it is shut down first.
+    imported. If ``hvd.init()`` was called even earlier, Horovod still runs when the hook does: it is shut down first.
 
     Args:
-        shutdown: shuts Horovod down; harmless where that is done already.
+        shutdown: shuts Horovod down; must do nothing if Horovod is shut down already.
     """
 
     def at_exit() -> None:
@@ -134,19 +135,19 @@ def watch_exit(shutdown: Callable[[], object]) -> None:
 
 
 def merge_into(path: Path, records: Sequence[Record], applied: dict[tuple[int, int], float], epoch: float) -> None:
-    """Append the records to Horovod's closed timeline at ``path``, without touching what it holds.
+    """Append the records to Horovod's closed timeline at ``path``, without changing its content.
 
-    Records of a Horovod that ran before the one that wrote the file (elastic jobs start it anew) are left out.
+    Records from before Horovod was restarted, as elastic jobs do, are left out.
 
     Args:
-        path: of the file.
-        records: to append.
-        applied: when (s, monotonic) a round, (optimizer, round), was taken to be applied.
-        epoch: what ``time.time() - time.monotonic()`` is (s).
+        path: path of the file.
+        records: records to append.
+        applied: time (s, monotonic) at which a round was about to be applied, by (optimizer, round).
+        epoch: value of ``time.time() - time.monotonic()`` (s).
 
     Raises:
         OSError: the file cannot be read or written.
-        ValueError: it is no complete Horovod timeline; it is left as it is.
+        ValueError: it is not a complete Horovod timeline; it is left unchanged.
     """
     with path.open("r+b") as file:
         head = _BEGAN.search(file.read(1024))
@@ -161,27 +162,27 @@ def merge_into(path: Path, records: Sequence[Record], applied: dict[tuple[int, i
 
 
 def _closing_bracket(file: Any, path: Path) -> int:
-    """Where the list ends."""
+    """Return the position of the bracket that closes the list."""
     size = file.seek(0, os.SEEK_END)
     start = max(0, size - 1024)
     file.seek(start)
     tail = file.read().rstrip()
     if not tail.endswith(b"}]"):
-        raise ValueError(f"{path} is not complete: Horovod was not shut down in order")
+        raise ValueError(f"{path} is not complete: Horovod was not shut down properly")
     return int(start + len(tail) - 1)
 
 
 def trace_events(
     records: Sequence[Record], applied: dict[tuple[int, int], float], began: float
 ) -> list[dict[str, Any]]:
-    """The records as Chrome-trace events: a row a bucket, one slice a round, with what it waited for as slices in it.
+    """Return the records as Chrome-trace events: a row per bucket, a slice per round, with its waits as nested slices.
 
-    Where rounds of one bucket overlap they take further rows, since slices of a row must nest.
+    Overlapping rounds of a bucket take further rows, since slices of a row must nest.
 
     Args:
-        records: in any order.
+        records: records, in any order.
         applied: as in ``merge_into``.
-        began: when Horovod's timeline began (s, monotonic); events are in microseconds since.
+        began: time (s, monotonic) at which Horovod's timeline began; events are in microseconds since.
     """
     several = len({record.optimizer for record in records}) > 1
     spans = [(r, max(r.landed, applied.get((r.optimizer, r.round), r.landed))) for r in records]
@@ -216,7 +217,7 @@ def _label(kind: str, row: int, name: str) -> dict[str, Any]:
 
 
 def _lanes(spans: Sequence[tuple[Record, float]]) -> list[int]:
-    """For each (record, end) the first lane of its bucket that is free when its round begins."""
+    """Return, for each (record, end), the first lane of its bucket that is free when its round begins."""
     free: dict[tuple[int, int], list[int]] = {}
     busy: dict[tuple[int, int], list[tuple[float, int]]] = {}
     lanes = [0] * len(spans)

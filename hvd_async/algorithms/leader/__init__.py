@@ -1,1 +1,1 @@
-"""Leader-pull: ranks train alone and are pulled towards a leader or a center now and then."""
+"""Leader-pull: ranks train separately and are periodically pulled towards a leader or a center."""

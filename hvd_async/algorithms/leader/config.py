@@ -19,12 +19,12 @@ from hvd_async.runtime.protocol import Algorithm, Config, OptimizerCommand, Opti
 
 
 class PullProgress(msgspec.Struct, frozen=True):
-    """Steps counted and losses known between ranks that follow a leader, at a drain or cut.
+    """Counted steps and known losses of ranks that follow a leader, at a drain or cut.
 
     Attributes:
-        leader: the rank whose mean loss is the lowest of the recent ones; the lowest-numbered where none is known.
-        steps: since the last pull that was due, of each group of the ranks and, at the end, of all.
-        means: mean losses by place; None where there is none that is finite.
+        leader: the rank with the lowest recent mean loss; the lowest-numbered rank if no loss is known.
+        steps: number of steps since the last due pull, by group; the last entry is of all ranks.
+        means: mean losses, by position of the rank; None if there is none or it is not finite.
     """
 
     leader: int
@@ -33,18 +33,18 @@ class PullProgress(msgspec.Struct, frozen=True):
 
 
 class LeaderConfig(Config, frozen=True, tag=True):
-    """Configuration that all ranks of an optimizer must have in common before the first pull.
+    """Configuration of an optimizer, which must be equal on all its ranks before the first pull.
 
     Attributes:
         algorithm: "lsgd" or "easgd".
-        groups: of ranks, by their places among those that share the optimizer; each has its own leader (LSGD).
-        local_period, global_period: steps per rank, on average, between pulls: of a group towards its leader, and of
-            all ranks towards the global leader or the center.
-        settings: other settings that must be the same, as text: strengths of the pulls and the like.
+        groups: groups of ranks, as positions among the ranks that share the optimizer; each has its own leader (LSGD).
+        local_period, global_period: average number of steps per rank between pulls: of a group towards its leader, and
+            of all ranks towards the global leader or the center.
+        settings: other settings that must be equal, as text: strengths of the pulls and the like.
         buffers: "average" if batch-norm statistics are averaged at each pull, else "local".
-        loss_window: steps of a rank, on the average, after which a loss is too old to lead by.
-        local, whole: whether pulls of groups, and of all, change anything; else there are none.
-        progress: progress at the cut of an earlier run, if this one continues it.
+        loss_window: average number of steps per rank after which a loss is too old for the choice of a leader.
+        local, whole: whether pulls of groups, and of all ranks, change anything; if not, there are none.
+        progress: progress at the cut of an earlier run, if this run continues it.
     """
 
     algorithm: str
@@ -60,8 +60,8 @@ class LeaderConfig(Config, frozen=True, tag=True):
 
 
 class StepTaken(OptimizerEvent, frozen=True, tag=True):
-    """This rank has taken ``steps`` steps since it last said so; ``loss`` is the mean of its last training losses, None
-    before it has recorded one."""
+    """This rank has taken ``steps`` steps since its last report; ``loss`` is the mean of its last training losses, None
+    if it has recorded none."""
 
     loss: float | None
     steps: int = 1
@@ -74,9 +74,9 @@ class PullDone(OptimizerEvent, frozen=True, tag=True):
 
 
 class StartPull(OptimizerCommand, frozen=True, tag=True):
-    """Submit a pull of the ranks of ``group`` (of all: -1) towards the weights of rank ``leader`` (the center: -1).
+    """Submit a pull of the ranks of ``group`` (-1: of all) towards the weights of rank ``leader`` (-1: the center).
 
-    ``leader`` -2: no rank has ever recorded a loss, so there is no pull, and ranks raise an error that says so.
+    ``leader`` -2: no rank has ever recorded a loss. Then there is no pull, and ranks raise an error.
     """
 
     round: int
@@ -92,16 +92,16 @@ COMMANDS = (StartPull,)
 
 
 STRENGTH = Real(0, below=1)
-"""Numbers that are a pull's strength; in Python also functions of a rank's step that give such."""
+"""Range of a pull's strength; in Python a strength may also be a function of a rank's step."""
 
 
 def _read_group(text: str) -> str | int:
-    """Return "host", or how many ranks are a group."""
+    """Return "host", or the number of ranks per group."""
     return text if text == "host" else Whole(1)(text)
 
 
 def _strength(doc: str, what: str) -> Any:
-    """Return the field of one of LSGD's strengths."""
+    """Return the field of a strength of LSGD."""
     return option(
         None,
         f"of lsgd: strength of {doc}, from 0 up to 1, or a function of the rank's own step; None: 0.1",
@@ -114,23 +114,23 @@ def _strength(doc: str, what: str) -> Any:
 
 @dataclass(frozen=True)
 class LeaderOptions:
-    """A user's options of ``LeaderOptimizer``, beside Horovod's arguments and those of one framework.
+    """Options of ``LeaderOptimizer`` that are neither Horovod's arguments nor those of a single framework.
 
-    None is the default that the algorithm's entry in ``ALGORITHMS`` has.
+    None: the default of the algorithm's entry in ``ALGORITHMS``.
     """
 
     algorithm: str = option(
         "lsgd",
         '"lsgd" (leader stochastic gradient descent, Teng et al., NeurIPS 2019): the rank with the lowest mean '
-        'training loss leads its group, and another all; or "easgd" (Zhang et al., NeurIPS 2015): ranks and a '
-        "centre are pulled towards each other",
+        'training loss of a group leads the group, that of all ranks leads all; or "easgd" (Zhang et al., NeurIPS '
+        "2015): ranks and a center are pulled towards each other",
         flags=(),
     )
     local_period: int | None = option(
         None,
-        "of lsgd: steps of each rank of a group, on the average, between two pulls towards its leader. Steps of "
+        "of lsgd: average number of steps per rank of a group between two pulls towards its leader. Steps of "
         "all ranks count together: fast ranks do more. None: a quarter of ``global_period``",
-        help="steps of each rank of a group, on the average, between two pulls towards its leader",
+        help="average number of steps per rank of a group between two pulls towards its leader",
         absent="a quarter of --global-period",
         read=Whole(1),
         metavar="N",
@@ -138,7 +138,7 @@ class LeaderOptions:
     global_period: int | None = option(
         None,
         "the same between two pulls of all ranks; None: 16",
-        help="steps of each rank, on the average, between two pulls of all ranks towards the leader or the centre",
+        help="average number of steps per rank between two pulls of all ranks towards the leader or the center",
         absent="16",
         read=Whole(1),
         metavar="N",
@@ -146,27 +146,29 @@ class LeaderOptions:
     local_pull: Strength | None = _strength(
         "a pull towards the group's leader", "how far a rank is pulled towards the leader of its group"
     )
-    global_pull: Strength | None = _strength("a pull towards the leader of all", "and towards that of all")
+    global_pull: Strength | None = _strength(
+        "a pull towards the leader of all", "how far a rank is pulled towards the leader of all"
+    )
     local_prox: Strength | None = _strength(
-        "the steps between pulls of a group, a period's together",
-        "how far the steps of a --local-period together pull it, between these pulls",
+        "the steps between pulls of a group, summed over a period",
+        "how far the steps of a --local-period together pull a rank towards the leader of its group, between pulls",
     )
     global_prox: Strength | None = _strength(
-        "those between pulls of all, a period's together",
-        "and those of a --global-period towards the leader of all",
+        "the steps between pulls of all, summed over a period",
+        "how far the steps of a --global-period together pull a rank towards the leader of all, between pulls",
     )
     alpha: float | None = option(
         None,
-        "of easgd: of a rank towards the centre; None: ``beta`` over the number of ranks",
-        help="how far a rank is pulled towards the centre",
+        "of easgd: strength of a rank's pull towards the center; None: ``beta`` over the number of ranks",
+        help="how far a rank is pulled towards the center",
         absent="--beta over the number of ranks",
         read=STRENGTH,
         metavar="X",
     )
     beta: float | None = option(
         None,
-        "of easgd: of the centre towards the ranks' mean; None: 0.43",
-        help="how far the centre moves",
+        "of easgd: strength of the center's pull towards the ranks' mean; None: 0.43",
+        help="how far the center is pulled towards the ranks' mean",
         absent="0.43",
         read=STRENGTH,
         metavar="X",
@@ -174,17 +176,17 @@ class LeaderOptions:
     group: str | int | Sequence[Any] | None = option(
         None,
         'of lsgd: "host" (Horovod\'s local ranks; also None), ranks per group, or the groups themselves: lists of '
-        "ranks, or process sets. Groups other than all ranks need Horovod process sets: those that ``hvd.init()`` "
-        'was given, or ``hvd.init(process_sets="dynamic")``',
-        help="the ranks of a host, or N ranks, have a leader of their own",
+        "ranks, or process sets. Groups other than all ranks need Horovod process sets: pass them to ``hvd.init()``, "
+        'or call ``hvd.init(process_sets="dynamic")``',
+        help="the ranks of a host, or N ranks, have their own leader",
         absent="host",
         read=_read_group,
         metavar="host|N",
     )
     loss_window: int | None = option(
         None,
-        "of lsgd: how many of the last losses count; None: 10",
-        help="losses that count in the choice",
+        "of lsgd: number of last losses that count in the choice of a leader; None: 10",
+        help="number of last losses that count in the choice of a leader",
         absent="10",
         read=Whole(1),
         metavar="N",
@@ -192,31 +194,31 @@ class LeaderOptions:
     lr_spread: str = option(
         "none",
         '"linear": rank i\'s learning rate is i + 1 times the optimizer\'s; "power": 2^i times; "none"',
-        help="ranks have learning rates of their own: linear: rank i's is i + 1 times --lr, power: 2^i times",
+        help="learning rates that differ by rank: linear: rank i's is i + 1 times --lr, power: 2^i times",
         choices=SPREADS,
     )
     buffers: str = option(
         "average",
-        'how batch-norm statistics agree: "average" them at each pull, or each rank\'s own ("local")',
+        'what to do with batch-norm statistics: "average" them at each pull, or keep each rank\'s own ("local")',
         flags=(),
     )
 
     def check(self, ranks: int | None) -> None:
-        """Refuse what no job can have.
+        """Check that a job can have these options.
 
         Raises:
-            ValueError: with a hint.
+            ValueError: an option has an invalid value.
         """
         check_one_of("buffers", self.buffers, BUFFERS)
         if self.buffers == "root":
-            raise ValueError("buffers='root': no rank is the root of others here; take 'average' or 'local'")
+            raise ValueError("buffers must be 'average' or 'local', got 'root'. No rank of leader-pull is a root")
         self.resolved()
 
     def resolved(self) -> dict[str, Any]:
-        """Return the algorithm's own options, with its defaults where none was given.
+        """Return the algorithm's own options, with defaults for options that are None.
 
         Raises:
-            ValueError: an option that it does not have, or a value that cannot be.
+            ValueError: an option that the algorithm does not have, or an invalid value.
         """
         check_one_of("algorithm", self.algorithm, ALGORITHMS)
         algorithm, described = ALGORITHMS[self.algorithm], options_of(LeaderOptions)
@@ -224,7 +226,7 @@ class LeaderOptions:
         stray = [name for name in OWN_OPTIONS if getattr(self, name) is not None and name not in defaults]
         if stray:
             raise ValueError(
-                f"{', '.join(stray)}: {self.algorithm} has no use for it; leave it out, or take another algorithm"
+                f"{', '.join(stray)}: {self.algorithm} does not support this; leave it out, or use another algorithm"
             )
         given = {name: default if (own := getattr(self, name)) is None else own for name, default in defaults.items()}
         for name, value in given.items():
@@ -248,7 +250,7 @@ class LeaderOptions:
 
 def _check_strength(name: str, value: Any, callables: bool) -> None:
     if callable(value) and not callables:
-        raise ValueError(f"{name}={value!r}: take a number from 0 up to 1; all ranks must move the centre alike")
+        raise ValueError(f"{name} must be a number, got {value!r}: all ranks must move the center alike")
     try:
         selection.value_at(value, 1)
     except ValueError as error:
@@ -257,13 +259,13 @@ def _check_strength(name: str, value: Any, callables: bool) -> None:
 
 @dataclass(frozen=True)
 class LeaderAlgorithm(Algorithm):
-    """One algorithm of the family.
+    """Algorithm of the family.
 
     Attributes:
-        rule: makes its equations, a ``rule.Rule``, from the configuration, the strengths, this rank's group and the
+        rule: returns its equations, a ``rank.Rule``, for the configuration, the strengths, this rank's group and the
             number of ranks.
-        has_center: whether ranks are pulled towards a center variable and no rank leads: no losses are needed then,
-            and groups are never pulled by themselves.
+        has_center: whether ranks are pulled towards a center variable instead of a leader: then no losses are needed,
+            and groups are never pulled separately.
     """
 
     rule: Callable[[LeaderConfig, Strengths, int, int], Any] = field(kw_only=True)
@@ -286,7 +288,7 @@ ALGORITHMS: Mapping[str, LeaderAlgorithm] = {
         },
         sends="weights",
         waits_for="nobody",
-        about="towards whoever has the lowest training loss",
+        about="towards the rank with the lowest training loss",
         rule=lambda config, strengths, group, size: LSGD(config, strengths, group),
     ),
     "easgd": LeaderAlgorithm(
@@ -295,11 +297,11 @@ ALGORITHMS: Mapping[str, LeaderAlgorithm] = {
         options={"global_period": 16, "alpha": None, "beta": 0.43},
         sends="weights",
         waits_for="nobody",
-        about="towards a centre",
+        about="towards a center",
         rule=lambda config, strengths, group, size: EASGD(strengths, size),
         has_center=True,
     ),
 }
-"""By name. ``local_period`` None is a quarter of ``global_period``, ``alpha`` None is ``beta`` / P."""
+"""Algorithms by name. ``local_period`` None is a quarter of ``global_period``, ``alpha`` None is ``beta`` / P."""
 OWN_OPTIONS = tuple(dict.fromkeys(name for algorithm in ALGORITHMS.values() for name in algorithm.options))
-"""Options that algorithms of the family have of their own, in order."""
+"""Options that only some algorithms of the family have, in order."""

@@ -3,7 +3,7 @@
     equation (5), without the gradient's part:   x_i <- x_i - alpha (x_i - c)
     equation (6):                                c <- (1 - beta) c + beta (1/P) sum_i x_i
 
-Both use the weights x_i from before the pull. With alpha = beta / P the sum of all x_i and c does not change.
+Both use the weights x_i before the pull. With alpha = beta / P the sum of all x_i and c does not change.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ Vector = Any
 
 
 class State(NamedTuple):
-    """One rank's state.
+    """State of EASGD on a rank.
 
     Attributes:
-        center: the center variable, shape (n,), the same on all ranks after the same pulls.
-        force: alpha (c - x_i), summed over the pulls since the last step, which the next step adds; None without one.
+        center: the center variable, shape (n,), equal on all ranks after the same pulls.
+        force: alpha (c - x_i), summed over the pulls since the last step, to be added by the next step; None if there
+            was no pull.
     """
 
     center: Vector
@@ -30,13 +31,13 @@ class State(NamedTuple):
 
 
 def on_pull(state: State, x: Vector, mean: Vector, alpha: float, beta: float) -> tuple[State, Vector]:
-    """Return the state after a pull, its force that of this pull alone, and c - x before it.
+    """Return the state after a pull, with the force of this pull alone, and c - x before the pull.
 
     Args:
-        state: before the pull.
+        state: state before the pull.
         x: this rank's weights when the pull started, shape (n,).
-        mean: that of all ranks' such weights.
-        alpha, beta: strengths, of a rank towards the center and of the center towards the mean.
+        mean: mean of all ranks' weights when the pull started, shape (n,).
+        alpha, beta: strengths of the pull of a rank towards the center, and of the center towards the mean.
     """
     difference = state.center - x
     force = difference * alpha
@@ -45,33 +46,33 @@ def on_pull(state: State, x: Vector, mean: Vector, alpha: float, beta: float) ->
 
 
 def merge(state: State, pulled: State) -> State:
-    """Return the state with a pull's result: its center, and its force beside that of earlier pulls."""
+    """Return the state with a pull's result: its center, and its force added to that of earlier pulls."""
     return pulled if state.force is None else State(pulled.center, state.force + pulled.force)
 
 
 def on_step(state: State, x: Vector) -> tuple[State, Vector]:
-    """Return the state and weights after a step: the force of pulls since the step before is added to x."""
+    """Return the state and weights after a step: the force of the pulls since the previous step is added to x."""
     return state._replace(force=None), x if state.force is None else x + state.force
 
 
 @dataclass(frozen=True)
 class EASGD:
-    """EASGD as the two halves of a rank drive it: see ``rule.Rule``.
+    """EASGD as a ``rank.Rule``.
 
     Attributes:
-        strengths: of the pulls.
-        size: ranks that share the optimizer.
+        strengths: strengths of the pulls.
+        size: number of ranks that share the optimizer.
     """
 
     strengths: Strengths
     size: int
 
     def begin(self, weights: Vector) -> State:
-        """Return the state before the first pull: the center is where all ranks are."""
+        """Return the state before the first pull: the center equals the weights of all ranks."""
         return State(weights)
 
     def on_pull(self, state: State, group: int, own: Vector, result: Vector) -> tuple[State, tuple[Vector, ...]]:
-        """Return the state after a pull, ``result`` the sum of all ranks' weights, and the difference to the center."""
+        """Return the state after a pull, and the difference to the center; ``result`` sums all ranks' weights."""
         mean = result * (1.0 / self.size)
         after, difference = on_pull(state, own, mean, self.strengths.alpha, self.strengths.beta)
         return after, (difference,)
@@ -85,21 +86,21 @@ class EASGD:
         return on_step(state, x)[1], ()
 
     def position(self, state: State, x: Vector) -> Vector:
-        """Return the weights from which a pull starts: the force counts at once, also while a rank computes."""
+        """Return the weights from which a pull starts: the force counts at once, even while the rank computes."""
         return on_step(state, x)[1]
 
     def after_step(self, state: State) -> State:
-        """Return the state once a step has added the force."""
+        """Return the state after a step has added the force."""
         return state._replace(force=None)
 
     def consensus(self, state: State) -> Vector:
-        """Return the center, which stands for all ranks."""
+        """Return the center, which is the consensus."""
         return state.center
 
     def save(self, state: State) -> tuple[dict[int, Vector], Vector]:
-        """Return the center as a target of all, and the force that no step has added yet."""
+        """Return the center as the target of all ranks, and the force that no step has added yet."""
         return {ALL_RANKS: state.center}, state.force
 
     def restore(self, targets: Mapping[int, Vector], force: Vector) -> State:
-        """Return the state that ``save`` gave."""
+        """Return the state from the values that ``save`` returned."""
         return State(targets[ALL_RANKS], force)

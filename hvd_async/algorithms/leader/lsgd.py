@@ -5,7 +5,7 @@
     each step between pulls:    x <- x - p1/local_period (x - x_l) - p2/global_period (x - x_g)
 
 c1, c2, p1 and p2 are named as in the authors' code (github.com/yunfei-teng/LSGD). It applies p2 and p1 one after the
-other: both at once differ from that by their product, divided by both periods, times x - x_g.
+other; applying both at once differs by their product, divided by both periods, times x - x_g.
 
 The leader of a group, or of all, is the rank with the lowest recent training loss (``selection``); it is not pulled.
 """
@@ -25,11 +25,11 @@ Vector = Any
 
 
 class State(NamedTuple):
-    """The last known weights of this rank's leaders, shape (n,); None where none is known or this rank leads.
+    """Last known weights of this rank's leaders, shape (n,); None if they are unknown or this rank leads.
 
     Attributes:
-        local: of the leader of this rank's group.
-        world: of the leader of all ranks.
+        local: weights of the leader of this rank's group.
+        world: weights of the leader of all ranks.
     """
 
     local: Vector = None
@@ -37,7 +37,7 @@ class State(NamedTuple):
 
 
 def pull_towards(x: Vector, *pulls: tuple[Vector, float]) -> Vector:
-    """Return x + sum over (target, strength) of strength (target - x): towards all targets at once."""
+    """Return x + sum over (target, strength) of strength (target - x): a pull towards all targets at once."""
     moved = x
     for target, strength in pulls:
         moved = moved + (target - x) * strength
@@ -48,7 +48,7 @@ def on_pull(state: State, of_all: bool, leader: Vector) -> State:
     """Return the state after a pull has completed.
 
     Args:
-        state: before it.
+        state: state before the pull.
         of_all: whether all ranks were pulled, rather than this rank's group.
         leader: the leader's weights, shape (n,); None if this rank leads.
     """
@@ -56,11 +56,11 @@ def on_pull(state: State, of_all: bool, leader: Vector) -> State:
 
 
 def on_step(state: State, x: Vector, c1: float, c2: float) -> tuple[Vector, tuple[Vector, ...]]:
-    """Return the weights after the first step since pulls, pulled by the group's leader, then by that of all; and the
-    difference to each before its pull.
+    """Return the weights after the first step since pulls, pulled towards the group's leader, then towards that of all
+    ranks; and the difference to each leader before its pull.
 
     Args:
-        state: the leaders of the pulls that have completed since the step before; None for the others.
+        state: leaders of the pulls that have completed since the previous step; None for the others.
         x: weights after the optimizer's update, shape (n,).
         c1, c2: strengths ``local_pull`` and ``global_pull``.
     """
@@ -73,7 +73,7 @@ def on_step(state: State, x: Vector, c1: float, c2: float) -> tuple[Vector, tupl
 
 
 def between_pulls(state: State, x: Vector, local: float, world: float) -> Vector:
-    """Return the weights after a step without a pull: towards both known leaders at once.
+    """Return the weights after a step without a pull, moved towards both known leaders at once.
 
     Args:
         state: leaders known so far.
@@ -89,12 +89,12 @@ def between_pulls(state: State, x: Vector, local: float, world: float) -> Vector
 
 @dataclass(frozen=True)
 class LSGD:
-    """LSGD as the two halves of a rank drive it: see ``rule.Rule``.
+    """LSGD as a ``rank.Rule``.
 
     Attributes:
-        config: the same on all ranks.
-        strengths: of the pulls, numbers or functions of this rank's step.
-        group: the group of this rank.
+        config: configuration, the same on all ranks.
+        strengths: strengths of the pulls, numbers or functions of this rank's step.
+        group: number of this rank's group.
     """
 
     config: LeaderConfig
@@ -106,15 +106,15 @@ class LSGD:
         return State()
 
     def on_pull(self, state: State, group: int, own: Vector, result: Vector) -> tuple[State, tuple[Vector, ...]]:
-        """Return the state after a pull, and differences to count: they are known in the next step only."""
+        """Return the state after a pull, and no differences to count: they are known only in the next step."""
         return on_pull(state, group == ALL_RANKS, result), ()
 
     def merge(self, state: State, pulled: State) -> State:
-        """Return the state with a pull's result: steps change nothing of it."""
+        """Return the state with a pull's result, which steps do not change."""
         return pulled
 
     def on_step(self, state: State, x: Vector, step: int, fresh: Collection[int]) -> tuple[Vector, tuple[Vector, ...]]:
-        """Return the weights after a step, and differences to leaders whose lengths are counted."""
+        """Return the weights after a step, and differences to leaders, whose lengths are counted."""
         strengths, config = self.strengths.at(step), self.config
         if fresh:
             local = state.local if self.group in fresh else None
@@ -124,15 +124,15 @@ class LSGD:
         return between_pulls(state, x, *parts), ()
 
     def position(self, state: State, x: Vector) -> Vector:
-        """Return the weights from which a pull starts: those after the last step."""
+        """Return the weights from which a pull starts: the weights after the last step."""
         return x
 
     def after_step(self, state: State) -> State:
-        """Return the state once a step has applied it: leaders stay known."""
+        """Return the state after a step has applied it: leaders stay known."""
         return state
 
     def consensus(self, state: State) -> Vector:
-        """Return None: the leader's weights stand for all ranks, and the leader has them."""
+        """Return None: the consensus is the leader's weights, which only the leader has."""
         return None
 
     def save(self, state: State) -> tuple[dict[int, Vector], Vector]:
@@ -141,5 +141,5 @@ class LSGD:
         return {group: leader for group, leader in known.items() if leader is not None}, None
 
     def restore(self, targets: Mapping[int, Vector], force: Vector) -> State:
-        """Return the state that ``save`` gave."""
+        """Return the state from the values that ``save`` returned."""
         return State(targets.get(self.group), targets.get(ALL_RANKS))

@@ -1,22 +1,23 @@
-"""State machine of leader-pull: when which group of ranks is pulled towards which leader, or the center.
+"""State machine of leader-pull: decides when a group of ranks is pulled, and towards which leader or the center.
 
-The laws it keeps:
+Its laws:
 
-1. *Steps of all ranks count together.* When a group's active ranks have taken ``local_period`` steps each on the
-   average since its last pull, the next is due; when all active ranks have taken ``global_period``, one of all is.
-   Fast ranks do more. When a rank finishes, its part of the count is taken out: its end makes no pull due.
-2. *The leader* is the active rank with the lowest mean loss of those sent in the last ``loss_window`` steps of a rank,
-   on the average (``global_period``, if that is longer): not one that has finished, or hangs. When a rank's loss is not
-   finite it never leads; when nobody's is there is no pull. When no rank of a group has ever sent a loss, the ranks are
-   told so. With a center (EASGD) no loss is needed. When all have finished, the same holds of all ranks; and if no loss
-   is recent, the last one sent leads. A group of one, and one of all ranks, has no leader of its own.
-3. *One pull of a group at a time.* When another becomes due meanwhile, it starts once the first has completed, once.
-4. *Nobody is waited for*: engines take part for ranks that compute, sleep or have finished.
-5. *Steps may come together*: an event of several steps does what as many of one step each, with its loss, do.
+1. *Steps of all ranks count together.* A pull of a group is due when its active ranks have taken ``local_period`` steps
+   each, on average, since its last pull; a pull of all ranks when all active ranks have taken ``global_period``. Fast
+   ranks do more. When a rank finishes, its share is subtracted from the count, so that its end makes no pull due.
+2. *The leader* is the active rank with the lowest recent mean loss: sent within the last ``loss_window`` steps per
+   rank, on average (``global_period``, if that is longer). So a rank that has finished or hangs never leads, nor does a
+   rank whose loss is not finite; if no loss is finite, there is no pull. If no rank of a group has ever sent a loss,
+   the ranks are notified. With a center (EASGD) no loss is needed. When all ranks have finished, the leader is chosen
+   among all of them; if no loss is recent, the rank that sent the last one leads. A group of one rank, or of all ranks,
+   has no leader of its own.
+3. *One pull of a group at a time.* If another becomes due meanwhile, it starts, once, after the first has completed.
+4. *No rank is waited for*: engines take part for ranks that compute, sleep or have finished.
+5. *Steps may be reported together*: an event of n steps has the effect of n events of one step each with its loss.
 6. *Illegal moves change nothing.* They raise ProtocolError.
 
-An event is looked at for the groups that it changes, its rank's and that of all; the choice of a leader looks at all
-ranks of a group, which have taken as many steps since the last.
+An event is checked only for the groups that it changes: its rank's group and that of all ranks. The choice of a leader
+reads all ranks of a group, but these have taken as many steps since the last choice.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ class _Group:
     """Ranks that are pulled together.
 
     Attributes:
-        ranks: its ranks.
-        period: steps each, on the average, between two pulls.
-        active: how many of its ranks count.
-        steps: since the last pull that became due.
-        flight: the number of the pull in flight.
+        ranks: ranks of the group.
+        period: average number of steps per rank between two pulls.
+        active: number of its ranks whose steps count.
+        steps: number of steps since the last due pull.
+        flight: number of the pull in flight; None if there is none.
     """
 
     ranks: tuple[int, ...]
@@ -53,12 +54,12 @@ class _Group:
 
     @property
     def needed(self) -> int:
-        """The steps after which a pull is due."""
+        """Number of steps after which a pull is due."""
         return self.period * self.active
 
     @property
     def is_due(self) -> bool:
-        """Whether a pull is due, and none in flight."""
+        """Whether a pull is due and none is in flight."""
         return self.flight is None and 0 < self.needed <= self.steps
 
 
@@ -69,27 +70,27 @@ chance.)"""
 
 @dataclass
 class StepClock:
-    """Steps of an active rank, on the average; the same, to the bit, however many steps are counted at once."""
+    """Average number of steps per active rank, the same to the bit however many steps are counted at once."""
 
     _before: float = 0.0
-    """Steps per rank until the number of active ranks last changed; then ``_steps`` of all ``_ranks`` since."""
+    """Steps per rank until the number of active ranks last changed; since then, ``_steps`` of all ``_ranks``."""
     _steps: int = 0
     _ranks: int = 1
 
     def count(self, steps: int, ranks: int) -> None:
-        """Count steps of one of ``ranks`` active ranks."""
+        """Count steps of a rank, with ``ranks`` active ranks."""
         if ranks != self._ranks:
             self._before, self._steps, self._ranks = self.now, 0, ranks
         self._steps += steps
 
     @property
     def now(self) -> float:
-        """The time by this clock."""
+        """Time on this clock, steps per rank."""
         return self._before + self._steps / self._ranks
 
 
 class LeaderStateMachine(StateMachine[LeaderConfig]):
-    """Leader-pull of one optimizer."""
+    """State machine for the pulls of an optimizer."""
 
     def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
         super().__init__(optimizer, ranks)
@@ -98,43 +99,43 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
         self._groups_of: dict[int, list[int]] = {}
         """The numbers of each rank's groups, in that order."""
         self._touched: set[int] = set()
-        """Groups of which a pull may be due, since they have changed."""
+        """Groups that have changed, so that a pull may be due."""
         self._pulls: dict[int, int] = {}
         """The group of each pull in flight."""
         self._means: dict[int, float] = {}
         self._clock = StepClock()
         self._heard: dict[int, float] = {}
-        """When each rank has sent its mean loss, by this clock."""
+        """Time on ``_clock`` at which each rank last sent its mean loss."""
         self._uncounted: set[int] = set()
-        """Ranks that were taken out of the counts, since the last end."""
+        """Ranks whose steps do not count until the next drain or cut ends."""
         self._leaving: list[int] = []
-        """Ranks whose optimizer was deleted, and that are still in the counts."""
+        """Ranks whose optimizer was deleted, but whose steps still count."""
         self._drains = False
-        """Whether this was known to be a drain when a rank was taken out last."""
+        """Whether this was known to be a drain when a rank last finished."""
         self._round = 0
         self._leaderless = 0
-        self._told = False
+        self._warned = False
 
     def tick(self, now: float) -> list[Command]:
         """Return nothing: no pull waits for time to pass."""
         return []
 
     def deadline(self) -> float | None:
-        """Return None: as ``tick``."""
+        """Return None: no pull waits for time to pass."""
         return None
 
     def take_notice(self) -> str | None:
-        """Return a warning of pulls that had no leader, once."""
-        if not self._leaderless or self._told:
+        """Return a warning, once, if a pull had no leader."""
+        if not self._leaderless or self._warned:
             return None
-        self._told = True
+        self._warned = True
         return (
-            "no rank of a group, or of all, has a finite mean loss, so nobody leads it and nobody is pulled; look at "
-            "what record_loss() is given (a loss of more than loss_window steps ago does not count)"
+            "no rank of a group, or of all, has a finite mean loss, so it has no leader and is not pulled; check what "
+            "record_loss() is given (a loss of more than loss_window steps ago does not count)"
         )
 
     def recipients(self, command: Command) -> Sequence[int]:
-        """Return the ranks that a command is for: a pull is of its group, and no other rank has a use for it."""
+        """Return the ranks that a command is sent to: a pull is sent to its group only."""
         if isinstance(command, StartPull):
             return self._groups[command.group].ranks
         return super().recipients(command)
@@ -145,7 +146,7 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
     def _on_all_registered(self, config: Any) -> LeaderConfig:
         assert isinstance(config, LeaderConfig)
         if config.algorithm not in ALGORITHMS:
-            raise ProtocolError(f"optimizer {self._optimizer} follows {config.algorithm!r}, which is no algorithm")
+            raise ProtocolError(f"optimizer {self._optimizer} has an unknown algorithm, {config.algorithm!r}")
         self._uncounted, self._drains = set(self._done if self._flush else self._absent), self._flush
         self._leaving.clear()
         if not ALGORITHMS[config.algorithm].has_center:
@@ -170,22 +171,22 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
             case StepTaken(_, loss, steps):
                 self._running(rank, event)
                 if steps < 1:
-                    raise ProtocolError(f"rank {rank} has taken {steps} steps")
+                    raise ProtocolError(f"rank {rank} reported {steps} steps")
                 return self._step(rank, loss, steps)
             case PullDone(_, number):
                 if not 1 <= number <= self._round:
-                    raise ProtocolError(f"rank {rank} saw pull {number} land, of {self._round}")
+                    raise ProtocolError(f"rank {rank} reported pull {number} as completed, of {self._round} started")
                 group = self._pulls.pop(number, None)
-                if group is None:  # a pull from before an end: it may start nothing after a cut
+                if group is None:  # a pull from before a drain or cut: it must start nothing afterwards
                     return []
                 self._groups[group].flight = None
                 self._touched.add(group)
             case _:
-                raise ProtocolError(f"rank {rank} sent {type(event).__name__} to follow a leader")
+                raise ProtocolError(f"rank {rank} sent {type(event).__name__}, which is no event of leader-pull")
         return self._due()
 
     def _step(self, rank: int, loss: float | None, steps: int) -> list[Command]:
-        """Count steps of a rank, as many at once as make no pull due before the last of them."""
+        """Count steps of a rank, in portions of which only the last step can make a pull due."""
         assert self._config is not None
         commands: list[Command] = []
         changed = [number for number in self._groups_of[rank] if self._is_pulled(number)]
@@ -205,7 +206,7 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
 
     def _due(self) -> list[Command]:
         commands: list[Command] = []
-        for number in sorted(self._touched, key=lambda number: (number == ALL_RANKS, number)):  # local ones first
+        for number in sorted(self._touched, key=lambda number: (number == ALL_RANKS, number)):  # all ranks last
             group = self._groups[number]
             if not group.is_due or not self._is_pulled(number):
                 continue
@@ -223,14 +224,14 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
         return commands
 
     def _is_pulled(self, number: int) -> bool:
-        """Whether a group is ever pulled."""
+        """Return whether a group is ever pulled."""
         assert self._config is not None
         if number == ALL_RANKS:
             return self._config.whole
         return self._config.local and 1 < len(self._groups[number].ranks) < len(self.ranks)
 
     def _recent(self, ranks: Sequence[int]) -> list[int]:
-        """Return the ranks of these that may lead now: those whose steps count, or finished ones too, if all have."""
+        """Return which ranks may lead now: ranks whose steps count, or after all have finished, finished ranks too."""
         assert self._config is not None
         oldest = self._clock.now - max(self._config.loss_window, self._config.global_period) - ROUNDING
         counting = self._flush and len(self._done) < len(self.ranks)
@@ -241,21 +242,21 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
     def _has_center(self) -> bool:
         return self._config is not None and ALGORITHMS[self._config.algorithm].has_center
 
-    # -- ends -------------------------------------------------------------------------------------------------
+    # -- drains and cuts --------------------------------------------------------------------------------------
 
     def _on_event_of_absent(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
-        """Handle an event of a rank whose optimizer is gone: its engine still takes part in pulls."""
+        """Handle an event of a rank whose optimizer is deleted: its engine still takes part in pulls."""
         return self._on_event(rank, event, now) if isinstance(event, PullDone) else []
 
     def _forget(self, rank: int) -> None:
         self._leaving.append(rank)
 
     def _on_rank_finished(self, rank: int, now: float) -> list[Command]:
-        """Take ranks out of the counts whose steps count no more: in a cut finished ones' do, deleted ones' never."""
+        """Stop counting steps of deleted ranks, and in a drain of finished ranks; in a cut these still count."""
         if self._config is None:
             return []  # ranks are counted when all have registered
         out = {*self._leaving}
-        if self._flush:  # once that is known, those that had finished before are out too
+        if self._flush:  # once this is known to be a drain, ranks that had finished earlier are out too
             out |= {rank} if self._drains else self._done.keys()
         left: dict[int, int] = {}
         for gone in out - self._uncounted:
@@ -271,7 +272,7 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
         return []
 
     def _on_all_finished(self, rank: int, now: float) -> tuple[list[Command], int]:
-        """Reset the groups; after a drain, steps that made no pull due are forgotten."""
+        """Reset the groups; a drain also resets their numbers of steps."""
         for group in self._groups.values():
             group.steps, group.active, group.flight = 0 if self._flush else group.steps, len(group.ranks), None
         self._pulls.clear()
@@ -288,7 +289,7 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
             heard = {rank: at for rank, at in self._heard.items() if rank in there}
             latest = max((at for rank, at in heard.items() if math.isfinite(self._means[rank])), default=None)
             leader = pick_leader(self._means, [rank for rank, at in heard.items() if at == latest])
-        known = {leader, *self._recent(self.ranks)}  # a loss too old to lead by stays so in another job
+        known = {leader, *self._recent(self.ranks)}  # a loss that is too old to count stays so in the next job
         means = [self._means.get(rank) if rank in known else None for rank in self.ranks]
         return PullProgress(
             leader=present[0] if leader is None else leader,

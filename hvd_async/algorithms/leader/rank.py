@@ -1,7 +1,7 @@
-"""A rank of leader-pull, in any framework: it trains alone, and is pulled towards a leader or a center at times.
+"""Rank of leader-pull, in any framework: it trains separately, and is periodically pulled to a leader or a center.
 
-The training thread takes steps: each applies the results of the pulls that have come, and waits for nobody. The engine
-thread takes part in pulls, whatever the training thread does: it gives a snapshot of the weights as they were after the
+The training thread takes steps. Each step applies the results of the pulls that have completed, and waits for no rank.
+The engine thread takes part in pulls whatever the training thread does: it sends a snapshot of the weights after the
 last step, and keeps the results.
 """
 
@@ -29,59 +29,59 @@ from hvd_async.stats import LeaderStats
 
 
 class Rule(Protocol):
-    """An algorithm's equations over its immutable state, a ``NamedTuple``. Both threads of a rank call them; the worker
-    and the ``PullExecutor`` have no arithmetic of their own."""
+    """Equations of an algorithm over its immutable state, a ``NamedTuple``. Both threads of a rank call them; the
+    worker and the ``PullExecutor`` do no arithmetic on weights."""
 
     def begin(self, weights: Vector) -> Any:
-        """Return the state before the first pull, ``weights`` the same on all ranks."""
+        """Return the state before the first pull; ``weights`` are equal on all ranks."""
         ...
 
     def on_pull(self, state: Any, group: int, own: Vector, result: Vector) -> tuple[Any, tuple[Vector, ...]]:
-        """Return a pull's result for ``merge``, and differences to the target whose lengths are counted.
+        """Return a pull's result for ``merge``, and differences to the target, whose lengths are counted.
 
-        Only one pull after the other changes what this reads of the state; a step may run meanwhile.
+        The parts of the state that this reads change only by pulls, one after the other; a step may run meanwhile.
 
         Args:
-            state: before the pull.
-            group: that was pulled; ``ALL_RANKS`` for all.
+            state: state before the pull.
+            group: group that was pulled; ``ALL_RANKS`` for all.
             own: this rank's weights when the pull was submitted, shape (n,).
-            result: the leader's weights, None if this rank leads; with a center the sum of all ranks' weights.
+            result: the leader's weights, None if this rank leads; with a center, the sum of all ranks' weights.
         """
         ...
 
     def merge(self, state: Any, pulled: Any) -> Any:
-        """Return the state of now with the result of ``on_pull``."""
+        """Return the current state with the result of ``on_pull``."""
         ...
 
     def on_step(self, state: Any, x: Vector, step: int, fresh: Collection[int]) -> tuple[Vector, tuple[Vector, ...]]:
-        """Return the weights after a step, and differences whose lengths are counted.
+        """Return the weights after a step, and differences, whose lengths are counted.
 
         Args:
-            state: when the step took the pulls' results.
+            state: state when the step took the results of pulls.
             x: weights after the optimizer's update, shape (n,).
-            step: this rank's, from 1.
-            fresh: groups pulled since the step before.
+            step: number of this rank's step, from 1.
+            fresh: groups pulled since the previous step.
         """
         ...
 
     def position(self, state: Any, x: Vector) -> Vector:
-        """Return the weights from which a pull starts, ``x`` those after the last step."""
+        """Return the weights from which a pull starts; ``x`` are the weights after the last step."""
         ...
 
     def after_step(self, state: Any) -> Any:
-        """Return the state of which a step has taken what it applies once."""
+        """Return the state after a step has taken the parts that are applied only once."""
         ...
 
     def consensus(self, state: Any) -> Vector:
-        """Return the weights that stand for all ranks; None if they are the leader's own."""
+        """Return the consensus; None if it is the leader's weights."""
         ...
 
     def save(self, state: Any) -> tuple[dict[int, Vector], Vector]:
-        """Return targets by group, and the force not applied yet or None, for a checkpoint."""
+        """Return, for a checkpoint, targets by group, and the force that is not applied yet or None."""
         ...
 
     def restore(self, targets: Mapping[int, Vector], force: Vector) -> Any:
-        """Return the state that ``save`` gave."""
+        """Return the state from the values that ``save`` returned."""
         ...
 
 
@@ -89,24 +89,24 @@ def make_rule(config: LeaderConfig, strengths: Strengths, group: int, size: int)
     """Return the rule of an optimizer's algorithm.
 
     Args:
-        config: the same on all ranks.
-        strengths: of the pulls.
-        group: the group of this rank.
-        size: ranks that share the optimizer.
+        config: configuration, the same on all ranks.
+        strengths: strengths of the pulls.
+        group: number of this rank's group.
+        size: number of ranks that share the optimizer.
     """
     rule: Rule = ALGORITHMS[config.algorithm].rule(config, strengths, group, size)
     return rule
 
 
 # -- reports of steps --------------------------------------------------------------------------------------------------
-# At most one report waits to be sent, however fast the rank steps.
+# At most one report waits to be sent, however fast the rank takes steps.
 
 
 class StepReports:
-    """Reports of one optimizer's steps: a report covers all steps taken before the engine sends it.
+    """Reports of an optimizer's steps. A report covers all steps taken before the engine sends it.
 
-    So a rank sends no more reports than its engine wakes up, and ranks that step faster than that neither fill the
-    engine's posts nor keep the coordinator from anything else.
+    So a rank sends at most one report per wake-up of its engine, and fast ranks overload neither the engine's queue nor
+    the coordinator.
 
     Args:
         engine: the engine of this rank.
@@ -116,15 +116,15 @@ class StepReports:
         self._engine = engine
         self._lock = threading.Lock()
         self._steps = 0
-        """Steps that were not reported yet."""
+        """Number of unreported steps."""
         self._loss: float | None = None
-        """The last mean loss of these."""
+        """Last mean loss of the unreported steps."""
 
     def add(self, optimizer: int, loss: float | None) -> None:
-        """Report a step, and its mean loss if it has one (training thread).
+        """Report a step, and its mean loss if it is known (training thread).
 
         Raises:
-            the engine's failure, if it has failed: nobody would send the report.
+            The error of the engine, if it has failed and would not send the report.
         """
         self._engine.check()
         with self._lock:
@@ -135,7 +135,7 @@ class StepReports:
             self._engine.call_soon(lambda: self._send(optimizer))
 
     def _send(self, optimizer: int) -> None:
-        """(Engine thread.)"""
+        """Send the report (engine thread)."""
         with self._lock:
             event = StepTaken(optimizer, self._loss, self._steps)
             self._steps, self._loss = 0, None
@@ -148,45 +148,45 @@ class StepReports:
 Clip: TypeAlias = "Callable[[Vector, Vector, Vector], Vector]"
 """A function of three vectors: the first, limited element by element to the range between the other two."""
 Statistics: TypeAlias = "Vector | Callable[[], Vector]"
-"""Batch-norm statistics, shape (2 m,), or a function that returns them, called only in the few steps that use it."""
+"""Batch-norm statistics, shape (2 m,), or a function that returns them, called only in the few steps that need it."""
 REMEMBERED = 10_000
-"""Pulls that ``stats().history`` lists; earlier ones are only counted."""
+"""Maximum number of pulls in ``stats().history``; earlier pulls are only counted."""
 
 
 class PullCounters:
-    """Counts of the pulls of one optimizer on this rank, kept by its engine thread.
+    """Statistics of an optimizer's pulls on this rank, counted by its engine thread.
 
     Args:
-        clock: seconds from an arbitrary origin.
+        clock: returns seconds from an arbitrary origin.
 
     Attributes:
-        pulls: completed ones.
-        bytes_received: by them.
+        pulls: number of completed pulls.
+        bytes_received: bytes that these pulls received.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.pulls = self.bytes_received = 0
         self._led: Counter[tuple[bool, int]] = Counter()
-        """Pulls by whether they are of all ranks, and by leader."""
+        """Number of pulls, by whether they are of all ranks, and by leader."""
         self._seconds = self._distance = 0.0
         self._distances = 0
         self._history: deque[tuple[float, int, int]] = deque(maxlen=REMEMBERED)
 
     def add_pull(self, group: int, leader: int, started: float) -> None:
-        """Count a completed pull of a group, submitted at ``started``."""
+        """Count a completed pull of a group, submitted at ``started`` (s)."""
         self.pulls += 1
         self._led[group == ALL_RANKS, leader] += 1
         self._seconds += self._clock() - started
         self._history.append((time.time(), group, leader))
 
     def add_distance(self, difference: Vector) -> None:
-        """Count this rank's distance to a leader or the center: the length of this vector."""
+        """Count this rank's distance to a leader or the center: the length of ``difference``."""
         self._distance += float(difference @ difference) ** 0.5
         self._distances += 1
 
     def stats(self, steps: int, wait_s: float, mean_loss: float | None) -> LeaderStats:
-        """Return a snapshot, with the worker's own counts."""
+        """Return a snapshot, together with the worker's own counts."""
         led = sorted(self._led.copy().items())
         return LeaderStats(
             steps=steps,
@@ -205,15 +205,15 @@ class PullCounters:
 
 @dataclass
 class PullResults:
-    """Results of pulls that no step has taken yet, as a checkpoint after ``cut()`` holds them. Vectors never change.
+    """Results of pulls that no step has taken yet, as in a checkpoint after ``cut()``. Vectors never change.
 
     Attributes:
-        targets: weights towards which this rank is pulled, by group; none where it leads itself. EASGD: the center.
-        fresh: groups pulled since the last step: the number of the pull, and who leads.
-        force: EASGD's, to be added to the weights.
-        statistics: batch-norm statistics, averaged, shape (2 m,): m values, then for each 1, or 0 if no rank's was
-            finite.
-        sent: this rank's statistics that are in that average, as in ``LeaderWorker.settle_statistics``.
+        targets: weights towards which this rank is pulled, by group, without groups that it leads. EASGD: the center.
+        fresh: number of the pull and its leader, by group pulled since the last step.
+        force: force of EASGD, to be added to the weights.
+        statistics: averaged batch-norm statistics, shape (2 m,): m values, then for each value 1, or 0 if it was finite
+            on no rank.
+        sent: this rank's statistics in that average, as in ``LeaderWorker.settle_statistics``.
     """
 
     targets: dict[int, Vector] = field(default_factory=dict)
@@ -224,27 +224,27 @@ class PullResults:
 
 
 class TakenResults(NamedTuple):
-    """The rule's state that a step takes, and the groups pulled since the step before."""
+    """State of the rule that a step takes, and the groups pulled since the previous step."""
 
     state: Any
     fresh: dict[int, tuple[int, int]]
 
 
 class PullExecutor:
-    """Pulls of one optimizer on this rank.
+    """Pulls of an optimizer on this rank.
 
     Args:
         engine: the engine of this rank.
-        config: the same on all ranks.
-        rule: the algorithm's equations.
+        config: configuration, the same on all ranks.
+        rule: equations of the algorithm.
         rank_group: the ranks that share the optimizer.
         group_set: the process set of this rank's group, as the binding's collectives know it.
 
     Attributes:
-        commanded: pulls so far.
-        record: counts of pulls.
-        log: events for a test, in order: ("taken", step, fresh) and ("shown", step) of a step, ("averaged", step),
-            ("sent", pull), ("landed", pull), ("drained",). None: they are not recorded.
+        commanded: number of commanded pulls.
+        record: statistics of pulls.
+        log: events for tests, in order: ("taken", step, fresh) and ("shown", step) of a step, ("averaged", step),
+            ("sent", pull), ("landed", pull), ("drained",). None: events are not recorded.
     """
 
     def __init__(
@@ -253,28 +253,28 @@ class PullExecutor:
         self._engine, self._config, self._rule, self._rank_group = engine, config, rule, rank_group
         self._group_set, self._group = group_set, group_of(config, rank_group)
         self._lock = threading.Lock()
-        """Held while state that both threads share changes."""
+        """Lock of the state that both threads share."""
         self._snapshot: Vector = None
         """The weights after the last step; never changed."""
         self._statistics: Statistics | None = None
-        """Batch-norm statistics after the last step, as in ``LeaderWorker.settle_statistics``; never changed. None on
-        all ranks if they do not travel; that must not change, as ranks would wait for each other's."""
+        """Batch-norm statistics after the last step, as in ``LeaderWorker.settle_statistics``; never changed. None, on
+        all ranks, if they are not averaged; that must not change, since ranks would wait for each other's."""
         self._state: Any = None
-        """The rule's; replaced, never changed."""
+        """State of the rule; replaced, never changed."""
         self._fresh: dict[int, tuple[int, int]] = {}
         """Groups pulled since the last step, as in ``PullResults``."""
         self._averaged: Vector = None
-        """Averaged statistics that no step has taken, and this rank's that are in them."""
+        """Averaged statistics that no step has taken; ``_averaged_own`` are this rank's statistics in that average."""
         self._averaged_own: Vector = None
         self.commanded = 0
         self._flying: set[int] = set()
-        """Pulls that this rank takes part in and that have not completed."""
+        """Numbers of pulls that this rank takes part in and that have not completed."""
         self._waiting: list[StartPull] = []
         """Pulls to submit, in order."""
         self._busy: set[int] = set()
         """Groups with a pull in flight."""
         self._last: int | None = None
-        """The last pull before a drain or cut that this rank has not completed yet; later pulls wait."""
+        """Last pull before a drain or cut that this rank has not completed yet; later pulls wait."""
         self._restored = False
         self.record = PullCounters(engine.clock)
         self.log: list[Any] | None = None
@@ -282,13 +282,13 @@ class PullExecutor:
     # -- training thread --------------------------------------------------------------------------------------
 
     def begin(self, weights: Vector, statistics: Statistics | None) -> None:
-        """Start from these weights and statistics: see ``LeaderWorker.begin``."""
+        """Start from these weights and statistics; see ``LeaderWorker.begin``."""
         self._snapshot, self._statistics = weights, statistics
         if not self._restored:
             self._state = self._rule.begin(weights)
 
     def merge_statistics(self, own: Statistics, step: int, clip: Clip) -> Vector | None:
-        """Publish a step's statistics and merge averaged ones in: see ``LeaderWorker.settle_statistics``."""
+        """Publish a step's statistics and merge the averaged ones in; see ``LeaderWorker.settle_statistics``."""
         if self._statistics is None:
             return None
         with self._lock:
@@ -299,7 +299,7 @@ class PullExecutor:
                 return None
             read = vector_of(own)
             (mine, finite), (average, known), (base, counted) = (one.reshape(2, -1) for one in (read, averaged, sent))
-            # This rank's change since it sent its own is kept, where both are finite: elsewhere they are 0.
+            # Keep this rank's change since it sent its statistics, where both are finite; elsewhere both are 0.
             moved = clip(average + finite * counted * (mine - base), mine * finite + average * (1 - finite), average)
             merged = averaged + 0
             merged.reshape(2, -1)[0] = moved
@@ -310,7 +310,7 @@ class PullExecutor:
         return merged
 
     def take_results(self, step: int) -> TakenResults:
-        """Return the results of pulls so far, which this step applies."""
+        """Remove and return the results of pulls so far, which this step applies."""
         with self._lock:
             taken, self._snapshot = TakenResults(self._state, self._fresh), self._position()
             self._state, self._fresh = self._rule.after_step(self._state), {}
@@ -318,7 +318,7 @@ class PullExecutor:
         return taken
 
     def publish_weights(self, weights: Vector, step: int) -> None:
-        """Let pulls start from these weights, those after a step."""
+        """Let pulls start from these weights, the weights after a step."""
         with self._lock:
             self._snapshot = weights
             self._note("shown", step)
@@ -329,12 +329,12 @@ class PullExecutor:
             self._statistics = None if self._statistics is None else statistics
 
     def withhold_statistics(self) -> None:
-        """Take no part in averages of batch-norm statistics any more, as a rank whose own are not finite."""
+        """Stop contributing to averages of batch-norm statistics, like a rank whose statistics are not finite."""
         with self._lock:
             self._statistics = None if self._statistics is None else vector_of(self._statistics) * 0
 
     def start_from(self, weights: Vector) -> None:
-        """Start again from weights that all ranks have; results so far are dropped."""
+        """Restart from weights that are equal on all ranks; results so far are dropped."""
         with self._lock:
             self._snapshot, self._state, self._fresh = weights, self._rule.begin(weights), {}
             self._averaged = self._averaged_own = None
@@ -347,11 +347,11 @@ class PullExecutor:
 
     @property
     def consensus(self) -> Vector:
-        """EASGD's center, which stands for all ranks; None if a leader does."""
+        """EASGD's center; None if the consensus is a leader's weights."""
         return self._rule.consensus(self._state)
 
     def moved(self, weights: Vector) -> Vector:
-        """Return these weights, those after the last step, moved by EASGD's pulls since."""
+        """Return weights after the last step, moved by EASGD's pulls since then."""
         return self._rule.position(self._state, weights)
 
     def pending_results(self) -> PullResults:
@@ -361,12 +361,12 @@ class PullExecutor:
             return PullResults(targets, dict(self._fresh), force, self._averaged, self._averaged_own)
 
     def restore(self, results: PullResults) -> None:
-        """Take back the ``pending_results`` of an earlier run, before ``begin``."""
+        """Restore the ``pending_results`` of an earlier run, before ``begin``."""
         self._state, self._restored = self._rule.restore(results.targets, results.force), True
         self._fresh, self._averaged, self._averaged_own = dict(results.fresh), results.statistics, results.sent
 
     def has_completed(self, last: int) -> bool:
-        """Whether all pulls up to number ``last`` have completed here."""
+        """Return whether all pulls up to number ``last`` have completed on this rank."""
         with self._engine.changed:  # the engine may be adding later ones
             return not any(number <= last for number in self._flying)
 
@@ -390,16 +390,16 @@ class PullExecutor:
             self._advance()
 
     def pause(self, last: int) -> None:
-        """Submit nothing of the pulls after number ``last``, until ``resume``."""
+        """Submit no pulls after number ``last``, until ``resume``."""
         self._last = last
 
     def resume(self) -> None:
-        """Go on after a pause."""
+        """Submit pulls again after a pause."""
         self._last = None
         self._advance()
 
     def _advance(self) -> None:
-        """Submit pulls, except those that wait for this rank's drain or cut, or for the group's last pull."""
+        """Submit pulls, except pulls that wait for this rank's drain or cut, or for the group's last pull."""
         waiting, self._waiting = self._waiting, []
         for command in waiting:
             late = self._last is not None and command.round > self._last
@@ -431,7 +431,7 @@ class PullExecutor:
                 average = total + 0
                 sums, counts = average.reshape(2, -1)
                 if counts.max() > 0:
-                    sums /= counts.clip(1)  # (0 where no rank's is finite)
+                    sums /= counts.clip(1)  # (0 if it is finite on no rank)
                     counts[:] = counts.clip(0, 1)
                     self._averaged, self._averaged_own = average, statistics
             part_done(self._ring_bytes(command, total))
@@ -487,7 +487,7 @@ class PullExecutor:
 
 
 def vector_of(statistics: Statistics | None) -> Vector:
-    """Return the vector of batch-norm statistics; None if they do not travel."""
+    """Return the vector of batch-norm statistics; None if they are not averaged."""
     return statistics() if callable(statistics) else statistics
 
 
@@ -504,13 +504,13 @@ CENTER_NAME = "center"
 
 @dataclass(frozen=True)
 class SavedState:
-    """A rank's state in a checkpoint after ``cut()``, beside its weights.
+    """State of a rank in a checkpoint after ``cut()``, in addition to its weights.
 
     Attributes:
-        results: results of pulls; EASGD's center is a target of all.
-        losses: those that count.
-        steps: of this rank since the start.
-        progress: progress of the ranks together.
+        results: results of pulls; EASGD's center is the target of all ranks.
+        losses: losses that count.
+        steps: number of steps of this rank since the start.
+        progress: progress of all ranks.
     """
 
     results: PullResults
@@ -520,24 +520,24 @@ class SavedState:
 
 
 class LeaderWorker(Worker):
-    """One optimizer of one rank that is pulled towards leaders or a center, by its algorithm's rule.
+    """Optimizer of a rank in leader-pull, which is pulled by the rule of its algorithm.
 
     Args:
         engine: the engine of this rank.
-        config: the same on all ranks.
-        strengths: of the pulls.
+        config: configuration, the same on all ranks.
+        strengths: strengths of the pulls.
         rank_group: the ranks that share the optimizer.
         group_set: the process set of this rank's group, as the binding's collectives know it.
-        window: how many losses count.
-        finish: as ``Worker``.
-        kept: the state that an earlier run's cut saved.
-        brought: steps of this rank in earlier runs: strengths go by steps.
+        window: number of losses that count.
+        finish: as in ``Worker``.
+        kept: state that an earlier run's cut saved.
+        brought: number of steps of this rank in earlier runs, on which strengths may depend.
 
     Attributes:
-        defers_sends: as of gossip's workers; a rank that follows a leader sends everything by ``publish``.
-        weight: the push-sum weight of gossip's workers; here the optimizer works on the weights as they are.
-        wants_before: whether ``mix`` needs the weights from before the update.
-        keep: the optimizer, which must live until the next drain: other ranks count on this one's weights.
+        defers_sends: as in gossip's workers; here ``publish`` sends everything.
+        weight: as in gossip's workers, the push-sum weight; here always 1.
+        wants_before: whether ``mix`` needs the weights before the update.
+        keep: the optimizer, which must live until the next drain, since other ranks need this rank's weights.
     """
 
     defers_sends = False
@@ -566,22 +566,22 @@ class LeaderWorker(Worker):
         self._losses, self._window = LossWindow(window), window
         self._reports = StepReports(engine)
         self._consensus: Vector = None
-        """EASGD's center at the last drain or cut, before any rank went on; None if a leader stands for all."""
+        """EASGD's center at the last drain or cut, before any rank continued; None if there is no center."""
         self._leader = rank_group.ranks[0]
         self._saved = kept
-        """The state at the last cut; None if all ranks had the same weights at the last end, or the start."""
+        """State at the last cut; None if all ranks had equal weights after the last drain, or at the start."""
         self._total = 0
-        """Steps of all ranks until the last drain."""
+        """Number of steps of all ranks until the last drain."""
         self._brought = brought if kept is None else kept.steps
-        """Steps before this worker's first."""
+        """Number of steps before this worker's first."""
         self._recorded = self._brought
-        """Steps of this rank before its last loss."""
+        """Number of steps of this rank before its last loss."""
         self._step, self._before = 0, self._brought
-        """Steps since the last drain or cut, and before it."""
+        """Number of steps since the last drain or cut, and before it."""
         self._waited = 0.0
-        """Seconds in ends. ``Engine.drain`` waits for several optimizers at once, so the engine cannot count them."""
+        """Seconds in drains and cuts. (``Engine.drain`` waits for several optimizers at once, so it cannot count.)"""
         self._done_at: float | None = None
-        """When this rank finished, until all have."""
+        """Time when this rank finished, until all have."""
         self.keep: object = None
         if kept is not None:
             self._restored = True
@@ -595,8 +595,8 @@ class LeaderWorker(Worker):
         """Start from these weights, before the ranks register.
 
         Args:
-            weights: the model's, shape (n,), the same on all ranks; they belong to the worker.
-            statistics: as in ``settle_statistics``; None, on all ranks, if they do not travel.
+            weights: weights of the model, shape (n,), equal on all ranks; the worker takes ownership.
+            statistics: as in ``settle_statistics``; None, on all ranks, if they are not averaged.
         """
         self.executor.begin(weights, statistics)
         self._consensus = self.executor.consensus
@@ -607,10 +607,10 @@ class LeaderWorker(Worker):
         self._recorded = self.steps
 
     def check_step(self) -> None:
-        """Raise, if no step can be taken now; before one changes any weight.
+        """Raise if no step can be taken now, before the step changes any weight.
 
         Raises:
-            ValueError: a leader has to be chosen, and this rank has never recorded a loss; or a strength is not in
+            ValueError: a leader must be chosen and this rank has never recorded a loss; or a strength is not in
                 [0, 1).
         """
         self._registered_number()
@@ -620,12 +620,12 @@ class LeaderWorker(Worker):
         self._strengths.at(self.steps + 1)
 
     def check_finished(self, flush: bool) -> None:
-        """Raise, if this rank cannot finish now: a leader is chosen at ends too."""
+        """Raise if this rank cannot finish now: drains and cuts choose a leader too."""
         super().check_finished(flush)
         self._check_loss()
 
     def announce_finished(self, flush: bool) -> None:
-        """Announce that this rank has finished; from now on it waits."""
+        """Announce that this rank has finished, and start counting the time that it waits."""
         super().announce_finished(flush)
         if self._done_at is None:
             self._done_at = self.engine.clock()
@@ -636,21 +636,21 @@ class LeaderWorker(Worker):
         if not self._has_center and self.steps > self._brought and self._losses.mean is None:
             raise ValueError(
                 "a leader is to be chosen by training losses, and this rank has recorded none: call "
-                "opt.record_loss(loss) before each opt.step(). (Keras' fit() does it by itself, but a "
+                "opt.record_loss(loss) before each opt.step(). (Keras' fit() does it automatically, but a "
                 "LossScaleOptimizer must be inside: LeaderOptimizer(LossScaleOptimizer(optimizer)))"
             )
 
     def settle_statistics(self, own: Statistics, clip: Clip) -> Vector | None:
-        """Publish this step's batch-norm statistics and merge averaged ones in, before ``mix``.
+        """Publish this step's batch-norm statistics and merge the averaged ones in, before ``mix``.
 
         Args:
-            own: this rank's, shape (2 m,), as in ``WeightReplica.statistics``. It belongs to the worker.
-            clip: of vectors.
+            own: statistics of this rank, shape (2 m,), as in ``WeightReplica.statistics``; the worker takes ownership.
+            clip: clips vectors of the binding.
 
         Returns:
-            The statistics to go on with, shape (2 m,), after a pull: the average and this rank's change since it sent
-            its own, but not beyond its own, so that a variance stays positive; where the second half has a 0, no rank's
-            is known. None: its own.
+            The statistics to continue with, shape (2 m,), after a pull: the average plus this rank's change since it
+            sent its own, limited by its own so that a variance stays positive; a 0 in the second half marks a value
+            that is finite on no rank. None: keep ``own``.
         """
         return self.executor.merge_statistics(own, self.steps + 1, clip)
 
@@ -658,11 +658,11 @@ class LeaderWorker(Worker):
         """Apply the results of pulls to the weights, at the end of a step.
 
         Args:
-            before: not looked at.
-            after: the weights after the update, shape (n,); they belong to the worker from now on.
+            before: unused.
+            after: weights after the update, shape (n,); the worker takes ownership.
 
         Returns:
-            The weights to go on with, shape (n,).
+            The weights to continue with, shape (n,).
         """
         self._step += 1
         step = self.steps
@@ -673,22 +673,22 @@ class LeaderWorker(Worker):
         return x
 
     def publish(self, weights: Vector) -> None:
-        """Let pulls start from these weights, the model's after constraints and post-step hooks, shape (n,)."""
+        """Let pulls start from these weights, shape (n,): the model's after constraints and post-step hooks."""
         step = self.steps
         self.executor.publish_weights(weights, step)
-        old = step - self._recorded > self._window  # a loss that is not sent again grows old at the coordinator
+        old = step - self._recorded > self._window  # a loss that is not sent again ages at the coordinator
         self._reports.add(self._registered_number(), None if old else self._losses.mean)
 
-    # -- ends -------------------------------------------------------------------------------------------------
+    # -- drains and cuts --------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
-        """Pulls that have completed on this rank."""
+        """Number of pulls that have completed on this rank."""
         return self.executor.record.pulls
 
     @property
     def steps(self) -> int:
-        """Steps of this rank, those of earlier runs included."""
+        """Number of steps of this rank, including earlier runs."""
         return self._before + self._step
 
     @property
@@ -711,7 +711,7 @@ class LeaderWorker(Worker):
         self._waited, self._done_at = self._waited + self.engine.clock() - self._done_at, None
         self._leader, self._consensus, total = drained.details.leader, self.executor.consensus, sum(drained.produced)
         self._before, self._step = self._before + self._step, 0
-        moved = total != self._total or self._saved is not None  # since all ranks had the same weights
+        moved = total != self._total or self._saved is not None  # since all ranks had equal weights
         if moved and drained.flushed:
             yield from self._finish(True)
             self._total, self.keep, self._saved = total, None, None
@@ -722,57 +722,57 @@ class LeaderWorker(Worker):
         self.engine.call_soon(self.executor.resume)
 
     def gather(self, weights: Vector, flush: bool) -> Vector:
-        """Return a drain's weights: those of the leader of all ranks, or the center. A collective.
+        """Return the weights after a drain: those of the leader of all ranks, or the center. This is a collective.
 
         Args:
-            weights: this rank's, shape (n,); they belong to the worker from now on.
-            flush: always.
+            weights: weights of this rank, shape (n,); the worker takes ownership.
+            flush: always True.
         """
         return self.run(self.gather_program(weights, flush))
 
     def gather_program(self, weights: Vector, flush: bool) -> Program[Vector]:
-        """As ``gather``."""
+        """Return the program of ``gather``."""
         x = yield from self.consensus_program(weights)
         self.executor.start_from(x)
         return x
 
     def consensus(self, weights: Vector) -> Vector:
-        """Return the weights that stand for all ranks: their leader's, or the center. A collective, right after an end.
+        """Return the consensus: the leader's weights, or the center. This is a collective, right after a drain or cut.
 
         Args:
-            weights: this rank's, shape (n,); they belong to the worker from now on.
+            weights: weights of this rank, shape (n,); the worker takes ownership.
         """
         return self.run(self.consensus_program(weights))
 
     def consensus_program(self, weights: Vector) -> Program[Vector]:
-        """As ``consensus``."""
+        """Return the program of ``consensus``."""
         if self._has_center:
             return self._consensus
         return (yield from self.broadcast_program(weights, self._leader, "the leader's weights"))
 
     def leave(self, weights: Vector) -> Kept:
-        """Return what this rank keeps, whose model has these weights, now that the ranks will be others."""
+        """Return the state that this rank, whose model has these weights, keeps across a membership change."""
         center = self.executor.consensus
         shared = {} if center is None else {CENTER_NAME: center}
         return Kept(self.executor.moved(weights), {"losses": self._losses.recorded}, shared, self.version)
 
     def discard_results(self) -> None:
-        """Go on with pulls for the other ranks; they move nothing here."""
+        """Continue to take part in pulls for the other ranks, without applying them."""
         self.keep = None
         self.executor.withhold_statistics()
         self.executor.resume()
 
     @property
     def leader(self) -> int:
-        """The rank whose mean loss was the lowest at the last end."""
+        """The rank with the lowest mean loss at the last drain or cut."""
         return self._leader
 
     def saved_state(self) -> SavedState | None:
-        """Return the state that a checkpoint needs beside the weights after a cut; None after a drain."""
+        """Return the state that a checkpoint after a cut needs in addition to the weights; None after a drain."""
         return self._saved
 
     def stats(self) -> LeaderStats:
-        """Return a snapshot of the counts."""
+        """Return a snapshot of the statistics."""
         return self.executor.record.stats(self.steps - self._brought, self._waited, self._losses.mean)
 
     # -- engine thread ----------------------------------------------------------------------------------------

@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 ALL_RANKS = -1
-"""In place of a group: all ranks."""
+"""Group number that means all ranks."""
 CENTER = -1
-"""In place of a leader: EASGD's center."""
+"""Leader number that means EASGD's center."""
 NO_LEADER = -2
-"""In place of a leader: no rank of the group has recorded a loss."""
+"""Leader number that means that no rank of the group has recorded a loss."""
 Strength: TypeAlias = "float | Callable[[int], float]"
 """The strength of a pull: a number in [0, 1), or a function of the rank's own step, from 1."""
 SPREADS = ("none", "linear", "power")
 
 
 class LossWindow:
-    """The mean of a rank's last training losses.
+    """Last training losses of a rank, with their mean.
 
     Args:
-        length: how many of them count; fewer while fewer were recorded.
+        length: maximum number of losses that count.
     """
 
     def __init__(self, length: int) -> None:
@@ -37,7 +37,7 @@ class LossWindow:
 
     @property
     def recorded(self) -> list[float]:
-        """The losses that count, the oldest first."""
+        """The losses that count, oldest first."""
         return list(self._losses)
 
     @property
@@ -51,10 +51,10 @@ class LossWindow:
 
 
 def pick_leader(means: Mapping[int, float], ranks: Sequence[int]) -> int | None:
-    """Return the rank with the lowest finite mean loss, the lowest-numbered of several; None if none has one.
+    """Return the rank with the lowest finite mean loss, the lowest-numbered of several; None if no rank has one.
 
     Args:
-        means: by rank; some may be missing, or NaN.
+        means: mean losses by rank; some may be missing, or NaN.
         ranks: candidates.
     """
     finite = [(means[rank], rank) for rank in ranks if rank in means and math.isfinite(means[rank])]
@@ -69,7 +69,7 @@ def value_at(strength: Strength, step: int) -> float:
     """
     value = strength(step) if callable(strength) else strength
     if isinstance(value, bool) or not isinstance(value, float | numbers.Real) or not 0 <= value < 1:
-        raise ValueError(f"a strength of {value!r} at step {step}: take 0 (no pull) or more, and less than 1")
+        raise ValueError(f"a strength must be at least 0 (no pull) and below 1, got {value!r} at step {step}")
     return float(value)
 
 
@@ -79,8 +79,8 @@ class Strengths:
 
     Attributes:
         local_pull, global_pull: LSGD's c1 and c2, in the first step after a pull.
-        local_prox, global_prox: LSGD's p1 and p2, of the steps of a period together, between pulls.
-        alpha, beta: EASGD's, of a rank towards the center and of the center towards the ranks' mean.
+        local_prox, global_prox: LSGD's p1 and p2, between pulls, summed over the steps of a period.
+        alpha, beta: EASGD's, of a rank towards the center, and of the center towards the ranks' mean.
     """
 
     local_pull: Strength = 0.1
@@ -92,38 +92,38 @@ class Strengths:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Strengths:
-        """Return them by the options' names; an algorithm's own are attributes beside those that are known here."""
+        """Return strengths by the options' names; names that this class does not have become further attributes."""
         own = [(name, Any, dataclasses.field(default=None)) for name in given if not hasattr(cls, name)]
         kind: Any = dataclasses.make_dataclass(cls.__name__, own, bases=(cls,), frozen=True) if own else cls
         strengths: Strengths = kind(**given)
         return strengths
 
     def at(self, step: int) -> dict[str, float]:
-        """Return those of all algorithms by name, at a step of this rank, from 1; raises ValueError as ``value_at``."""
+        """Return this class's strengths by name, at a step of this rank, from 1; raises ValueError as ``value_at``."""
         return {field.name: value_at(getattr(self, field.name), step) for field in dataclasses.fields(Strengths)}
 
 
 def lr_factor(kind: str, place: int) -> float:
-    """Return the factor of the learning rate of the rank at a place, so that some explore farther than others.
+    """Return the factor of a rank's learning rate, by its position, so that some ranks explore farther than others.
 
     Raises:
-        ValueError: an unknown kind.
+        ValueError: the kind is unknown.
     """
     if kind not in SPREADS:
-        raise ValueError(f"lr_spread={kind!r} is not known: take one of {', '.join(map(repr, SPREADS))}")
+        raise ValueError(f"lr_spread must be one of {', '.join(map(repr, SPREADS))}, got {kind!r}")
     return {"none": 1.0, "linear": place + 1.0, "power": 2.0**place}[kind]
 
 
 def groups(group: Any, ranks: Sequence[int], host_size: Callable[[], int]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks' groups, by their places among ``ranks``.
+    """Return the groups of ranks, as positions in ``ranks``.
 
     Args:
-        group: "host", ranks per group, or the groups themselves: lists of ranks, or process sets.
-        ranks: those that share the optimizer.
-        host_size: ranks of a host; asked for "host" only.
+        group: "host", the number of ranks per group, or the groups themselves: lists of ranks, or process sets.
+        ranks: the ranks that share the optimizer.
+        host_size: returns the number of ranks per host; called only for "host".
 
     Raises:
-        ValueError: sizes that do not divide, or groups that do not part the ranks.
+        ValueError: the size does not divide the number of ranks, or the groups are not a partition of the ranks.
     """
     size = len(ranks)
     if group == "host":
@@ -133,11 +133,11 @@ def groups(group: Any, ranks: Sequence[int], host_size: Callable[[], int]) -> tu
             raise ValueError(f"group={group}: groups of {group} do not divide {size} ranks; take a divisor of {size}")
         return tuple(tuple(range(first, first + group)) for first in range(0, size, group))
     if isinstance(group, str) or not isinstance(group, Sequence):
-        raise ValueError(f"group={group!r} is none: take 'host', ranks per group, or a list of groups of ranks")
+        raise ValueError(f"group must be 'host', a number of ranks per group, or a list of groups, got {group!r}")
     try:
         parts = [tuple(sorted(getattr(part, "ranks", None) or part)) for part in group]
         fits = sorted(rank for part in parts for rank in part) == sorted(ranks) and all(parts)
-    except TypeError:  # ranks themselves in place of lists of them, or no ranks at all
+    except TypeError:  # ranks instead of lists of ranks, or no ranks at all
         fits = False
     if not fits:
         raise ValueError(f"group={group!r}: every one of the ranks {list(ranks)} must be in one group, no group empty")
