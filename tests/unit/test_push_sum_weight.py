@@ -195,9 +195,9 @@ def test_a_weight_of_1_on_all_edges_is_none():
         (
             [(0, 1, 0.5), (1, 2, None), (2, 0, 0.5)],
             {},
-            r"the edge \(1, 2\) has no weight, .* give all edges one, or none",
+            r"the edge \(1, 2\) has no weight, .* set the weights of all edges or of none",
         ),
-        ([(0, 0, 0.9), (0, 1, 0.5), (1, 2, 0.5), (2, 0, 0.5)], {}, "rank 0 gives away 1.4 in all; .*from_networkx"),
+        ([(0, 0, 0.9), (0, 1, 0.5), (1, 2, 0.5), (2, 0, 0.5)], {}, "rank 0 sends 1.4 in total; .*from_networkx"),
         ([(0, 1, 0.5), (1, 2, 0.2), (2, 0, 0.5)], {"algorithm": "dpsgd"}, "gets no answer"),
         ([(0, 1, 0.5), (1, 2, 0.2), (2, 0, 0.5)], {"weights": "metropolis"}, "leave mixing and peers out; or pass"),
         ([(0, 1, 0.5), (1, 2, 0.2), (2, 0, 0.5)], {"weights": np.eye(3)}, "leave mixing and peers out"),
