@@ -452,7 +452,7 @@ def _check_weight(plan: GossipPlan, kind: GossipAlgorithm) -> None:
         hint += ", with few receivers per step"
     if least < MIN_WEIGHT:
         raise ValueError(f"{text}, so training would diverge; {hint}")
-    warnings.warn(f"{text}; lower the learning rate, or {hint}", stacklevel=3)
+    warnings.warn(f"{text}; lower it, or {hint}", stacklevel=3)
 
 
 def _checked(algorithm: str, given: Mapping[str, Any]) -> GossipAlgorithm:
