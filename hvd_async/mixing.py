@@ -1,8 +1,8 @@
-"""Mixing weights: matrices over a topology, their checks, and how fast they agree.
+"""Mixing weights: matrices over a topology, their checks, and their speed of convergence.
 
-``W[i, j]`` is the weight that rank i gives to what rank j has sent (itself on the diagonal). SGP needs columns that sum
-to 1 (push-sum takes care of the rest: Assran et al., ICML 2019); D-PSGD and AD-PSGD a symmetric W whose rows do too
-(Lian et al., NeurIPS 2017 and ICML 2018).
+``W[i, j]`` is the weight that rank i gives to the message of rank j (to its own weights on the diagonal). SGP needs
+columns that sum to 1 (push-sum corrects the rest: Assran et al., ICML 2019). D-PSGD and AD-PSGD need a symmetric W
+whose rows also sum to 1 (Lian et al., NeurIPS 2017 and ICML 2018).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ TOLERANCE = 1e-9
 ROUNDING = 1e-12
 SCHEMES = ("uniform", "metropolis")
 MOST_STEPS = 2000
-"""For which push-sum weights are followed."""
+"""Steps for which ``least_weight`` follows push-sum weights."""
 STRIP = "pass topology=hvd_async.topology.from_networkx(graph)"
-"""Schemes that leave a graph's weights out."""
+"""Hint of error messages: how to ignore the edge weights of a networkx graph."""
 
 
 @dataclass(frozen=True, eq=False)
 class EdgeWeights:
-    """A mixing matrix W by its edges. (At 10,000 ranks a dense one takes 800 MB, and a graph may have 14.)
+    """A mixing matrix W as a list of edges. (At 10,000 ranks a dense matrix takes 800 MB, and a graph may have 14.)
 
     Attributes:
-        receivers, senders: of each edge, int64, shape (E,), in that order; no edge is of a rank to itself.
-        weights: W[receiver, sender] of each, float64, shape (E,).
+        receivers, senders: ends of each edge, int64, shape (E,), sorted by (receiver, sender); there are no self-loops.
+        weights: W[receiver, sender] of each edge, float64, shape (E,).
         kept: the diagonal, float64, shape (P,).
     """
 
@@ -46,25 +46,25 @@ class EdgeWeights:
 
     @classmethod
     def of(cls, matrix: Matrix) -> EdgeWeights:
-        """The edges of a matrix of shape (P, P).
+        """Return the edges of a matrix of shape (P, P).
 
         Raises:
-            ValueError: it is not square.
+            ValueError: the matrix is not square.
         """
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
-            raise ValueError(f"a mixing matrix of shape {matrix.shape}: it must be square, a row and a column a rank")
+            raise ValueError(f"a mixing matrix must be square, a row and a column per rank, got shape {matrix.shape}")
         receivers, senders = np.nonzero(matrix - np.diag(matrix.diagonal()))
         return cls(receivers, senders, matrix[receivers, senders], matrix.diagonal())
 
     @classmethod
     def keeping_all(cls, size: int) -> EdgeWeights:
-        """Nobody sends anything."""
+        """Return the identity matrix: no rank sends anything."""
         nothing = np.zeros(0, np.int64)
         return cls(nothing, nothing, np.zeros(0), np.ones(size))
 
     @classmethod
     def keeping_the_rest(cls, size: int, weights: Mapping[Edge, float]) -> EdgeWeights:
-        """Each rank keeps what it does not send. Keys are (sender, receiver)."""
+        """Return the matrix with these weights, by (sender, receiver); each rank keeps the remainder to 1."""
         edges = sorted((receiver, sender) for sender, receiver in weights)
         receivers, senders = np.array(edges, np.int64).reshape(-1, 2).T
         values = np.array([weights[sender, receiver] for receiver, sender in edges], np.float64)
@@ -76,23 +76,23 @@ class EdgeWeights:
         return len(self.kept)
 
     def __matmul__(self, x: Floats) -> Floats:
-        """W x, of shape (P,)."""
+        """Return W x, shape (P,)."""
         return np.bincount(self.receivers, self.weights * x[self.senders], len(self)) + self.kept * x
 
     def diagonal(self) -> Floats:
-        """The part that each rank keeps of what it has, shape (P,)."""
+        """Return the diagonal, the part that each rank keeps, shape (P,)."""
         return self.kept
 
     def sums(self, of: Ints) -> Floats:
-        """The sums of W's columns (``senders``) or rows (``receivers``)."""
+        """Return the sums of the columns (``of`` is ``senders``) or rows (``receivers``) of W, shape (P,)."""
         return np.bincount(of, self.weights, len(self)) + self.kept
 
     def lazy(self) -> EdgeWeights:
-        """(W + 1) / 2."""
+        """Return (W + I) / 2."""
         return EdgeWeights(self.receivers, self.senders, self.weights / 2, (self.kept + 1) / 2)
 
     def asymmetric(self) -> tuple[int, int, float, float] | None:
-        """Two ranks i, j with W[i, j] and W[j, i], where these differ; None if they nowhere do."""
+        """Return i, j, W[i, j], W[j, i] for two ranks where these differ; None if W is symmetric."""
         there, back = (a * len(self) + b for a, b in ((self.receivers, self.senders), (self.senders, self.receivers)))
         either = np.union1d(there, back)
         values = np.zeros((2, len(either)))
@@ -105,7 +105,7 @@ class EdgeWeights:
         return i, j, float(values[0, wrong[0]]), float(values[1, wrong[0]])
 
     def dense(self) -> Matrix:
-        """W, shape (P, P)."""
+        """Return W as an array of shape (P, P)."""
         matrix: Matrix = np.diag(self.kept)
         matrix[self.receivers, self.senders] = self.weights
         return matrix
@@ -125,7 +125,7 @@ def _metropolis(topology: Topology, step: int) -> EdgeWeights:
         if (receiver, sender) not in edges:
             raise ValueError(
                 f"topology {topology.name!r}: rank {sender} sends to rank {receiver} at step {step} and gets no "
-                f"answer; Metropolis weights need a symmetric graph: take mixing='uniform', or another topology"
+                f"answer; Metropolis weights need a symmetric graph: use mixing='uniform', or another topology"
             )
     weights = {(a, b): 1.0 / (1 + max(degrees[a], degrees[b])) for a, b in edges}
     return EdgeWeights.keeping_the_rest(topology.size, weights)
@@ -138,66 +138,68 @@ def _own(topology: Topology, step: int) -> EdgeWeights:
 
 
 def uniform(topology: Topology, step: int) -> Matrix:
-    """Each rank keeps and sends equal parts of what it has: W[i, j] = 1 / (1 + out-neighbours of j at ``step``).
+    """Return uniform weights: W[i, j] = 1 / (1 + number of out-neighbours of j at ``step``).
 
     Returns:
-        Shape (P, P), float64; columns sum to 1, on regular graphs rows too.
+        Shape (P, P), float64; columns sum to 1, and on regular graphs also rows.
     """
     return _uniform(topology, step).dense()
 
 
 def metropolis(topology: Topology, step: int) -> Matrix:
-    """Metropolis-Hastings: W[i, j] = 1 / (1 + the larger of both degrees), the rest on the diagonal.
+    """Return Metropolis-Hastings weights: W[i, j] = 1 / (1 + the larger of both degrees), the rest on the diagonal.
 
     Returns:
-        Shape (P, P), float64; symmetric, rows and columns sum to 1 on any symmetric graph.
+        Shape (P, P), float64; symmetric, rows and columns sum to 1.
 
     Raises:
-        ValueError: the graph is directed at this step; names an edge without its answer.
+        ValueError: the graph is not symmetric at this step.
     """
     return _metropolis(topology, step).dense()
 
 
 def own(topology: Topology, step: int) -> Matrix:
-    """The weights that a topology brings.
+    """Return the weights that a topology defines itself.
 
     Returns:
         Shape (P, P), float64; columns sum to 1.
 
     Raises:
-        ValueError: a rank gives away more than it has.
+        ValueError: the weights that a rank sends sum to more than 1.
     """
     return _own(topology, step).dense()
 
 
 def edge_weights(topology: Topology, scheme: str) -> list[EdgeWeights]:
-    """The mixing matrix of each phase, by its edges; "uniform" leaves a topology the weights that it brings.
+    """Return the mixing matrix of each phase, as edges; "uniform" keeps the weights that a topology defines itself.
 
     Raises:
-        ValueError: no such scheme, or one that the graph does not have.
+        ValueError: unknown scheme, or one that the topology does not support.
     """
     if scheme not in SCHEMES:
-        raise ValueError(f"mixing={scheme!r} is not known: take one of {', '.join(map(repr, SCHEMES))}")
+        raise ValueError(f"mixing must be one of {', '.join(map(repr, SCHEMES))}, got {scheme!r}")
     if topology.weights and scheme != "uniform":
-        raise ValueError(f"mixing={scheme!r}: topology {topology.name!r} brings its own weights; leave mixing out")
+        raise ValueError(f"mixing={scheme!r}: topology {topology.name!r} defines its own weights; omit mixing")
     make = _own if topology.weights else _uniform if scheme == "uniform" else _metropolis
     return [make(topology, step) for step in range(topology.period)]
 
 
 def matrices(topology: Topology, scheme: str) -> list[Matrix]:
-    """The same as ``edge_weights``, as matrices of shape (P, P), float64; raises as that does."""
+    """Return the result of ``edge_weights`` as dense matrices, shape (P, P), float64; raises the same errors."""
     return [each.dense() for each in edge_weights(topology, scheme)]
 
 
 def of_networkx(graph: Any) -> Matrix | None:
-    """The matrix that a networkx graph's edge weights are, as of BlueFog's graphs: W[i, j] of the edge from j to i, of
-    an undirected one both. A rank keeps the weight of its edge to itself; without such edges, what it does not send.
+    """Return the mixing matrix that the edge weights of a networkx graph define, as in BlueFog.
+
+    The weight of the edge from j to i is W[i, j]; of an undirected edge, also W[j, i]. A rank keeps the weight of its
+    self-loop; if the graph has no self-loops, the remainder to 1.
 
     Returns:
-        Shape (P, P), float64; None if no edge has a weight, or all have 1, which is networkx's default.
+        Shape (P, P), float64; None if no edge has a weight, or all have 1, the default of networkx.
 
     Raises:
-        ValueError: some edges have a weight and others none, or a rank gives away more or less than it has.
+        ValueError: only some edges have a weight, or the columns do not sum to 1.
     """
     edges = [(int(a), int(b), weight) for a, b, weight in graph.edges(data="weight")]
     if all(weight is None or weight == 1 for _, _, weight in edges):
@@ -205,8 +207,8 @@ def of_networkx(graph: Any) -> Matrix | None:
     bare = [(a, b) for a, b, weight in edges if weight is None]
     if bare:
         raise ValueError(
-            f"the edge {bare[0]} has no weight, and others have one: edge weights are mixing weights; give all edges "
-            f"one, or none ({STRIP})"
+            f"the edge {bare[0]} has no weight, and others have one: edge weights are mixing weights; set the weights "
+            f"of all edges or of none ({STRIP})"
         )
     weights = np.zeros((len(graph), len(graph)))
     for a, b, weight in edges:
@@ -219,7 +221,7 @@ def of_networkx(graph: Any) -> Matrix | None:
         check_columns(weights)
     except ValueError as error:
         raise ValueError(
-            f"edge weights of a networkx graph are mixing weights: {error} (to leave them out, {STRIP})"
+            f"edge weights of a networkx graph are mixing weights: {error} (to ignore them, {STRIP})"
         ) from None
     return weights
 
@@ -228,40 +230,40 @@ def of_networkx(graph: Any) -> Matrix | None:
 
 
 def check_columns(weights: Matrix | EdgeWeights) -> None:
-    """Refuse a matrix whose columns do not sum to 1: push-sum would lose or gain weight.
+    """Check that columns sum to 1; otherwise push-sum would lose or gain weight.
 
     Raises:
-        ValueError: names the rank.
+        ValueError: a column does not; the message names the rank.
     """
     edges = _checked(weights)
-    _check_sums(edges.sums(edges.senders), "gives away", "column")
+    _check_sums(edges.sums(edges.senders), "sends", "column")
 
 
 def check_rows(weights: Matrix | EdgeWeights) -> None:
-    """Refuse a matrix whose rows do not sum to 1: equal weights would not stay equal.
+    """Check that rows sum to 1; otherwise equal weights would not stay equal.
 
     Raises:
-        ValueError: names the rank.
+        ValueError: a row does not; the message names the rank.
     """
     edges = _checked(weights)
-    _check_sums(edges.sums(edges.receivers), "takes in", "row")
+    _check_sums(edges.sums(edges.receivers), "receives", "row")
 
 
 def check_doubly(weights: Matrix | EdgeWeights) -> None:
-    """Refuse a matrix whose rows or columns do not sum to 1.
+    """Check that rows and columns sum to 1.
 
     Raises:
-        ValueError: names the rank.
+        ValueError: one does not; the message names the rank.
     """
     check_columns(weights)
     check_rows(weights)
 
 
 def check_connected(topology: Topology) -> None:
-    """Refuse a graph over which some rank never hears of another.
+    """Check that the union of all phases is strongly connected.
 
     Raises:
-        ValueError: names two ranks between which there is no way, over all phases.
+        ValueError: it is not; the message names two ranks without a path between them.
     """
     pair = topology.unreachable()
     if pair is not None:
@@ -272,7 +274,7 @@ def check_connected(topology: Topology) -> None:
 
 
 def _checked(weights: Matrix | EdgeWeights) -> EdgeWeights:
-    """The edges of a matrix of which no entry is negative, or no number."""
+    """Return the edges of a matrix, after checking that no weight is negative or NaN."""
     edges = weights if isinstance(weights, EdgeWeights) else EdgeWeights.of(weights)
     ranks = np.arange(len(edges))
     for receivers, senders, values in (
@@ -293,17 +295,19 @@ def _check_sums(sums: Matrix, verb: str, part: str) -> None:
     wrong = np.flatnonzero(np.abs(sums - 1.0) > TOLERANCE)
     if len(wrong):
         raise ValueError(
-            f"mixing matrix: rank {int(wrong[0])} {verb} {sums[wrong[0]]:.6g} in all; every {part} must sum to 1"
+            f"mixing matrix: rank {int(wrong[0])} {verb} {sums[wrong[0]]:.6g} in total; every {part} must sum to 1"
         )
 
 
 def least_weight(weights: Sequence[Matrix | EdgeWeights], overlap: bool = False) -> float:
-    """The lowest push-sum weight at which a rank computes a gradient, where all ranks begin with 1 and all messages of
-    a step are there before the next ones go: the optimizer's step in z = x / w is at most 1 / that times its own.
+    """Return the lowest push-sum weight at which a rank computes a gradient.
+
+    All ranks start with weight 1, and all messages of a step arrive before the next step. The optimizer's step in
+    z = x / w is at most 1 / (this weight) times its nominal length.
 
     Args:
-        weights: a matrix a phase, columns sum to 1.
-        overlap: whether it computes while what it has given away is not made up for yet (OSGP).
+        weights: a matrix per phase; columns sum to 1.
+        overlap: whether ranks compute after they have sent their share and before they receive others' (OSGP).
     """
     least, w = 1.0, np.ones(len(weights[0]))
     for _ in range(-(-MOST_STEPS // len(weights))):
@@ -322,8 +326,11 @@ def least_weight(weights: Sequence[Matrix | EdgeWeights], overlap: bool = False)
 
 
 def disagreement(weights: Sequence[Matrix], steps: int) -> list[float]:
-    """The most that can be left of the ranks' disagreement sqrt(sum |x_i - mean|^2) after each of so many steps, as a
-    part of what it was: the norm of the product of (doubly stochastic) matrices, without its mean."""
+    """Return an upper bound of the disagreement sqrt(sum |x_i - mean|^2) after each of ``steps`` steps.
+
+    It is relative to the initial disagreement: the spectral norm of the product of the (doubly stochastic) matrices
+    minus the averaging matrix.
+    """
     size, found = len(weights[0]), list[float]()
     product = np.eye(size)
     for step in range(steps):
@@ -333,26 +340,33 @@ def disagreement(weights: Sequence[Matrix], steps: int) -> list[float]:
 
 
 def contraction(weights: Sequence[Matrix]) -> float:
-    """The second largest singular value of the product of a period's matrices (doubly stochastic): by how much at least
-    the ranks' disagreement shrinks over a period. 1: never (or not in one period)."""
+    """Return the second largest singular value of the product of a period's (doubly stochastic) matrices.
+
+    The ranks' disagreement shrinks at least by this factor in a period; 1: not in one period.
+    """
     return disagreement(weights, len(weights))[-1]
 
 
 def second_eigenvalue(weights: Sequence[Matrix]) -> float:
-    """The second largest absolute eigenvalue of the product of a period's matrices (any column-stochastic ones); 0 for
-    what is rounding."""
+    """Return the second largest absolute eigenvalue of the product of a period's (column-stochastic) matrices.
+
+    A value within rounding error is returned as 0.
+    """
     product = np.linalg.multi_dot([*reversed(weights)]) if len(weights) > 1 else weights[0]
     values = sorted(np.abs(np.linalg.eigvals(product)), reverse=True)
     return float(values[1]) if len(values) > 1 and values[1] > ROUNDING else 0.0
 
 
 def spectral_gap(weights: Sequence[Matrix]) -> float:
-    """1 - (second largest absolute eigenvalue of a period's product)^(1 / period): per step, 1 is agreement at once."""
+    """Return the spectral gap per step: 1 - ``second_eigenvalue``^(1 / period). 1 is agreement within a period."""
     return 1.0 - math.pow(min(1.0, second_eigenvalue(weights)), 1.0 / len(weights))
 
 
 def mixing_time(weights: Sequence[Matrix], within: float = 1e-3) -> float:
-    """Steps after which the disagreement is ``within`` of what it was, by the spectral gap; infinite without a gap."""
+    """Return the steps until the disagreement is ``within`` times its initial value, by the spectral gap.
+
+    Infinite if the gap is 0.
+    """
     gap = spectral_gap(weights)
     if gap <= 0.0:
         return math.inf

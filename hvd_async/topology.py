@@ -1,9 +1,9 @@
-"""Communication graphs as data: who sends to whom at each step, at any number of ranks.
+"""Communication graphs as data: the messages of each step, at any number of ranks.
 
 A topology is a cycle of *phases*; at step k the edges of phase ``k % period`` carry messages. Static graphs have one
-phase. The dynamic ones are those of SGP (Assran et al., ICML 2019, section 3.1 and appendix) and BlueFog (Ying et al.,
-2021); all are built here at any size, odd ones and one rank included. Base graphs (Takezawa et al., NeurIPS 2023) bring
-mixing weights of their own.
+phase. The dynamic graphs are from SGP (Assran et al., ICML 2019, section 3.1 and appendix) and BlueFog (Ying et al.,
+2021). All can be built at any size, including odd sizes and one rank. Base graphs (Takezawa et al., NeurIPS 2023)
+define their own mixing weights.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ Edge = tuple[int, int]
 
 @dataclass(frozen=True)
 class Topology:
-    """Who sends to whom.
+    """A communication graph: a cycle of phases, each a set of edges.
 
     Attributes:
-        name: for reports and messages.
+        name: used in reports and error messages.
         size: number of ranks.
-        phases: for each phase its edges (sender, receiver), none of a rank to itself.
-        weights: for each phase the mixing weights of these edges, where the graph depends on them; the sender keeps
-            what is left of 1. Empty: any that ``mixing`` makes.
+        phases: the edges (sender, receiver) of each phase, without self-loops.
+        weights: the mixing weight of each edge of each phase, if the graph defines them; the sender keeps the remainder
+            to 1. Empty: any weights of ``mixing`` apply.
 
     Raises:
-        ValueError: an edge of a rank that is not there, or of a rank to itself; weights of other edges.
+        ValueError: an edge has an unknown rank or is a self-loop, or the weights do not match the edges.
     """
 
     name: str
@@ -50,20 +50,20 @@ class Topology:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise ValueError(f"a topology of {self.size} ranks: there must be 1 or more")
+            raise ValueError(f"size of a topology must be 1 or more, got {self.size}")
         if not self.phases:
-            raise ValueError(f"topology {self.name!r} has no phases: give it at least one, which may be empty")
+            raise ValueError(f"topology {self.name!r} must have at least one phase, which may be empty")
         for edge in itertools.chain.from_iterable(self.phases):
             if not all(0 <= rank < self.size for rank in edge):
-                raise ValueError(f"topology {self.name!r}: edge {edge} leaves the ranks 0 to {self.size - 1}")
+                raise ValueError(f"topology {self.name!r}: edge {edge} must be between ranks 0 to {self.size - 1}")
             if edge[0] == edge[1]:
-                raise ValueError(f"topology {self.name!r}: rank {edge[0]} sends to itself; leave such edges out")
+                raise ValueError(f"topology {self.name!r}: rank {edge[0]} sends to itself; remove such edges")
         if self.weights and [frozenset(phase) for phase in self.weights] != list(self.phases):
-            raise ValueError(f"topology {self.name!r}: give the weights of each phase's edges, or none at all")
+            raise ValueError(f"topology {self.name!r}: pass the weights of each phase's edges, or none at all")
 
     @property
     def period(self) -> int:
-        """After how many steps the phases come back."""
+        """Number of steps after which the phases repeat."""
         return len(self.phases)
 
     @cached_property
@@ -79,31 +79,31 @@ class Topology:
         return found
 
     def out(self, rank: int, step: int) -> tuple[int, ...]:
-        """To whom ``rank`` sends at ``step`` (from 0), in ascending order."""
+        """Return the ranks that ``rank`` sends to at ``step`` (from 0), in ascending order."""
         return self._neighbours[step % self.period][0][rank]
 
     def into(self, rank: int, step: int) -> tuple[int, ...]:
-        """From whom ``rank`` receives at ``step``, in ascending order."""
+        """Return the ranks that ``rank`` receives from at ``step`` (from 0), in ascending order."""
         return self._neighbours[step % self.period][1][rank]
 
     def neighbours(self, rank: int) -> tuple[int, ...]:
-        """Everybody that ``rank`` sends to in some phase, in ascending order."""
+        """Return the ranks that ``rank`` sends to in any phase, in ascending order."""
         return tuple(sorted({peer for out, _ in self._neighbours for peer in out[rank]}))
 
     @cached_property
     def symmetric(self) -> bool:
-        """Whether every message of every phase is answered in the same phase: what D-PSGD and AD-PSGD need."""
+        """Whether in every phase each edge has its reverse edge, as D-PSGD and AD-PSGD need."""
         return all((receiver, sender) in edges for edges in self.phases for sender, receiver in edges)
 
     @cached_property
     def regular(self) -> bool:
-        """Whether in every phase all ranks send and receive equally many messages."""
+        """Whether in every phase all ranks send and receive the same number of messages."""
         return all(
             len({len(ranks) for ranks in out} | {len(ranks) for ranks in into}) <= 1 for out, into in self._neighbours
         )
 
     def unreachable(self) -> tuple[int, int] | None:
-        """A pair (from, to) between which no message ever finds a way over the phases; None if there is none."""
+        """Return a pair (source, target) that no path over all phases connects; None if the graph is connected."""
         edges = frozenset().union(*self.phases)
         for reverse in (False, True):
             ways: list[list[int]] = [[] for _ in range(self.size)]
@@ -125,32 +125,32 @@ class Topology:
 
 
 def ring(size: int, direction: str = "both") -> Topology:
-    """Each rank to the next one (``right``), the one before (``left``), or both.
+    """Return a ring: each rank sends to the next rank ("right"), the previous one ("left"), or both.
 
     Raises:
-        ValueError: another direction.
+        ValueError: unknown direction.
     """
     hops = {"right": (1,), "left": (-1,), "both": (1, -1)}.get(direction)
     if hops is None:
-        raise ValueError(f"direction={direction!r} of a ring: take 'left', 'right' or 'both'")
+        raise ValueError(f"direction of a ring must be 'left', 'right' or 'both', got {direction!r}")
     name = "ring" if direction == "both" else f"ring-{direction}"
     return Topology(name, size, (_hops(size, hops),))
 
 
 def complete(size: int) -> Topology:
-    """Everybody to everybody."""
+    """Return the complete graph: each rank sends to all others."""
     return Topology("complete", size, (frozenset(itertools.permutations(range(size), 2)),))
 
 
 def star(size: int, centre: int = 0) -> Topology:
-    """All ranks to and from one; the plainest graph that is not regular."""
+    """Return a star: rank ``centre`` exchanges messages with all others. The simplest graph that is not regular."""
     spokes = [rank for rank in range(size) if rank != centre]
     edges = {(centre, rank) for rank in spokes} | {(rank, centre) for rank in spokes}
     return Topology("star", size, (frozenset(edges),))
 
 
 def mesh(size: int) -> Topology:
-    """A two-dimensional grid, as square as ``size`` allows, without wrapping around."""
+    """Return a two-dimensional grid, as square as ``size`` allows, without wraparound."""
     rows = next(r for r in range(math.isqrt(size), 0, -1) if size % r == 0)
     columns = size // rows
     edges: set[Edge] = set()
@@ -162,16 +162,20 @@ def mesh(size: int) -> Topology:
 
 
 def static_exponential(size: int, base: int = 2) -> Topology:
-    """Each rank r to r + base^k for all k at once.
+    """Return the static exponential graph: at each step rank r sends to r + base^k, for all k.
 
     Raises:
-        ValueError: a base below 2.
+        ValueError: ``base`` is below 2.
     """
     return Topology("static-exponential", size, (_hops(size, _powers(size, base)),))
 
 
 def symmetric_exponential(size: int, base: int = 2) -> Topology:
-    """Each rank r to r + base^k and r - base^k, for all k with base^k at most half of the ranks; raises as above."""
+    """Return a static graph: rank r sends to r + base^k and r - base^k, for all k with base^k <= size / 2.
+
+    Raises:
+        ValueError: ``base`` is below 2.
+    """
     hops = [hop for hop in _powers(size, base) if hop <= size // 2]
     return Topology("symmetric-exponential", size, (_hops(size, [*hops, *(-hop for hop in hops)]),))
 
@@ -180,9 +184,9 @@ def symmetric_exponential(size: int, base: int = 2) -> Topology:
 
 
 def exponential(size: int, peers: int = 1) -> Topology:
-    """SGP's: at step k rank r sends to r + j (n + 1)^k, j = 1 .. n, with n = ``peers``; regular at any size.
+    """Return SGP's graph: at step k rank r sends to r + j (n + 1)^k for j = 1 .. n, with n = ``peers``.
 
-    With one peer the hop is 2^k, and P = 2^m ranks agree exactly after m steps.
+    It is regular at any size. With one peer the hop is 2^k, and P = 2^m ranks agree exactly after m steps.
     """
     check_peers(peers, size)
     phases, hop = [], 1
@@ -193,7 +197,7 @@ def exponential(size: int, peers: int = 1) -> Topology:
 
 
 def linear(size: int, peers: int = 1) -> Topology:
-    """SGP's dynamic linear graph: rank r sends to r + 1 at the first step, to r + 2 at the second, and so on."""
+    """Return SGP's dynamic linear graph: rank r sends to r + 1 at the first step, to r + 2 at the second, and so on."""
     check_peers(peers, size)
     hops = list(range(1, size))
     parts = [hops[i : i + peers] for i in range(0, len(hops), peers)]
@@ -201,9 +205,9 @@ def linear(size: int, peers: int = 1) -> Topology:
 
 
 def bipartite_exponential(size: int) -> Topology:
-    """Pairs of an even and an odd rank, r with r + 2^k - 1 at step k = 1, 2, ..: symmetric, one peer a step.
+    """Return a graph of pairs: even rank r with r + 2^k - 1 at step k = 1, 2, ..; symmetric, one peer per step.
 
-    With an odd number of ranks one of them has no partner at a step, another one at each.
+    At an odd number of ranks one rank has no partner, a different one at each step.
     """
     even = size + size % 2
     hops = [(1 << k) - 1 for k in range(1, max(2, even.bit_length() + 1)) if (1 << k) - 1 < even]
@@ -211,23 +215,26 @@ def bipartite_exponential(size: int) -> Topology:
 
 
 def bipartite_linear(size: int) -> Topology:
-    """Pairs of an even and an odd rank, r with r + 1, then r + 3, r + 5 and so on: symmetric, one peer a step."""
+    """Return a graph of pairs: even rank r with r + 1, then r + 3, r + 5 and so on; symmetric, one peer per step."""
     return Topology("bipartite-linear", size, _pairs(size, list(range(1, size + size % 2, 2))))
 
 
 def base(size: int, peers: int = 1) -> Topology:
-    """Base-(k+1) graph with k = ``peers`` neighbours at the most: all agree exactly after a period, at any size."""
+    """Return the base-(k+1) graph with at most k = ``peers`` neighbours per step.
+
+    All ranks agree exactly after a period, at any size.
+    """
     check_peers(peers, size)
     weights = tuple(base_graph(range(size), peers)) or ({},)
     return Topology("base", size, tuple(map(frozenset, weights)), weights)
 
 
 def random_pairs(size: int, seed: int = 0) -> Topology:
-    """Pairs drawn at random: each phase is a matching of all ranks, or of all but one; 2 P phases, then from the first.
+    """Return 2 P phases of random pairs: each phase is a matching of all ranks, or of all but one.
 
     Args:
-        size: number of ranks.
-        seed: of the drawing, the same on all ranks.
+        size: number of ranks, P.
+        seed: seed of the random generator, the same on all ranks.
     """
     draw, ranks = random.Random(seed), list(range(size))
     phases = [frozenset[Edge]()] if size == 1 else []
@@ -239,16 +246,16 @@ def random_pairs(size: int, seed: int = 0) -> Topology:
 
 
 def one_peer(graph: Topology) -> Topology:
-    """BlueFog's dynamic form of a static graph: at each step every rank sends to the next of its out-neighbours.
+    """Return BlueFog's dynamic form of a static graph: each rank sends to one of its out-neighbours per step, in turn.
 
-    Neighbours take their turns clockwise, from the rank's own number upwards; the period is the least common multiple
-    of their numbers.
+    The turns go clockwise, upwards from the rank's own number. The period is the least common multiple of the
+    out-degrees.
 
     Raises:
-        ValueError: the graph is dynamic already.
+        ValueError: the graph is already dynamic.
     """
     if graph.period != 1:
-        raise ValueError(f"topology {graph.name!r} changes from step to step already: one_peer() wants a static one")
+        raise ValueError(f"topology of one_peer() must be static, got {graph.name!r} with {graph.period} phases")
     turns = [sorted(graph.out(r, 0), key=lambda peer: (peer - r) % graph.size) for r in range(graph.size)]
     period = math.lcm(*(len(peers) for peers in turns if peers)) if any(turns) else 1
     phases = [frozenset((r, peers[k % len(peers)]) for r, peers in enumerate(turns) if peers) for k in range(period)]
@@ -256,23 +263,27 @@ def one_peer(graph: Topology) -> Topology:
 
 
 def inner_outer(size: int, local_size: int, outer: str = "ring") -> Topology:
-    """BlueFog's for hosts of ``local_size`` ranks: at each step one rank of each host sends to the same one of another
-    host, and the others send to one another inside.
+    """Return BlueFog's graph for hosts of ``local_size`` ranks.
+
+    At each step one rank of each host sends to its counterpart on another host, and the host's other ranks send to one
+    another.
 
     Args:
         size: number of ranks.
-        local_size: ranks of each host, numbered host by host.
-        outer: "ring" (the next one, of hosts and of ranks inside) or "exponential" (2^k further at each turn).
+        local_size: ranks per host, numbered host by host.
+        outer: "ring" (to the next host, and to the next rank within the host) or "exponential" (hops of 2^k in turn).
 
     Raises:
-        ValueError: the hosts do not fill up, or have two ranks (one would be left alone), or another ``outer``.
+        ValueError: ``local_size`` does not divide ``size`` or is 2 (one rank would have no peer); unknown ``outer``.
     """
     if local_size < 1 or size % local_size:
         raise ValueError(f"local_size={local_size} does not divide {size} ranks into hosts of equal size")
     if local_size == 2:
-        raise ValueError("local_size=2: while one rank of a host sends outside, the other has nobody; take 3 or more")
+        raise ValueError(
+            "local_size must be 1, or 3 or more, got 2: while one rank of a host sends outside, the other has no peer"
+        )
     if outer not in ("ring", "exponential"):
-        raise ValueError(f"outer={outer!r}: take 'ring' or 'exponential'")
+        raise ValueError(f"outer must be 'ring' or 'exponential', got {outer!r}")
     hosts, inside = size // local_size, local_size - 1
 
     def hops(count: int) -> list[int]:
@@ -297,13 +308,12 @@ def inner_outer(size: int, local_size: int, outer: str = "ring") -> Topology:
 
 
 def from_networkx(graph: Any) -> Topology:
-    """Any ``networkx`` graph whose nodes are the ranks 0 to P - 1; an undirected edge goes both ways.
+    """Return the topology of a ``networkx`` graph whose nodes are the ranks 0 to P - 1.
 
-    A topology has no weights: those of the edges are left out. (The graph itself, passed as
-    ``topology=``, has them used.)
+    An undirected edge becomes two edges. Edge weights are dropped; pass the graph itself as ``topology=`` to use them.
 
     Raises:
-        ValueError: its nodes are others.
+        ValueError: the nodes are not the ranks 0 to P - 1.
     """
     nodes = set(graph.nodes)
     if nodes != set(range(len(nodes))):
@@ -333,49 +343,49 @@ NAMED: dict[str, Callable[[int], Topology]] = {
     "star": star,
     "complete": complete,
 }
-"""Names that ``topology=`` takes."""
+"""Names that ``topology=`` accepts."""
 WITH_PEERS: dict[str, Callable[[int, int], Topology]] = {"exponential": exponential, "linear": linear, "base": base}
-"""Those of which a rank may have several peers a step."""
+"""Topologies in which a rank may have several peers per step."""
 
 
 def named(name: str, size: int, peers: int = 1) -> Topology:
-    """The graph of a name.
+    """Return the topology with the given name.
 
     Raises:
-        ValueError: no such name, or a number of peers that it cannot have.
+        ValueError: unknown name, or a number of peers that the topology does not support.
     """
     if name not in NAMED:
-        raise ValueError(f"topology={name!r} is not known: take one of {', '.join(NAMED)}, or a networkx graph")
+        raise ValueError(f"topology must be one of {', '.join(NAMED)}, or a networkx graph, got {name!r}")
     if name in WITH_PEERS:
         return WITH_PEERS[name](size, peers)
     if peers != 1:
-        raise ValueError(f"peers={peers}: topology {name!r} says itself who sends to whom; leave peers out")
+        raise ValueError(f"peers={peers}: topology {name!r} defines its own edges; omit peers")
     return NAMED[name](size)
 
 
 def check_peers(peers: int, size: int) -> None:
-    """Refuse what is no number of peers.
+    """Check the number of peers per step.
 
     Raises:
-        ValueError: below 1, or more than there are other ranks.
+        ValueError: it is below 1, or above the number of other ranks.
     """
     if isinstance(peers, bool) or not isinstance(peers, int) or peers < 1:
-        raise ValueError(f"peers={peers!r} is not a number of peers: take 1 or more")
+        raise ValueError(f"peers must be a whole number, 1 or more, got {peers!r}")
     if peers > max(1, size - 1):
-        raise ValueError(f"peers={peers} at {size} ranks: a rank has {size - 1} others to send to")
+        raise ValueError(f"peers must be at most {size - 1} at {size} ranks, got {peers}")
 
 
 # -- pieces ---------------------------------------------------------------------------------------------------
 
 
 def _hops(size: int, hops: Iterable[int]) -> frozenset[Edge]:
-    """Every rank r to r + hop, around the ring."""
+    """Return the edges from each rank r to r + hop, modulo ``size``."""
     return frozenset((r, (r + hop) % size) for r in range(size) for hop in hops if hop % size)
 
 
 def _powers(size: int, base: int) -> list[int]:
     if base < 2:
-        raise ValueError(f"base={base} of an exponential graph: take 2 or more")
+        raise ValueError(f"base of an exponential graph must be 2 or more, got {base}")
     powers, hop = [], 1
     while hop < size:
         powers.append(hop)
@@ -384,7 +394,7 @@ def _powers(size: int, base: int) -> list[int]:
 
 
 def _pairs(size: int, hops: Sequence[int]) -> tuple[frozenset[Edge], ...]:
-    """For each odd hop a matching of even ranks r with r + hop; a rank that is not there is nobody's partner."""
+    """Return a matching of even ranks r with r + hop for each odd hop; pairs beyond ``size`` are dropped."""
     even = size + size % 2
     phases = []
     for hop in hops:

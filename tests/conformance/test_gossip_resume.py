@@ -221,7 +221,7 @@ def test_states_after_cut_that_do_not_fit_are_refused(binding, who):
     for outcome in Cluster(3).outcomes(work):
         if len(who) > 1:
             assert "push-sum weight" in str(outcome)
-            assert "adpsgd knows none" in str(outcome)
+            assert "which adpsgd does not support" in str(outcome)
         else:
             assert isinstance(outcome, ReplicaMismatchError)
             assert "weights as after cut()" in str(outcome)

@@ -163,7 +163,7 @@ def test_fit_gossips_and_evaluates(job: RunJob, setting: Setting) -> None:
 @pytest.mark.parametrize("setting", FULL, ids=str)
 def test_bad_input_is_refused_on_every_rank(job: RunJob, setting: Setting) -> None:
     hints = {
-        "not stochastic": "rank 0 gives away 1.5 in all",
+        "not stochastic": "rank 0 sends 1.5 in total",
         "different": "wrapped their optimizers differently",
     }
     for rank in setting.case(job, "gossip refused"):

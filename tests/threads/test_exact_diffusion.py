@@ -137,7 +137,7 @@ def test_both_ends_know_the_same_after_a_message_of_a_step_that_only_one_took():
 def test_a_state_with_a_push_sum_weight_is_refused():
     saved = [record.saved[0] for record in run(job([5] * 3, "sgp", "star", cuts=frozenset({0})))]
     assert any(isinstance(each.kept, SavedState) and each.kept.weight != 1.0 for each in saved if each is not None)
-    with pytest.raises(Exception, match=r"push-sum weight .*, and exact-diffusion knows none"):
+    with pytest.raises(Exception, match=r"push-sum weight .*, which exact-diffusion does not support"):
         run(job([2] * 3, EXACT_DIFFUSION, "ring"), resumed=saved)
 
 

@@ -221,27 +221,47 @@ def test_an_average_needs_no_exchange_and_holds_none_up():
 
 ILLEGAL: dict[str, tuple[str, list[OptimizerEvent], OptimizerEvent, str]] = {
     "opened twice": ("sgp", [], Registered(7, SGP, ["w"], [1]), "twice"),
-    "a step of partial allreduce": ("sgp", [], StepEntered(7, 1, []), "sent StepEntered of a gossip"),
-    "an arrival of partial allreduce": ("sgp", [], GradientReady(7, [0], 1), "sent GradientReady of a gossip"),
+    "a step of partial allreduce": ("sgp", [], StepEntered(7, 1, []), "sent StepEntered, which gossip does not handle"),
+    "an arrival of partial allreduce": ("sgp", [], GradientReady(7, [0], 1), "sent GradientReady, which gossip does"),
     "offered twice": (
         "sgp",
         [MessageQueued(7, 1), MessageQueued(7, 2)],
         MessageQueued(7, 2),
         "offered message 2 twice",
     ),
-    "offered after done": ("sgp", [Finished(7, [0])], MessageQueued(7, 1), "although it is done"),
-    "wanted in SGP": ("sgp", [], PairRequested(7), "which only AD-PSGD does"),
+    "offered after done": ("sgp", [Finished(7, [0])], MessageQueued(7, 1), "offered message 1 after it finished"),
+    "wanted in SGP": ("sgp", [], PairRequested(7), "which only AD-PSGD supports"),
     "wanted after done": ("adpsgd", [Finished(7, [0])], PairRequested(7), "although it is done"),
-    "averaged again": ("sgp", [AverageEntered(7, 1, [1.0])], AverageEntered(7, 1, [1.0]), "average 1, and entered 1"),
-    "averaged ahead": ("sgp", [AverageEntered(7, 1, [1.0])], AverageEntered(7, 2, [1.0]), "average 2, and entered 1"),
-    "averaged too early": ("sgp", [], AverageEntered(7, 2, [1.0]), "in average 2, and entered 0 before"),
-    "averaged by parts": ("sgp", [], AverageEntered(7, 1, [1.0, 1.0]), "with 2 weights, and has 1"),
+    "averaged again": (
+        "sgp",
+        [AverageEntered(7, 1, [1.0])],
+        AverageEntered(7, 1, [1.0]),
+        "average 1 out of order, after average 1",
+    ),
+    "averaged ahead": (
+        "sgp",
+        [AverageEntered(7, 1, [1.0])],
+        AverageEntered(7, 2, [1.0]),
+        "average 2 out of order, after average 1",
+    ),
+    "averaged too early": ("sgp", [], AverageEntered(7, 2, [1.0]), "entered average 2 out of order, after average 0"),
+    "averaged by parts": ("sgp", [], AverageEntered(7, 1, [1.0, 1.0]), "with 1 weights, got 2"),
     "averaged before the first": ("sgp", [], AverageEntered(7, 0, [1.0]), "average 0"),
     "averaged after done": ("sgp", [Finished(7, [0])], AverageEntered(7, 1, [1.0]), "although it is done"),
-    "landed what did not go": ("sgp", [MessageQueued(7, 1)], ExchangeDone(7, 2), "saw exchange 2 land, of 1"),
-    "landed number 0": ("sgp", [MessageQueued(7, 1)], ExchangeDone(7, 0), "saw exchange 0 land"),
+    "landed what did not go": (
+        "sgp",
+        [MessageQueued(7, 1)],
+        ExchangeDone(7, 2),
+        "reported exchange 2 as done; exchanges so far: 1",
+    ),
+    "landed number 0": ("sgp", [MessageQueued(7, 1)], ExchangeDone(7, 0), "reported exchange 0 as done"),
     "done twice": ("sgp", [Finished(7, [0])], Finished(7, [0]), "although it is done"),
-    "done in an average": ("sgp", [AverageEntered(7, 1, [1.0])], Finished(7, [1]), "although it waits for an average"),
+    "done in an average": (
+        "sgp",
+        [AverageEntered(7, 1, [1.0])],
+        Finished(7, [1]),
+        "finished while it waits for an average",
+    ),
     "done with no count": ("sgp", [], Finished(7, []), "has produced"),
     "done with two counts": ("sgp", [], Finished(7, [1, 1]), "has produced"),
 }
@@ -267,7 +287,7 @@ def test_before_all_have_opened_and_for_strangers_every_move_is_illegal():
         for event in (MessageQueued(7, 1), PairRequested(7), AverageEntered(7, 1, [1.0])):
             with pytest.raises(ProtocolError, match=hint):
                 machine.handle(rank, event, 0.0)
-    with pytest.raises(ProtocolError, match="of 0"):
+    with pytest.raises(ProtocolError, match="so far: 0"):
         machine.handle(0, ExchangeDone(7, 1), 0.0)
     assert snapshot(machine) == state
     assert machine.deadline() is None

@@ -86,7 +86,7 @@ def test_base_graphs_agree_after_a_period(size, peers):
     assert mixing.disagreement(matrices, graph.period)[-1] < 1e-14
     assert mixing.spectral_gap(matrices) == 1.0
     assert mixing.mixing_time(matrices) == graph.period
-    with pytest.raises(ValueError, match="topology 'base' brings its own weights; leave mixing out"):
+    with pytest.raises(ValueError, match="topology 'base' defines its own weights; omit mixing"):
         mixing.matrices(graph, "metropolis")
 
 
@@ -119,8 +119,8 @@ def test_a_graph_without_a_gap_never_mixes():
 @pytest.mark.parametrize(
     ("matrix", "hint"),
     [
-        ([[1.0, 0.5], [0.0, 0.4]], "rank 1 gives away 0.9"),
-        ([[1.0, 0.5], [0.0, 0.5]], "rank 0 takes in 1.5"),
+        ([[1.0, 0.5], [0.0, 0.4]], "rank 1 sends 0.9"),
+        ([[1.0, 0.5], [0.0, 0.5]], "rank 0 receives 1.5"),
         ([[1.2, 0.0], [-0.2, 1.0]], "the edge from rank 0 to rank 1 is -0.2"),
         ([[math.nan, 0.0], [0.0, 1.0]], "from rank 0 to rank 0 is nan"),
         ([[1.0, 0.0]], r"shape \(1, 2\)"),

@@ -122,9 +122,7 @@ def star_in_turn(size: int) -> Topology:
 )
 def test_graphs_on_which_weights_run_away_are_refused(algorithm, graph, size, near):
     """And those that come near are warned of, with the number."""
-    with pytest.raises(
-        ValueError, match=r"push-sum weights fall to 0\.0\d*, so .* which lets weights run away; take a"
-    ):
+    with pytest.raises(ValueError, match=r"push-sum weights fall to 0\.0\d*, so .* so training would diverge; use a"):
         make_plan(size, algorithm, graph(size))
     with pytest.warns(UserWarning, match=r"push-sum weights fall to 0\.0\d*, so the optimizer's step is up to \d"):
         make_plan(near, algorithm, graph(near))
@@ -195,16 +193,16 @@ def test_a_weight_of_1_on_all_edges_is_none():
         (
             [(0, 1, 0.5), (1, 2, None), (2, 0, 0.5)],
             {},
-            r"the edge \(1, 2\) has no weight, .* give all edges one, or none",
+            r"the edge \(1, 2\) has no weight, .* set the weights of all edges or of none",
         ),
-        ([(0, 0, 0.9), (0, 1, 0.5), (1, 2, 0.5), (2, 0, 0.5)], {}, "rank 0 gives away 1.4 in all; .*from_networkx"),
+        ([(0, 0, 0.9), (0, 1, 0.5), (1, 2, 0.5), (2, 0, 0.5)], {}, "rank 0 sends 1.4 in total; .*from_networkx"),
         ([(0, 1, 0.5), (1, 2, 0.2), (2, 0, 0.5)], {"algorithm": "dpsgd"}, "gets no answer"),
-        ([(0, 1, 0.5), (1, 2, 0.2), (2, 0, 0.5)], {"weights": "metropolis"}, "leave mixing and peers out; or pass"),
-        ([(0, 1, 0.5), (1, 2, 0.2), (2, 0, 0.5)], {"weights": np.eye(3)}, "leave mixing and peers out"),
+        ([(0, 1, 0.5), (1, 2, 0.2), (2, 0, 0.5)], {"weights": "metropolis"}, "omit mixing and peers; or pass"),
+        ([(0, 1, 0.5), (1, 2, 0.2), (2, 0, 0.5)], {"weights": np.eye(3)}, "omit mixing and peers"),
         (
             [(0, 1, 0.2), (1, 2, 0.2)],
             {"algorithm": "adpsgd", "both": True},
-            "averages half and half; or pass topology=",
+            "averages pairs with equal weights; or pass topology=",
         ),
     ],
 )
@@ -234,6 +232,6 @@ def test_a_rank_of_a_host_keeps_copies_of_its_part_one_for_each_edge(name, copie
 
 
 def test_too_many_copies_are_refused():
-    with pytest.raises(ValueError, match=r"int8 on topology 'linear' keeps 33 copies .*take 'exponential'"):
+    with pytest.raises(ValueError, match=r"int8 on topology 'linear' keeps 33 copies .*use 'exponential'"):
         make_plan(17, "sgp", "linear", compression="int8")
     make_plan(1024, "sgp", "ring", compression="int8")

@@ -1,9 +1,9 @@
-"""AD-PSGD on one rank: the engine averages a shadow of its weights with neighbours' while it computes.
+"""AD-PSGD on one rank: the engine averages a shadow copy of the weights with neighbours while the rank computes.
 
 Lian et al., ICML 2018, Algorithm 1: whenever a rank is ready, its weights and a neighbour's become their mean, and
-gradients computed at older weights are applied to the current ones. Here the coordinator pairs ranks, on any symmetric
-graph; the training thread adds its optimizer's changes to the shadow and takes the shadow for its weights, so any
-optimizer will do; the engine reads snapshots of the shadow only, so no rank ever waits for one that computes.
+gradients computed at older weights are applied to the current weights. Here the coordinator pairs ranks, on any
+symmetric graph. The training thread adds its optimizer's changes to the shadow and loads the shadow as its weights, so
+any optimizer can be used. The engine reads snapshots of the shadow only, so no rank waits for a rank that computes.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from hvd_async.algorithms.kept import Kept
 from hvd_async.runtime.interfaces import Program, RankRuntime, Vector
 from hvd_async.runtime.protocol import Drained, OptimizerCommand
 
-# -- when a rank, or a host, requests an averaging, and when it waits for one ------------------------------------------
+# -- requests for averagings -------------------------------------------------------------------------------------------
 
 
 class Pairing:
-    """Requests of one optimizer on this rank to be averaged with a neighbour.
+    """Decides when a rank, or a host, requests an averaging with a neighbour, and when it waits for one.
 
     Args:
         most: steps that may be taken between two averagings.
-        neighbours: places of those with which there may be averagings.
-        may_ask: whether this rank is to request them now.
+        neighbours: places of the neighbours.
+        may_ask: returns whether this rank may request averagings now.
         request: sends a request.
 
     Attributes:
@@ -48,10 +48,10 @@ class Pairing:
         self._lock = threading.Lock()
         self._local = 0
         """Steps since the last averaging."""
-        self._owed = 0
-        """Averagings that this rank is behind its steps; -1: one before (engine thread)."""
+        self._due = 0
+        """Steps without an averaging of their own; -1: one averaging in advance (engine thread)."""
         self._asked = False
-        """Whether it has requested one that no exchange has (engine thread)."""
+        """Whether a request is pending, in no exchange yet (engine thread)."""
 
     # -- training thread --------------------------------------------------------------------------------------
 
@@ -72,47 +72,47 @@ class Pairing:
     # -- engine thread ----------------------------------------------------------------------------------------
 
     def ask(self) -> None:
-        """Request an averaging for a step, if none was done in advance."""
-        self._owed = min(self._owed + 1, self._most)
-        self.want()
+        """Request an averaging for a step, unless one was done in advance."""
+        self._due = min(self._due + 1, self._most)
+        self.request_if_due()
 
-    def want(self) -> None:
-        """Request an averaging that is owed, if none is requested."""
-        if self._owed > 0 and not self._asked and self.left and self._may_ask():
+    def request_if_due(self) -> None:
+        """Request an averaging if one is due and no request is pending."""
+        if self._due > 0 and not self._asked and self.left and self._may_ask():
             self._asked = True
             self._request()
 
     def granted(self) -> None:
-        """Note that an exchange has the averaging."""
+        """Record that an exchange contains the requested averaging."""
         self._asked = False
 
     def averaged(self) -> None:
         """Count an averaging that has completed here."""
         with self._lock:
             self._local = 0
-        # a rank limited to one step must request a pair in it: two that wait for each other would never be paired
-        self._owed = max(self._owed - 1, -1 if self._most > 1 else 0)
-        self.want()
+        # a rank limited to one step must request a pair in it: otherwise two that wait for each other are never paired
+        self._due = max(self._due - 1, -1 if self._most > 1 else 0)
+        self.request_if_due()
 
     def finished(self, neighbour: int) -> None:
-        """Ask no more for a neighbour that has finished."""
+        """Remove a neighbour that has finished."""
         self.left = self.left - {neighbour}
 
-    def begin_anew(self, gone: Iterable[int]) -> None:
-        """Start after an end, with all neighbours but these."""
+    def reset(self, gone: Iterable[int]) -> None:
+        """Start after a drain or cut, with all neighbours except these."""
         self.left = self._neighbours - frozenset(gone)
-        self._owed, self._asked = 0, False
+        self._due, self._asked = 0, False
 
 
 # -- the rank ----------------------------------------------------------------------------------------------------------
 
 
 class State(NamedTuple):
-    """One rank's state.
+    """State of a rank.
 
     Attributes:
         shadow: the current weights, shape (n,).
-        model: the weights that the model received last; it may have changed them since.
+        model: the weights last loaded into the model, shape (n,); the model may have changed them since.
     """
 
     shadow: Vector
@@ -127,12 +127,12 @@ def on_step(state: State, weights: Vector, add: Add, times: Times = operator.mul
 
 
 def on_average(state: State, own: Vector, other: Vector, add: Add) -> State:
-    """Return the state averaged with a neighbour: x <- x + (x_j - x_i) / 2, by both ranks' snapshots x_i and x_j."""
+    """Return the state averaged with a neighbour: x <- x + (x_j - x_i) / 2, with both ranks' snapshots x_i and x_j."""
     return state._replace(shadow=add(add(state.shadow, other, 0.5), own, -0.5))
 
 
 class ADPSGDWorker(GossipWorker):
-    """One optimizer of one rank under AD-PSGD.
+    """AD-PSGD on one rank.
 
     Attributes:
         log: events in the order in which they changed the shadow: ("step", number), ("sent", exchange, partner's
@@ -210,7 +210,7 @@ class ADPSGDWorker(GossipWorker):
                     self._pairing.finished(self._ranks.index(rank))
                     self.engine.changed.notify_all()
             case Drained():
-                self._pairing.begin_anew(map(self._ranks.index, command.gone))
+                self._pairing.reset(map(self._ranks.index, command.gone))
                 super().on_command(command)
             case _:
                 super().on_command(command)

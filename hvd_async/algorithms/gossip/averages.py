@@ -1,13 +1,13 @@
-"""Averages over all ranks that have not finished: plain ones of weights, and ones of differences, in two stages.
+"""Averages over all active ranks: of weights, and of differences to an anchor.
 
-``GlobalAverages`` are taken at steps of the same number, each by an allreduce.
+``GlobalAverages`` average the weights of ranks at the same step, by an allreduce.
 
-``DifferenceAverages`` go by an allreduce too, or in two stages where messages are compressed. Each stage is an
-``alltoall``. A vector is cut into as many parts as there are ranks. Each rank sends its part j to rank j, which adds up
-what it gets, in the order of the ranks, and sends the mean of part j to all. That moves as many numbers as an
-allreduce, and all ranks decode the same bytes, so results are the same to the bit. What compression leaves out of
-either stage is added to the next vector that this rank contributes (error feedback); where a rank has finished, what it
-leaves out of means is added to the next mean of its part.
+``DifferenceAverages`` use an allreduce too, or two stages if messages are compressed. Each stage is an ``alltoall``. A
+vector is cut into as many parts as there are ranks. Each rank sends its part j to rank j, which adds up the parts that
+it receives, in the order of the ranks, and sends the mean of part j to all ranks. That moves as many elements as an
+allreduce, and all ranks decode the same bytes, so results are the same to the bit. The compression error of either
+stage is added to the next vector that this rank contributes (error feedback). On a finished rank, the error of means is
+added to the next mean of its part.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Summed(NamedTuple):
 
 
 class GlobalAverages:
-    """Averages of one optimizer over all ranks.
+    """Averages of an optimizer's weights over all active ranks.
 
     Args:
         engine: the engine of this rank.
@@ -45,10 +45,13 @@ class GlobalAverages:
         """This rank's x for averages that have not started yet (engine thread)."""
         self._sums: dict[int, _Summed] = {}
         self._index = 0
-        """Averages since the last drain or cut."""
+        """Number of averages since the last drain or cut."""
 
     def contribute(self, optimizer: int, x: Vector, weights: list[float]) -> int:
-        """Join the next average with x, taking ownership; return its number (training thread, as the rest)."""
+        """Enter the next average with x, taking ownership; return its number.
+
+        This and the following methods are called on the training thread, except ``submit``.
+        """
         self._index += 1
         index = self._index
 
@@ -64,7 +67,7 @@ class GlobalAverages:
         return index in self._sums
 
     def result(self, index: int) -> tuple[Vector, list[float]]:
-        """Return the mean of x, and of the push-sum weights."""
+        """Return the mean of x and of the push-sum weights, and forget it."""
         total = self._sums.pop(index)
         return self._post.times(total.x, 1.0 / total.ranks), [weight / total.ranks for weight in total.weights]
 
@@ -76,7 +79,7 @@ class GlobalAverages:
         """Submit this rank's part, or zeros if it has finished (engine thread)."""
         name = f"hvd_async.average.{command.optimizer}.{command.index % NAMES_IN_RING}"
         own = self._contributed.pop(command.index, None)
-        own = own if self._engine.rank in command.ranks else None  # its optimizer may have been deleted while it waited
+        own = own if self._engine.rank in command.ranks else None  # the optimizer may have been deleted meanwhile
         vector = self._post.zeros() if own is None else own
 
         def on_complete(total: Vector) -> None:
@@ -94,25 +97,26 @@ class GlobalAverages:
 
 
 class Average(NamedTuple):
-    """A completed average: the mean of the vectors, and that of a number that came with each."""
+    """A completed average: the mean of the vectors, and the mean of the numbers sent with them."""
 
     mean: Vector
     number: float
 
 
 class DifferenceAverages:
-    """Averages of one optimizer, of fragments of a vector; several may be in flight.
+    """Averages of fragments of a vector over all active ranks; several may be in flight.
 
     Args:
         engine: the engine of this rank.
-        post: the format of messages, one of which holds one of ``fragments`` x ranks parts of the vector.
-        fragments: number of fragments of the vector, of one length except the last; each is averaged separately.
+        post: the format of messages; a message holds one of ``fragments`` x ranks parts of the vector.
+        fragments: number of fragments of the vector, of equal length except the last; each is averaged separately.
 
     Attributes:
-        error: what compression has left out and no message has carried since, shape (n,) (engine thread); empty where
-            messages are exact, and were in the run that this one goes on with. Exact ones leave it to the drain.
-        newest: the number of the last average that has completed here since a drain or cut; none is later on any rank.
-        bytes_sent: to other ranks.
+        error: compression error that no message has carried yet, shape (n,) (engine thread). Empty if messages are
+            exact, here and in the run that this one continues. Exact messages leave an earlier run's error to the
+            drain.
+        newest: the number of the last average that has completed here since a drain or cut.
+        bytes_sent: bytes sent to other ranks.
     """
 
     def __init__(self, engine: RankRuntime, post: MessageFormat, fragments: int) -> None:
@@ -127,10 +131,10 @@ class DifferenceAverages:
         """This rank's vectors for averages that have not started yet (engine thread)."""
         self._under_way: set[int] = set()
         self._parts_coming: deque[StartAverage] = deque()
-        """Averages whose second stage has not begun (engine thread): it begins in the order of the commands, whichever
-        first stage completes first here."""
+        """Averages whose second stage has not begun (engine thread). Second stages begin in the order of the commands,
+        independently of the order in which first stages complete here."""
         self._parts_here: dict[int, dict[int, Vector]] = {}
-        """Parts that have come, by average and place."""
+        """Received parts, by average and place."""
         self._results: dict[int, Average] = {}
         self._first, self.newest = 0, -1
         """The number of the first average after the last drain or cut."""
@@ -151,7 +155,7 @@ class DifferenceAverages:
     # -- training thread --------------------------------------------------------------------------------------
 
     def contribute(self, optimizer: int, average: int, fragment: int, vector: Vector, number: float) -> None:
-        """Enter the next average with the vector of a fragment, taking ownership of it."""
+        """Enter the next average with a fragment's vector, taking ownership of it, and a number."""
         index = average - self._first + 1
 
         def send() -> None:
@@ -166,19 +170,19 @@ class DifferenceAverages:
 
     @property
     def idle(self) -> bool:
-        """Whether none is under way here."""
+        """Whether no average is in flight here."""
         return not self._under_way
 
     def take(self, average: int) -> Average:
-        """Return a result, and forget it."""
+        """Return a result and forget it."""
         return self._results.pop(average)
 
     def results(self) -> dict[int, Average]:
-        """Return the results that were not taken."""
+        """Return the results that were not taken yet."""
         return dict(self._results)
 
     def corrected(self, weights: Vector) -> Vector:
-        """Return a rank's weights with what its messages have left out."""
+        """Return a rank's weights corrected by its compression error."""
         return weights - self.error if len(self.error) else weights
 
     def restart(self, first: int) -> None:
@@ -186,19 +190,19 @@ class DifferenceAverages:
         self._first, self.newest = first, first - 1
 
     def restore(self, error: Vector, results: dict[int, Average], first: int) -> None:
-        """Go on with what an earlier run has left, which may have compressed its messages otherwise."""
+        """Continue with an earlier run's error and results; its compression may have been a different one."""
         if len(error):
             self.error = error
         self._results, self._first, self.newest = dict(results), first, first - 1
 
     def discard(self) -> None:
-        """Drop results from now on; this rank's engine still adds up its part for the others."""
+        """Drop results from now on; this rank's engine still adds up its part for the other ranks."""
         self._discards = True
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
     def submit(self, command: StartAverage) -> None:
-        """Send this rank's parts, or nothing if it has finished, and add up its part for all."""
+        """Send this rank's parts, or nothing if it has finished, and add up its own part for all ranks."""
         own = self._contributed.pop(command.index, None)
         own = own if self._engine.rank in command.ranks else None  # its optimizer may have been deleted meanwhile
         with self._engine.changed:
@@ -238,23 +242,23 @@ class DifferenceAverages:
         )
 
     def _name(self, command: StartAverage, stage: str) -> str:
-        """Return a collective's name. No rank is more than all fragments ahead of another, so names that come back are
-        free by then."""
+        """Return a collective's name. Names are reused after 2 x ``fragments`` averages: no rank is ahead of another by
+        more than ``fragments``."""
         return f"hvd_async.average.{command.optimizer}.{stage}.{command.index % (2 * self._fragments)}"
 
     def _encoded(self, fragment: int, vector: Vector) -> tuple[list[Vector], list[tuple[int, Vector]]]:
-        """Return a fragment's parts, what was left out before added to it, and the messages to other places."""
+        """Return a fragment's parts, corrected by the compression error, and the messages to other places."""
         post, where = self._post, self.slice_of(fragment)
         parts = self._parts(vector + self.error[where])
         messages = [(place, post.encode(part)) for place, part in enumerate(parts) if place != self._place]
-        left = [part * 0.0 for part in parts]  # (this rank's own part travels nowhere)
+        left = [part * 0.0 for part in parts]  # (this rank's own part is not sent)
         for place, data in messages:
             left[place] = parts[place] - post.decode(data)
         self.error[where] = post.concatenate(left)[: where.stop - where.start]
         return parts, messages
 
     def _parts(self, vector: Vector) -> list[Vector]:
-        """Return a fragment in parts of one length, the last filled up with zeros."""
+        """Return a fragment in parts of equal length, the last padded with zeros."""
         length = self._part * self._size
         if len(vector) < length:
             zeros = [self._post.zeros()] * -(-(length - len(vector)) // self._elements)
@@ -267,7 +271,7 @@ class DifferenceAverages:
         total = first + 0
         for part in others:
             total = total + part
-        if self._engine.rank not in command.ranks:  # (else what it has left out is in its own part)
+        if self._engine.rank not in command.ranks:  # (otherwise the error is in its own part)
             where = self._own_part(command.part)
             total[: where.stop - where.start] += self.error[where]
             self.error[where] = 0.0
@@ -278,7 +282,7 @@ class DifferenceAverages:
         data = post.encode(mean)
         decoded = post.decode(data)
         own = self._own_part(command.part)
-        left = (mean - decoded) * float(len(command.ranks))  # a mean's error counts as often as there are ranks in it
+        left = (mean - decoded) * float(len(command.ranks))  # error of the sum, not of the mean
         self.error[own] += left[: own.stop - own.start]
 
         others = [other for other in range(self._size) if other != place]
@@ -294,7 +298,7 @@ class DifferenceAverages:
     def _exchange(
         self, command: StartAverage, stage: str, messages: Sequence[tuple[int, Vector]], senders: list[int], then: Any
     ) -> None:
-        """Submit a stage: a message to each of these places, in ascending order, and one from each of ``senders``."""
+        """Submit a stage: ``messages`` to places in ascending order, and one message from each of ``senders``."""
         post, receivers = self._post, {place for place, _ in messages}
         splits, coming = ([int(place in ends) for place in range(self._size)] for ends in (receivers, senders))
         header = HEADER.pack(command.index, 0.0)
@@ -308,7 +312,7 @@ class DifferenceAverages:
         self._engine.submit(start, then)
 
     def _unpacked(self, rows: Rows, senders: list[int]) -> dict[int, Vector]:
-        """Return the vectors received, by the sender's place; ``senders`` in ascending order."""
+        """Return the received vectors by the sender's place; ``senders`` are in ascending order."""
         return {place: self._post.decode(self._post.unpack(row)[0]) for place, row in zip(senders, rows, strict=True)}
 
     def _complete(self, command: StartAverage, mean: Vector) -> None:

@@ -1,4 +1,4 @@
-"""Gossip: the user's options, the algorithms, the configuration ranks share, and messages to and from rank 0."""
+"""Gossip: the user's options, the algorithms, the shared configuration, and messages to and from the coordinator."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from hvd_async.topology import NAMED, WITH_PEERS
 
 
 NAMES_IN_RING = 4
-"""Exchanges, or averages, that may be in flight at once; their names are reused, which Horovod's cache needs."""
+"""Names of collectives, and so the maximum number of exchanges, or averages, in flight; names are reused to fit into
+Horovod's cache."""
 STAGES = 3
-"""Number of stages of a step's messages where the ranks of a host step together. The key of a message is the number of
-its step times this, plus its stage."""
+"""Number of stages of a step if the ranks of a host step together. A message's key is then step * STAGES + stage."""
 
 
 class GossipConfig(Config, frozen=True, tag=True):
-    """Configuration that all ranks of an optimizer must have in common before the first exchange.
+    """Configuration of an optimizer, which must be the same on all its ranks.
 
     Attributes:
-        algorithm: a name of ``options.ALGORITHMS``.
+        algorithm: a name in ``ALGORITHMS``.
         graph: the topology's name, and a digest of its edges and their weights.
-        neighbours: places of each rank's neighbours, by its own place (of hosts, if
-            ranks are averaged there first); empty except for AD-PSGD.
-        max_staleness: steps that a message may be late (OSGP), or an average (outer optimizers).
-        gossip_every: steps between two in which messages are sent, if they may not be later than that.
-        max_local_steps: steps a rank may take between two averagings (AD-PSGD).
+        neighbours: the neighbours of each place, as places (of hosts with ``local_size`` above 1, else of ranks); empty
+            except for AD-PSGD.
+        max_staleness: steps that a message (OSGP) or an average (outer optimizers) may be late.
+        gossip_every: steps between two sending steps; see ``period``.
+        max_local_steps: steps that a rank may take between two averagings (AD-PSGD).
         average_every: steps between two averages over all ranks; 0: never.
         compression: encoding of messages.
-        local_size: ranks that are averaged before they gossip; 1: none.
-        quasi_global: whether what gossip does to the weights corrects the momentum.
-        fragments: parts of the weights that are averaged in turn (outer optimizers).
-        outer_lr, outer_momentum: an outer optimizer's.
+        local_size: ranks per host that are averaged before they gossip; 1: none.
+        quasi_global: whether gossip corrects the momentum.
+        fragments: number of parts of the weights that are averaged in turn (outer optimizers).
+        outer_lr, outer_momentum: constants of the outer optimizer.
     """
 
     algorithm: str
@@ -61,27 +61,29 @@ class GossipConfig(Config, frozen=True, tag=True):
 
     @property
     def period(self) -> int:
-        """Steps between two sending steps. When it sends, a rank of OSGP has received all earlier messages: with more
-        in flight it would keep too little of x and w, and z = x / w would diverge."""
+        """Steps between two sending steps. A rank of OSGP sends only after it has received all earlier messages: with
+        more in flight it would keep too little of x and w, and z = x / w would diverge."""
         return max(self.gossip_every, self.max_staleness)
 
 
 class MessageQueued(OptimizerEvent, frozen=True, tag=True):
-    """This rank has queued messages of its step ``key``, which its engine keeps until an exchange takes them."""
+    """This rank has queued messages of its step ``key``; its engine holds them until an exchange takes them."""
 
     key: int
 
 
 class MessageComing(OptimizerEvent, frozen=True, tag=True):
-    """This rank will queue messages of its step ``key``, or none, once it has received those of earlier steps: it is
-    mixing, and has queued all of its own that come before. So when all active ranks have said this, nobody waits for
-    anything that is not in an exchange."""
+    """This rank will queue messages of its step ``key``, or none, once it has received messages of earlier steps.
+
+    It has queued all its own messages of earlier steps. When all active ranks have announced this, no rank waits for a
+    message that is not in an exchange.
+    """
 
     key: int
 
 
 class NoMessage(OptimizerEvent, frozen=True, tag=True):
-    """This rank has no message of its step ``key``, in which others may have some."""
+    """This rank has no message in its step ``key``, in which other ranks may have some."""
 
     key: int
 
@@ -97,9 +99,11 @@ class WaitingForMessage(OptimizerEvent, frozen=True, tag=True):
 
 
 class AverageEntered(OptimizerEvent, frozen=True, tag=True):
-    """This rank is in its average number ``index`` over all ranks, and waits for it; with its push-sum weight, or one
-    for each part of its weights (hierarchical gossip). Under an outer optimizer it does not wait; the average is of
-    fragment ``part``, and the weight is its learning rate."""
+    """This rank has entered its average number ``index`` over all ranks, and waits for it.
+
+    ``weights`` is its push-sum weight, or one for each part of its weights (hierarchical gossip). Under an outer
+    optimizer the rank does not wait, ``part`` is the fragment, and ``weights`` is the learning rate.
+    """
 
     index: int
     weights: list[float]
@@ -113,15 +117,15 @@ class ExchangeDone(OptimizerEvent, frozen=True, tag=True):
 
 
 class StartExchange(OptimizerCommand, frozen=True, tag=True):
-    """Submit an exchange, with this rank's part of it.
+    """Submit this rank's part of an exchange.
 
     Attributes:
-        round: its number.
+        round: the exchange's number.
         senders: queued messages, as (first rank, last rank, key): one of each rank from the first to the last, in
-            order. An exchange of all ranks is told in a few bytes, however many there are.
-        pairs: of ranks to average; of hosts to average, each named by its first rank.
-        gathers: whether each rank sends the ranks of its host the part of their weights that it owns, once all earlier
-            exchanges have completed: the last exchange before an end (AD-PSGD of hosts).
+            order. So the command has few bytes at any number of ranks.
+        pairs: pairs of ranks to average; a host is represented by its first rank.
+        gathers: whether each rank sends the part of the weights that it owns to the other ranks of its host, once all
+            earlier exchanges have completed. The last exchange before an end (AD-PSGD of hosts).
     """
 
     round: int
@@ -131,17 +135,23 @@ class StartExchange(OptimizerCommand, frozen=True, tag=True):
 
     @property
     def messages(self) -> list[tuple[int, int]]:
-        """The queued messages, as (sender, key)."""
+        """Queued messages, as (sender, key)."""
         return [(rank, key) for first, last, key in self.senders for rank in range(first, last + 1)]
 
     def keys_of(self, rank: int) -> list[int]:
-        """Return the keys of a rank's messages in it."""
+        """Return the keys of a rank's messages in this exchange."""
         return [key for first, last, key in self.senders if first <= rank <= last]
 
 
 class StartAverage(OptimizerCommand, frozen=True, tag=True):
-    """Submit the average number ``index`` over some ranks, whose push-sum weights sum to ``weights``; all others
-    contribute zeros. ``spans`` are those ranks, as (first, last); ``part`` is the fragment that is averaged."""
+    """Submit the average number ``index`` over the ranks in ``spans``; other ranks contribute zeros.
+
+    Attributes:
+        index: the average's number.
+        spans: the ranks, as (first, last) of each run.
+        weights: sums of these ranks' push-sum weights.
+        part: the fragment that is averaged.
+    """
 
     index: int
     spans: list[tuple[int, int]]
@@ -150,7 +160,7 @@ class StartAverage(OptimizerCommand, frozen=True, tag=True):
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks, in order."""
+        """Ranks that are averaged, in order."""
         return [rank for first, last in self.spans for rank in range(first, last + 1)]
 
 
@@ -160,7 +170,7 @@ def spans_of(ranks: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def senders_of(messages: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Return messages, (sender, key), as ``StartExchange.senders``: a run of consecutive ranks has the same key."""
+    """Return messages, given as (sender, key), in the form of ``StartExchange.senders``."""
     runs: list[tuple[int, int, int]] = []
     first = last = key = 0
     for rank, own in messages:
@@ -174,9 +184,9 @@ def senders_of(messages: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]
 
 
 class RankFinished(OptimizerCommand, frozen=True, tag=True):
-    """A rank has finished: it sends nothing of its steps after ``step`` (since the last drain).
+    """A rank has finished: it sends no messages of steps after ``step`` (since the last drain).
 
-    ``gone``: it has the optimizer no more.
+    ``gone``: its optimizer was deleted.
     """
 
     rank: int
@@ -201,14 +211,14 @@ OUTER_BOUNDS: Mapping[str, Whole | Real] = {
 
 
 def _number_by_epoch(one: Whole, example: str) -> Callable[[str], int | dict[int, int]]:
-    """Return what reads a number, or numbers by epoch as in ``example``."""
+    """Return a parser of a number, or of numbers by epoch as in ``example``."""
 
     def read(text: str) -> int | dict[int, int]:
         if ":" not in text:
             return one(text)
         found = read_by_epoch(text, example, one)
         if 0 not in found:
-            raise ValueError(f"{text!r} does not say how many from the start: begin with 0:, as {example}")
+            raise ValueError(f"{text!r} must begin with epoch 0, as in {example}")
         return found
 
     return read
@@ -219,8 +229,8 @@ def _read_schedule(text: str) -> dict[int, str]:
 
     def read(name: str) -> str:
         if name not in ALGORITHMS:
-            known = sorted(ALGORITHMS.values(), key=lambda each: not each.takes_the_place)  # (all ranks' average first)
-            raise ValueError(f"{name!r} is not one of {', '.join(each.name for each in known)}")
+            known = sorted(ALGORITHMS.values(), key=lambda each: not each.takes_the_place)  # (allreduce first)
+            raise ValueError(f"an algorithm must be one of {', '.join(each.name for each in known)}, got {name!r}")
         return name
 
     return read_by_epoch(text, "0:allreduce,5:sgp", read)
@@ -228,18 +238,18 @@ def _read_schedule(text: str) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class GossipOptions:
-    """A user's options of ``GossipOptimizer``, beside Horovod's arguments and those of one framework."""
+    """Options of ``GossipOptimizer``, without Horovod's arguments and those of one framework."""
 
     algorithm: str = option(
         "sgp",
         '"sgp" (stochastic gradient push, Assran et al., ICML 2019), "osgp" (the same, with messages up to '
         '``max_staleness`` steps late), "dpsgd" (Lian et al., NeurIPS 2017), "adpsgd" (Lian et al., ICML 2018: '
         "pairs of ranks are averaged while they compute, and no rank waits for a slow one), "
-        '"exact-diffusion" (Yuan et al., 2019: what data differ by between ranks leaves no bias), "noloco" '
+        '"exact-diffusion" (Yuan et al., 2019: no bias if ranks have different data), "noloco" '
         "(Kolehmainen et al., 2025: pairs of ranks are averaged after some steps, with momentum), "
         '"allreduce" (weights are averaged over all ranks after every step), "local" (after every ``average_every`` '
-        'steps, while the next ones are taken: local SGD, Stich, ICLR 2019), "slowmo" (with slow momentum, Wang et '
-        'al., ICLR 2020) or "diloco" (with Nesterov\'s, Douillard et al., 2023)',
+        'steps, during the next steps: local SGD, Stich, ICLR 2019), "slowmo" (with slow momentum, Wang et '
+        'al., ICLR 2020) or "diloco" (with Nesterov momentum, Douillard et al., 2023)',
         flags=(),
     )
     topology: Any = option(
@@ -247,16 +257,17 @@ class GossipOptions:
         "a name (``hvd_async.topology.NAMED``), a ``Topology`` or a networkx graph; None: "
         '"exponential" for sgp and osgp, "bipartite-exponential" for dpsgd and adpsgd, "ring" for exact-diffusion, '
         '"random-pairs" for noloco',
-        help=f"who sends to whom: {', '.join(NAMED)}; all but sgp and osgp need a symmetric one",
-        absent="exponential for these two, bipartite-exponential for dpsgd and adpsgd, ring for exact-diffusion, "
+        help=f"the communication graph: {', '.join(NAMED)}; all algorithms except sgp and osgp need a symmetric graph",
+        absent="exponential for sgp and osgp, bipartite-exponential for dpsgd and adpsgd, ring for exact-diffusion, "
         "random-pairs for noloco",
         choices=tuple(NAMED),
         metavar="NAME",
     )
     peers: int | Mapping[int, int] = option(
         1,
-        "how many ranks a rank sends to each step, where the topology leaves it open; or {epoch: peers}",
-        help=f"to how many ranks a rank sends at a step, of the topologies {', '.join(WITH_PEERS)}; 0:1,30:2 "
+        f"number of ranks that a rank sends to per step, for the topologies {', '.join(WITH_PEERS)}; or "
+        "{epoch: peers}",
+        help=f"number of ranks that a rank sends to per step, for the topologies {', '.join(WITH_PEERS)}; 0:1,30:2 "
         "is 1 from epoch 0 and 2 from epoch 30 on",
         read=_number_by_epoch(Whole(1), "0:1,30:2"),
         metavar="N",
@@ -264,51 +275,51 @@ class GossipOptions:
     mixing: Any = option(
         "uniform",
         '"uniform" or "metropolis" weights, a matrix ``W[receiver, sender]`` whose columns sum to 1, or a list of '
-        "such, one a step in turn",
-        help="uniform parts what a rank has equally among itself and its receivers; metropolis weighs by the "
-        "larger number of neighbours of the two, as dpsgd needs it where these differ, such as on a star",
+        "matrices, used in turn, one per step",
+        help="uniform: a rank's weight is split equally among itself and its receivers; metropolis: an edge is "
+        "weighted by the larger number of neighbours of its ranks, which dpsgd needs on irregular graphs such as a "
+        "star",
         choices=SCHEMES,
     )
     max_staleness: int | None = option(
         None,
-        "steps a message of osgp may be late, or an average of local, slowmo and diloco (less than ``average_every``); "
-        "None: 1 of osgp, half of ``average_every`` of these",
-        help="how many steps late a message, or an average, may be; 0 waits for it: sgp, local SGD as it was published",
-        absent="1 of osgp, half of --average-every of the others",
+        "steps that a message of osgp, or an average of local, slowmo and diloco, may be late (averages: less than "
+        "``average_every``); None: 1 for osgp, half of ``average_every`` for the others",
+        help="steps that a message, or an average, may be late; 0 waits for it, as in sgp and in published local SGD",
+        absent="1 for osgp, half of --average-every for the others",
         read=Whole(0),
         metavar="N",
     )
     gossip_every: int | None = option(
         None,
-        "send and mix each so many steps, with local steps in between (Koloskova et al., ICML 2020); None: 1, of "
-        "noloco 8",
-        help="send and mix in every N-th step only; in between ranks step by themselves",
-        absent="1, of noloco 8",
+        "send and mix every n steps, with local steps in between (Koloskova et al., ICML 2020); None: 1, for noloco 8",
+        help="send and mix every N steps only; in between ranks take local steps",
+        absent="1, for noloco 8",
         read=Whole(1),
         metavar="N",
     )
     hierarchical: bool | int = option(
         False,
-        "average the ranks of a host first, then gossip between hosts, one partner a host. True for Horovod's "
-        "local ranks, or so many ranks, numbered host by host",
-        help="average the ranks of a host first, and gossip from host to host; the short form does not get past "
-        "horovodrun, which has flags that begin so",
+        "average the ranks of a host first, then gossip between hosts. True for Horovod's local ranks, or the number "
+        "of ranks per host, numbered host by host",
+        help="average the ranks of a host first, then gossip between hosts; the short form does not work after "
+        "horovodrun, whose own flags begin like this",
         absent="off",
         flags=("--hierarchical-gossip", "--hierarchical"),
     )
     max_local_steps: int = option(
         4,
         "steps that a rank of adpsgd may take between two averagings",
-        help="steps that a rank may take between two averagings, before it waits for one",
+        help="steps that a rank may take between two averagings before it waits for the next",
         read=Whole(1),
         metavar="N",
     )
     average_every: int | Mapping[int, int] = option(
         0,
-        "average all ranks each so many steps (Gossip-PGA, Chen et al., 2021), or {epoch: steps}; 0: never, but of "
-        "local, slowmo and diloco 8",
-        help="average the weights of all ranks every N steps; 0 is never, but of local, slowmo and diloco 8; 0:1,5:8 "
-        "is 1 from epoch 0 and 8 from epoch 5 on",
+        "average all ranks every n steps (Gossip-PGA, Chen et al., 2021), or {epoch: steps}; 0: never, for local, "
+        "slowmo and diloco every 8",
+        help="average the weights of all ranks every N steps; 0 is never, for local, slowmo and diloco every 8; "
+        "0:1,5:8 is 1 from epoch 0 and 8 from epoch 5 on",
         read=_number_by_epoch(Whole(0), "0:1,5:8"),
         metavar="N",
     )
@@ -322,23 +333,23 @@ class GossipOptions:
     )
     outer_lr: float | None = option(
         None,
-        "by how much slowmo, diloco and noloco move what the ranks have learned (alpha of slowmo, beta of noloco); "
-        "None: 1 of slowmo, 0.7 of the others",
-        help="by how much the ranks' mean step is taken; alpha of slowmo",
-        absent="1 of slowmo, 0.7 of diloco and noloco",
+        "learning rate of the outer optimizer of slowmo, diloco and noloco (alpha of slowmo, beta of noloco); "
+        "None: 1 for slowmo, 0.7 for the others",
+        help="factor of the ranks' mean step; alpha of slowmo",
+        absent="1 for slowmo, 0.7 for diloco and noloco",
         read=OUTER_BOUNDS["outer_lr"],
     )
     outer_momentum: float | None = option(
         None,
-        "slow momentum of slowmo and noloco, Nesterov's of diloco; None: 0.3, and 0.5 of diloco, for some 4 to 16 "
-        "steps between averages (the papers' 0.7 and 0.9 are for many more)",
+        "slow momentum of slowmo and noloco, Nesterov momentum of diloco; None: 0.3, for diloco 0.5, which suit 4 to "
+        "16 steps between averages (the papers' 0.7 and 0.9 suit many more)",
         help="momentum from one average to the next",
-        absent="0.3 of slowmo and noloco, 0.5 of diloco",
+        absent="0.3 for slowmo and noloco, 0.5 for diloco",
         read=OUTER_BOUNDS["outer_momentum"],
     )
     schedule: Mapping[int, str] | None = option(
         None,
-        "{epoch: algorithm}, in place of ``algorithm`` from that epoch on; ``set_epoch`` makes it so",
+        "{epoch: algorithm}, used instead of ``algorithm`` from that epoch on; ``set_epoch`` switches",
         help="the algorithm from epoch E on: 0:allreduce,5:sgp is allreduce in epochs 0 to 4, then sgp",
         absent="--algorithm in all epochs",
         read=_read_schedule,
@@ -346,74 +357,72 @@ class GossipOptions:
     )
     quasi_global: bool = option(
         False,
-        "of sgp, dpsgd and adpsgd: what gossip does to a rank's weights pulls its momentum towards that of all ranks "
-        "(after Lin et al., ICML 2021), where these see different data; of SGD with momentum",
-        help="gossip pulls a rank's momentum towards that of all ranks, where these see different data; of SGD with "
-        "momentum",
+        "for sgp, dpsgd and adpsgd with SGD with momentum: gossip pulls a rank's momentum towards the mean of all "
+        "ranks (after Lin et al., ICML 2021), if ranks have different data",
+        help="gossip pulls a rank's momentum towards the mean of all ranks, if ranks have different data; needs SGD "
+        "with momentum",
     )
     buffers: str = option(
         "average",
         'how batch-norm statistics agree in ``drain()`` and ``consensus()``: "average" them, keep each rank\'s own '
-        '("local"), or take rank 0\'s ("root")',
+        '("local"), or use rank 0\'s ("root")',
         flags=(),
     )
 
     def check(self, ranks: int | None) -> None:
-        """Refuse what no job can have, whatever its algorithms; ``make_plan`` checks what depends on them.
+        """Check the options that do not depend on the algorithm; ``make_plan`` checks the others.
 
         Raises:
-            ValueError: with a hint.
+            ValueError: an option has an invalid value.
         """
         check_one_of("buffers", self.buffers, BUFFERS)
         if not isinstance(self.quasi_global, bool):
-            raise ValueError(f"quasi_global={self.quasi_global!r}: take True or False")
+            raise ValueError(f"quasi_global must be True or False, got {self.quasi_global!r}")
 
 
 BY_STEP = (
     *("topology", "peers", "mixing", "max_staleness", "gossip_every", "max_local_steps", "average_every"),
     *("fragments", "outer_lr", "outer_momentum"),
 )
-"""A user's options of a plan, beside its algorithm: those that ``switch()`` may change."""
+"""A user's options that ``switch()`` may change, besides the algorithm."""
 NOT_GIVEN: Mapping[str, Any] = {
     **{name: getattr(GossipOptions, name) for name in BY_STEP},
     "compression": "none",
     "hierarchical": False,
     "quasi_global": False,
 }
-"""Values of a plan's options that any algorithm takes: those of an option that was not given."""
-NO_USE: Mapping[str, str] = {
-    "topology": "topology: {0} averages all ranks; leave it out",
-    "peers": "peers: {0} averages all ranks; leave it out",
-    "mixing": "mixing: {0} averages ranks alike (half and half, or all of them); leave it out, and give a graph as "
-    "topology",
-    "max_staleness": "max_staleness: messages of {0} are never late; take 'osgp', or 0",
-    "gossip_every": "gossip_every: {0} sends nothing at steps of one number; leave it out (adpsgd has max_local_steps, "
-    "allreduce average_every)",
-    "max_local_steps": "max_local_steps: no rank of {0} goes on without its neighbours; leave it out, or take 'adpsgd'",
-    "average_every": "average_every: {0} averages all ranks at no step; call drain() where an average is due",
-    "fragments": "fragments: {0} averages no parts of the weights in turn; leave it out, or take local or diloco",
-    "outer_lr": "outer_lr: {0} has no outer optimizer; leave it out, or take slowmo, diloco or noloco",
-    "outer_momentum": "outer_momentum: {0} has no outer optimizer; leave it out, or take slowmo, diloco or noloco",
-    "compression": "compression: averages over all ranks travel as they are; leave it out",
-    "hierarchical": "hierarchical: {0} averages no hosts first; leave it out, or take sgp, osgp, dpsgd or adpsgd",
-    "quasi_global": "quasi_global: under {0} each rank's momentum is its own; leave it out, or take sgp, dpsgd or "
-    "adpsgd",
+"""Default values of a plan's options, which any algorithm accepts."""
+UNSUPPORTED_OPTION_HINTS: Mapping[str, str] = {
+    "topology": "topology: {0} averages all ranks; omit it",
+    "peers": "peers: {0} averages all ranks; omit it",
+    "mixing": "mixing: {0} averages ranks with equal weights; omit it, and pass a graph as topology",
+    "max_staleness": "max_staleness: messages of {0} are never late; use 'osgp', or pass 0",
+    "gossip_every": "gossip_every: {0} has another period; omit it (adpsgd has max_local_steps, allreduce "
+    "average_every)",
+    "max_local_steps": "max_local_steps: ranks of {0} wait for each other; omit it, or use 'adpsgd'",
+    "average_every": "average_every: {0} does not average all ranks periodically; call drain() when an average is due",
+    "fragments": "fragments: {0} does not average the weights in parts; omit it, or use local, slowmo or diloco",
+    "outer_lr": "outer_lr: {0} has no outer optimizer; omit it, or use slowmo, diloco or noloco",
+    "outer_momentum": "outer_momentum: {0} has no outer optimizer; omit it, or use slowmo, diloco or noloco",
+    "compression": "compression: averages over all ranks are not compressed; omit it",
+    "hierarchical": "hierarchical: {0} does not average hosts first; omit it, or use sgp, osgp, dpsgd or adpsgd",
+    "quasi_global": "quasi_global: under {0} each rank has its own momentum; omit it, or use sgp, dpsgd or adpsgd",
 }
-"""The error message for an option that an algorithm does not have."""
+"""Error messages for options that an algorithm does not support."""
 
 
 @dataclass(frozen=True)
 class GossipAlgorithm(Algorithm):
-    """One algorithm of the family. Its ``options`` hold the values that it uses where none was given.
+    """A gossip algorithm. Its ``options`` hold the defaults of the options that it supports.
 
     Attributes:
         doubly_stochastic: whether its mixing matrices must be doubly stochastic and symmetric.
-        pairs: whether neighbours are averaged in pairs, when one asks: edges are not fixed, and no rank sends alone.
+        pairs: whether neighbours are averaged in pairs on request, instead of over all edges of a step.
         sends_before_update: whether messages hold the weights from before a step's update.
-        exact: whether what ranks' data differ by is corrected: on static graphs, mixed by (I + W) / 2.
-        outer: how the average of all ranks moves the anchor that they continue from; None: there is none.
+        exact: whether it corrects the bias of different data; it needs a static graph and mixes by (I + W) / 2.
+        outer: the outer optimizer's step, which moves the anchor of all ranks; None: it has no outer optimizer.
         rank: the class of its ranks, as MODULE:CLASS of this package. (By name, since ranks import this module.)
-        host_rank: the same where the ranks of a host step together.
+        host_rank: the same, if the ranks of a host step together.
     """
 
     doubly_stochastic: bool = False
@@ -431,7 +440,7 @@ class GossipAlgorithm(Algorithm):
 
     @property
     def takes_the_place(self) -> bool:
-        """Whether it is an average of all ranks after each step, which may take the place of any other algorithm."""
+        """Whether it averages all ranks after each step, and so may replace any other algorithm for some epochs."""
         return not self.has_graph and self.outer is None
 
     @property
@@ -441,7 +450,7 @@ class GossipAlgorithm(Algorithm):
 
 
 def _with_neighbours(name: str, options: Mapping[str, Any], about: str, **traits: Any) -> GossipAlgorithm:
-    """Return an algorithm whose ranks wait for messages of neighbours."""
+    """Return an algorithm whose ranks wait for their neighbours' messages."""
     return GossipAlgorithm(
         name, "gossip", options, "weights", "neighbours", about=about, compressions=COMPRESSIONS, **traits
     )
@@ -463,7 +472,7 @@ def _with_anchor(name: str, options: Mapping[str, Any], about: str, step: outer.
 
 
 SMOOTHING = Smoothing(strength=0.7, memory=0.95)
-"""Constants of quasi-global momentum. (With 1 and 0.9 momenta of dpsgd run away on a ring of 32 ranks.)"""
+"""Constants of quasi-global momentum. (With 1 and 0.9, momenta of dpsgd diverge on a ring of 32 ranks.)"""
 
 _MIXED: Mapping[str, Any] = {
     name: NOT_GIVEN[name] for name in ("peers", "mixing", "gossip_every", "average_every", "compression")
@@ -475,18 +484,18 @@ _PAIRED = {"peers": 1, "max_local_steps": 4, "compression": "none", "hierarchica
 _QUASI_GLOBAL = {"quasi_global": False}
 _PAIRS_IN_TURN = {"topology": "random-pairs", "gossip_every": 8, "outer_lr": 0.7, "outer_momentum": 0.3}
 _OUTER: Mapping[str, Any] = {"average_every": 8, "max_staleness": None, "fragments": 1, "compression": "none"}
-"""(With None an average may be half of ``average_every`` steps late.)"""
+"""(With ``max_staleness`` None an average may be half of ``average_every`` steps late.)"""
 _BOTH_WAYS = {"symmetric_graph": True, "doubly_stochastic": True}
 
 ALGORITHMS: Mapping[str, GossipAlgorithm] = {
     algorithm.name: algorithm
     for algorithm in (
         _with_neighbours("sgp", {**_PUSH_SUM, **_QUASI_GLOBAL}, "waits for their messages"),
-        _with_neighbours("osgp", {**_PUSH_SUM, "max_staleness": 1}, "takes them in up to --max-staleness steps later"),
+        _with_neighbours("osgp", {**_PUSH_SUM, "max_staleness": 1}, "mixes them in up to --max-staleness steps later"),
         _with_neighbours(
             "dpsgd",
             {**_PUSH_SUM, **_SYMMETRIC, **_QUASI_GLOBAL},
-            "wants a symmetric graph",
+            "needs a symmetric graph",
             sends_before_update=True,
             **_BOTH_WAYS,
         ),
@@ -506,7 +515,7 @@ ALGORITHMS: Mapping[str, GossipAlgorithm] = {
         _with_neighbours(
             "exact-diffusion",
             {**_MIXED, "topology": "ring"},
-            "wants a static symmetric graph, and corrects what data differ by",
+            "needs a static symmetric graph, and corrects the bias of different data",
             exact=True,
             rank="exact_diffusion:ExactDiffusionWorker",
             **_BOTH_WAYS,
@@ -522,7 +531,7 @@ ALGORITHMS: Mapping[str, GossipAlgorithm] = {
         _with_anchor(
             "local",
             _OUTER,
-            "averages all ranks every --average-every steps, while it takes the next ones",
+            "averages all ranks every --average-every steps, during the next steps",
             outer.local,
         ),
         _with_anchor(
@@ -531,12 +540,12 @@ ALGORITHMS: Mapping[str, GossipAlgorithm] = {
         _with_anchor(
             "diloco",
             {**_OUTER, "outer_lr": 0.7, "outer_momentum": 0.5},
-            "the same with Nesterov's momentum",
+            "the same with Nesterov momentum",
             outer.diloco,
         ),
     )
 }
-"""By name. Those without a graph average the weights of all ranks periodically."""
+"""The gossip algorithms, by name. Algorithms without a graph average the weights of all ranks periodically."""
 
 
 def rank_class(config: GossipConfig) -> Any:

@@ -1,9 +1,9 @@
 """CHOCO-SGD error feedback (Koloskova et al., ICML 2019, Algorithm 2): messages are differences to estimates.
 
-For each edge both ends keep the same estimate c of the sender's weights x and add each message to it, as the receiver
-decodes it: what compression Q leaves out is part of the next difference.
+Both ends of each edge keep the same estimate c of the sender's weights x, and add each decoded message to it. So the
+error of the compression Q is part of the next difference.
 
-    c <- c + Q(x - c);   the receiver mixes in c
+    c <- c + Q(x - c);   the receiver mixes c into its weights
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from hvd_async.algorithms.gossip.message_format import MessageFormat
 from hvd_async.runtime.interfaces import Vector
 
 SHARED = "everywhere"
-"""The name of the estimate that all ranks have: the weights they began with, or those of the last drain."""
+"""The name of the estimate that all ranks share: the initial weights, or those of the last drain."""
 
 
 class SavedState(NamedTuple):
-    """A rank's state in a checkpoint after ``cut()``, beside its weights z."""
+    """State of a rank in a checkpoint after ``cut()``, without its weights z."""
 
     weight: float
     copies: dict[str, Vector]
     """CHOCO-SGD's estimates, by the name of the edge's end."""
     base: int
-    """Steps since the last drain, of the rank that took most."""
+    """Steps since the last drain, of the rank with the most steps."""
 
 
 class ErrorFeedback:
-    """One optimizer's estimates. Where messages are no differences, it only encodes and decodes.
+    """Estimates of an optimizer's weights, by edge. If messages are not differences, it only encodes and decodes.
 
     Args:
         post: the format of messages.
-        graph: estimates of another graph's edges are not used.
-        parts: a message holds one of so many parts of the weights, of which this rank has estimates.
+        graph: name of the graph; saved estimates of another graph are not used.
+        parts: number of parts of the weights; a message, and an estimate, holds one part.
     """
 
     def __init__(self, post: MessageFormat, graph: str, parts: int = 1) -> None:
         self._post, self._graph = post, graph if parts == 1 else f"{graph} of hosts with {parts} ranks"
-        self._shared = SHARED if parts == 1 else self._name(SHARED)  # (parts are of no use for whole vectors)
+        self._shared = SHARED if parts == 1 else self._name(SHARED)  # (an estimate of a part does not fit a vector)
         self._copies: dict[str, Vector] = {}
 
     def begin(self, weights: Vector) -> None:
@@ -49,11 +49,11 @@ class ErrorFeedback:
 
     @property
     def begun(self) -> bool:
-        """Whether there is an estimate to take differences to."""
+        """Whether there is an estimate."""
         return bool(self._copies)
 
     def forget_edges(self) -> None:
-        """Go on from the estimate that all ranks have."""
+        """Reset all edges to the estimate that all ranks share."""
         if self._copies:
             self._copies = {self._shared: self._copies[self._shared]}
 
@@ -89,6 +89,6 @@ class ErrorFeedback:
         return dict(self._copies)
 
     def restore(self, copies: dict[str, Vector]) -> None:
-        """Take back the estimates that ``kept`` gave, of this graph only."""
+        """Load the estimates that ``saved_state`` returned, of this graph only."""
         here = (self._shared, self._name(""))
         self._copies = {name: copy for name, copy in copies.items() if name.startswith(here)}

@@ -1,4 +1,4 @@
-"""Exact diffusion on one rank: neighbours are averaged as in SGP, and data that differ between ranks leave no bias.
+"""Exact diffusion on one rank: averages with neighbours as in SGP, without a bias from different data.
 
 Yuan, Ying, Zhao and Sayed, IEEE Transactions on Signal Processing, 2019, Part I, Algorithm 1; Tang et al., ICML 2018,
 call it D^2. With U the wrapped optimizer's update, on a static symmetric graph with Wbar = (I + W) / 2:
@@ -8,23 +8,23 @@ call it D^2. With U the wrapped optimizer's update, on a static symmetric graph 
     combine:    x_i^k   = sum_j wbar_ij phi_j^k
 
 Since x_i^k = phi_i^k + sum_j wbar_ij (phi_j^k - phi_i^k), the correction of the next step is x_i^k - psi_i^k =
-sum_j wbar_ij f_ij, with f_ij the sum of phi_j - phi_i over all steps so far. A rank keeps these, one a neighbour, in
-place of psi. f_ij = -f_ji to the bit, so on each edge corrections sum to 0 over both ends: the mean of all ranks moves
-by their updates alone. Where a rank has finished, its neighbours take back what f_ij has moved them by since, and go on
-without that edge; messages of a step that only one end of an edge has taken count at neither.
+sum_j wbar_ij f_ij, with f_ij the sum of phi_j - phi_i over all steps so far. A rank keeps these, one per neighbour,
+instead of psi. f_ij = -f_ji to the bit, so on each edge the corrections of both ends sum to 0: the mean of all ranks
+changes by their updates only. When a rank has finished, its neighbours undo the corrections by f_ij since then, and
+continue without that edge. Messages of a step that only one end of an edge has taken count at neither end.
 
-With H = ``gossip_every`` a rank combines in each H-th step and takes 1 / H of the correction in every one: each local
-update is corrected, so their number leaves no bias either (local exact diffusion, Alghunaim, 2024).
+With H = ``gossip_every`` a rank combines every H steps and applies 1 / H of the correction in each step. So each local
+update is corrected, and local steps leave no bias either (local exact diffusion, Alghunaim, 2024).
 
-The correction cancels what gradients of different data do in one update, which is in proportion to the learning rate.
-So a step of rate r takes r / R of it, R the largest rate since the last drain: f_ij is in units of R. At a rate of 0,
-or while a parameter is frozen, there is nothing to cancel and nothing is added. The factor is applied where f_ij is
-used; f_ij itself is never rescaled. Hence f_ij = -f_ji holds to the bit also where ranks change their rates at
-different steps, and disagreement that an earlier, larger rate has left is not magnified when the rate rises again. (A
-rate above R finds the correction too small for some steps, as the first steps of all do.)
+The correction cancels the effect of different data in one update, which is proportional to the learning rate. So a step
+of rate r applies r / R of it, with R the largest rate since the last drain: f_ij is in units of R. At a rate of 0, or
+while a parameter is frozen, nothing is added. The factor is applied when f_ij is used; f_ij itself is never rescaled.
+Hence f_ij = -f_ji holds to the bit even if ranks change their rates at different steps, and disagreement from an
+earlier, larger rate is not magnified when the rate rises again. (After the rate exceeds R, the correction is too small
+for some steps, as in the first steps.)
 
-A constraint is applied to x_i^k, after "combine", and f_ij is made of the phi_j as they were before: that is proximal
-exact diffusion (Alghunaim, Yuan and Sayed, NeurIPS 2019), which converges to the constrained minimum.
+A constraint is applied to x_i^k, after "combine", and f_ij uses the phi_j from before it. This is proximal exact
+diffusion (Alghunaim, Yuan and Sayed, NeurIPS 2019), which converges to the constrained minimum.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ LARGEST, MOVING = "largest learning rates", "learning rates of updates"
 def corrected(
     psi: Vector, differences: Iterable[tuple[Vector, float]], factors: Sequence[tuple[slice, float]], add: Add
 ) -> Vector:
-    """Return psi with a correction; it may reuse the memory of psi.
+    """Return psi with the correction added; may reuse the memory of psi.
 
     Args:
         psi: shape (n,).
-        differences: (f_ij, wbar_ij).
-        factors: the factor of each part of the correction, parts in order; one part is the whole vector.
+        differences: (f_ij, wbar_ij) of each neighbour.
+        factors: each part of the vector, in order, with its factor; a single part is the entire vector.
         add: as in ``push_sum``.
     """
     for difference, weight in differences:
@@ -66,10 +66,10 @@ def corrected(
 
 
 class StepFactors:
-    """The factors r / R by which steps take the correction, for each part of the weights with a rate of its own.
+    """The factors r / R of the correction in each step, per part of the weights with its own learning rate.
 
     Args:
-        memory: how many of the last steps ``sum_of`` may ask for.
+        memory: number of last steps that ``sum_of`` can return.
 
     Attributes:
         largest: R of each part.
@@ -86,7 +86,7 @@ class StepFactors:
         """Begin a step.
 
         Args:
-            rates: (elements, learning rate) of the parts; empty for a rate that is not known and does not change.
+            rates: (elements, learning rate) of the parts; empty if the rate is unknown and does not change.
             inertia: how an update depends on rates of earlier steps; see ``WeightReplica.inertia``.
         """
         if not rates:
@@ -112,7 +112,7 @@ class StepFactors:
 
     @property
     def has_moved(self) -> bool:
-        """Whether a learning rate has been above 0 since the start; also if no rate is known."""
+        """Whether a learning rate has been above 0 since the last drain, or no rate is known."""
         return not self.largest or any(self.largest)
 
     def restart(self) -> None:
@@ -122,7 +122,7 @@ class StepFactors:
 
 
 class ExactDiffusionWorker(NeighbourAverageWorker):
-    """One optimizer of one rank under exact diffusion; its push-sum weight stays 1."""
+    """Exact diffusion on one rank; its push-sum weight stays 1."""
 
     def __init__(
         self, engine: RankRuntime, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]
@@ -146,8 +146,8 @@ class ExactDiffusionWorker(NeighbourAverageWorker):
         return x
 
     def _corrected(self, x: Vector, places: Iterable[int], steps: int, sign: float) -> Vector:
-        """Return x with these neighbours' part of the correction of the last steps added or, with -1, taken back; it
-        may reuse the memory of x."""
+        """Return x with the correction of the last ``steps`` steps by these neighbours, times ``sign``; may reuse the
+        memory of x."""
         parts = [(self._differences[place], self._edges[place]) for place in places]
         if not parts or not steps:
             return x
@@ -159,7 +159,7 @@ class ExactDiffusionWorker(NeighbourAverageWorker):
         return x
 
     def _combined(self, phi: Vector) -> Program[Vector]:
-        """Exchange phi with the neighbours that take this step, and return their average."""
+        """Exchange phi with the neighbours that take this step, and return the average."""
         own, others = yield from self._exchanged(phi)
         x = self._post.times(phi, 1.0)
         for place, weight in self._edges.items():
@@ -169,13 +169,13 @@ class ExactDiffusionWorker(NeighbourAverageWorker):
             difference = others[place] - own
             x = self._post.add(x, difference, weight)
             if not self._factors.has_moved:
-                continue  # (no gradient has driven the ranks apart yet: there is nothing to cancel)
+                continue  # (no gradient has had an effect yet: there is nothing to cancel)
             known = self._differences.get(place)
             self._differences[place] = difference if known is None else self._post.add(known, difference, 1.0)
         return x
 
     def _without_edge(self, x: Vector, place: int, last: int) -> Vector:
-        """Forget an edge; return x without its corrections since the neighbour's last step."""
+        """Remove an edge; return x without its corrections since the neighbour's last step."""
         if place not in self._differences:
             return x
         x = self._corrected(x, [place], max(0, self._step - last), -1.0)

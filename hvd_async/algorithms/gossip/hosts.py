@@ -1,7 +1,7 @@
 """Hosts whose ranks take steps together: each rank owns a part of the host's weights.
 
-Ranks of a host that take steps together: each owns a part of the weights, adds up what all send of it, and sends the
-result back. Engines do so whatever their training thread does, also for a rank that has finished or is gone.
+The owner of a part adds up the contributions of the host's ranks to it, and sends them the result. Engines do so
+independently of their training threads, also for a rank that has finished or whose optimizer was deleted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REDUCE_SCATTER, GOSSIP, ALL_GATHER = range(STAGES)
 
 
 class HostWorker(GossipWorker):
-    """One optimizer of one rank that takes its steps together with the other ranks of its host."""
+    """A gossiping rank that takes its steps together with the other ranks of its host."""
 
     def __init__(
         self, engine: RankRuntime, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]
@@ -45,7 +45,7 @@ class HostWorker(GossipWorker):
         """Results received, by step and owner."""
 
     def _reduced(self, step: int, parts: list[State]) -> Program[list[State]]:
-        """Contribute to a step of the host; return its result, by part (training thread)."""
+        """Contribute parts to a step of the host; return its result, by part (training thread)."""
         number = self._registered_number()
         messages = [
             OutgoingMessage(to, self._post.as_bytes(parts[part].x), parts[part].w)
@@ -84,10 +84,10 @@ class HostWorker(GossipWorker):
 
     @abc.abstractmethod
     def _contribute(self, step: int, sender: int, part: State) -> None:
-        """Add what a rank of the host has sent of this rank's part."""
+        """Record a contribution of a rank of the host to this rank's part."""
 
     def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
-        """Receive a message of a rank of the host."""
+        """Receive a message from a rank of the host."""
         step, stage = divmod(key, STAGES)
         self._taken += 1
         part = State(self._post.from_bytes(data), weight)
@@ -97,11 +97,11 @@ class HostWorker(GossipWorker):
             self._add_result(step, sender - self._locals[0], part)
 
     def _active(self, place: int, step: int) -> bool:
-        """Return whether a rank takes a step, as far as is known."""
+        """Return whether a rank takes a step; True unless it is known to have finished before."""
         return step <= self._receive_buffer.finished.get(place, step)
 
-    def _goes_on(self, host: int, step: int) -> bool:
-        """Return whether some rank of a host takes a step, as far as is known."""
+    def _has_active(self, host: int, step: int) -> bool:
+        """Return whether any rank of a host takes a step; True unless all are known to have finished before."""
         return any(self._active(place, step) for place in self._ranks_of(host))
 
     def _ranks_of(self, host: int) -> range:
@@ -110,7 +110,7 @@ class HostWorker(GossipWorker):
         return range(host * size, (host + 1) * size)
 
     def _share(self, step: int, places: Iterable[int], part: State) -> None:
-        """Send these ranks of the host the result of this rank's part; takes ownership of it."""
+        """Send the result of this rank's part to these ranks of the host; takes ownership of it."""
         data = self._post.as_bytes(part.x)
         messages = [OutgoingMessage(place, data) for place in sorted(places) if place != self._place]
         self._exchanges.offer(self._registered_number(), self._key(step, ALL_GATHER), messages, part.w)
@@ -124,29 +124,29 @@ class HostWorker(GossipWorker):
 
 
 # -- hierarchical gossip -----------------------------------------------------------------------------------------------
-# Hierarchical gossip: the ranks of a host are averaged first, hosts gossip, and a host's ranks share the same weights.
+# The ranks of a host are averaged first, then hosts gossip, and all ranks of a host get the same weights.
 #
 # A step is a reduce-scatter within the host, gossip of each shard between hosts, and an all-gather within the host.
-# Each rank owns a shard of the weights. Every rank sends the owners their shards; an owner adds them up and gossips the
-# host's sum of its shard with the owners of that shard on other hosts; it sends the result, divided by their number,
-# back to the ranks. So one host sends the weights once to each of its neighbours, over the connections of all its
-# ranks. Engines do the second and third stage, whatever their training thread does. With x_r rank r's biased weights
-# after its update, n the ranks of a host h, and p the hosts' mixing matrix, for each shard:
+# Each rank owns a shard of the weights. Every rank sends each owner its shard. An owner adds the shards up, gossips the
+# sum with the owners of the same shard on other hosts, divides the result by the number of ranks, and sends it back to
+# them. So a host sends the weights once to each neighbour, over the connections of all its ranks. Engines run the
+# second and third stage independently of their training threads. With x_r rank r's biased weights after its update, n
+# the number of ranks of a host h, and p the hosts' mixing matrix, for each shard:
 #
 #     X_h <- sum_r x_r,  W_h <- sum_r w_r                  reduce-scatter
 #     X_h <- X_h - sum_g p_gh M_gh + sum_g p_hg M_hg       gossip, M_gh what host g decodes of X_h (D-PSGD: n times the
 #     W_h <- W_h - sum_g p_gh W_h + sum_g p_hg W_g         x_r from before the update); w likewise
 #     x_r <- X_h / n,  w_r <- W_h / n                      all-gather
-#     x_r <- mean of x, w_r <- mean of w over all ranks    each ``average_every`` steps (Gossip-PGA)
+#     x_r <- mean of x, w_r <- mean of w over all ranks    every ``average_every`` steps (Gossip-PGA)
 #
-# Inside a host shards travel as they are. Between hosts they are compressed, and what compression leaves out stays with
-# the sender. With 8 bits M is CHOCO-SGD's estimate (``error_feedback``), one for each shard and edge at either end.
-# Both have seen the same messages in one order, so estimates outlive drains and cuts, also where a rank's optimizer is
-# deleted and its engine, which knows no drained weights, goes on with its shard.
+# Within a host shards are not compressed. Between hosts they are, and the sender keeps the compression error. With 8
+# bits M is CHOCO-SGD's estimate (``error_feedback``), one for each shard and edge at either end. Both ends have seen
+# the same messages in the same order, so estimates outlive drains and cuts, even if a rank's optimizer is deleted and
+# its engine, which does not have the drained weights, continues with its shard.
 #
-# A shard has a push-sum weight of its own: its owner may have received a message that the owner of another shard has
-# not, or have left out an edge to a host that has finished. All messages carry x and w alike (``push_sum``), so their
-# sums over ranks never change here either.
+# Each shard has its own push-sum weight: its owner may have received a message that the owner of another shard has not,
+# or may have omitted an edge to a host that has finished. All messages carry shares of both x and w (``push_sum``), so
+# their sums over ranks never change.
 
 
 @dataclass
@@ -154,15 +154,15 @@ class _Step:
     """A step of the host, at the owner of a shard."""
 
     contributed: dict[int, State] = field(default_factory=dict)
-    """The shard of each rank of the host that has sent it, by place."""
+    """Contributions to the shard so far, by the contributor's place."""
     before: Vector = None
     """The owner's shard before its update (D-PSGD)."""
     total: State | None = None
-    """The host's sum, once all ranks have contributed and other hosts were sent their share."""
+    """The host's sum without the share sent to other hosts, once all ranks have contributed."""
 
 
 class HierarchicalWorker(HostWorker):
-    """One optimizer of one rank whose host gossips."""
+    """Hierarchical gossip on one rank: push-sum between hosts."""
 
     def __init__(
         self, engine: RankRuntime, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]
@@ -175,21 +175,21 @@ class HierarchicalWorker(HostWorker):
         self._weights = [1.0] * size
         """Push-sum weights of the shards; ``weight`` is their mean."""
         self._excess: Vector | None = None
-        """The difference of x to z x ``weight``; None if all shards have that weight."""
+        """The difference between x and z x ``weight``; None if all shards have that weight."""
         self._split_up = False
-        """Whether at the last cut messages of other hosts were waiting, or shards had different weights."""
+        """Whether at the last cut messages of other hosts were pending, or shards had different weights."""
         self._neighbour_stopped = False
-        """Whether an empty message was received since the last drain or cut: its sender keeps what it has."""
-        # Engine thread's:
+        """Whether an empty message was received since the last drain or cut: its sender keeps its weights."""
+        # Engine thread:
         self._steps: dict[int, _Step] = {}
         self._mixed = 0
         """The last step whose result was sent back."""
         self._had: set[tuple[int, int]] = set()
-        """Messages added before the step that waits for them: (host, its step)."""
+        """Messages that were added before the step that needs them: (host, its step)."""
         self._leftover: list[tuple[Message, float]] = []
-        """Messages, with their edges' weights, that no step before the last end has added: the first one does."""
+        """Messages, with their edges' weights, that no step before the last end has added; the next step adds them."""
         self._ended: Drained[Any] | None = None
-        """A drain or cut that this rank, whose optimizer is deleted, has to complete separately."""
+        """A drain or cut that this rank has to complete without its optimizer, which was deleted."""
 
     def begin(self, weights: Vector) -> None:
         if self._post.differences and not self._known.begun:  # weights of an earlier run's cut are each rank's own
@@ -222,7 +222,7 @@ class HierarchicalWorker(HostWorker):
         return x if self._excess is None else self._post.add(x, self._excess, 1.0)
 
     def _gathered(self, shards: list[State]) -> Vector:
-        """Make these shards this rank's x and push-sum weights; return z."""
+        """Set this rank's x and push-sum weights from these shards; return z."""
         weights = self._weights = [shard.w for shard in shards]
         mean = self._weight = weights[0] if len(set(weights)) == 1 else sum(weights) / len(weights)
         z = [push_sum.model(shard) for shard in shards]
@@ -233,8 +233,8 @@ class HierarchicalWorker(HostWorker):
     # -- ends -------------------------------------------------------------------------------------------------
 
     def gather_program(self, weights: Vector, flush: bool) -> Program[Vector]:
-        """Average all ranks with ``flush``; after a cut, messages of other hosts that no step took wait for one."""
-        self._count_anew()
+        """Average all ranks with ``flush``; after a cut, the next step takes the pending messages of other hosts."""
+        self._restart_steps()
         self._together = flush
         if not flush:
             self._split_up = bool(self._leftover) or self._excess is not None
@@ -245,15 +245,15 @@ class HierarchicalWorker(HostWorker):
         self._weight, self._weights = 1.0, [1.0] * len(self._locals)
         return z
 
-    def _count_anew(self) -> None:
-        with self.engine.changed:  # messages that wait belong to no later step
+    def _restart_steps(self) -> None:
+        with self.engine.changed:  # pending messages belong to no later step
             self._leftover += self._decoded(self._receive_buffer.take(None))
             self._steps.clear()
             self._had.clear()
             self._mixed = 0
 
     def discard_results(self) -> None:
-        """Go on with this rank's shard for the ranks of its host, though its optimizer is deleted."""
+        """Continue with this rank's shard for the other ranks of its host, although its optimizer is deleted."""
         self.keep, self._ended = None, self._inbox.drained
         if self._ended is None:
             self._exchanges.resume()
@@ -261,13 +261,13 @@ class HierarchicalWorker(HostWorker):
             self._end_without_optimizer()
 
     def _end_without_optimizer(self) -> None:
-        """Restart the count of steps once all exchanges of a drain or cut are done, as ``complete_drain`` does for an
-        optimizer: its host counts on it."""
+        """Restart the count of steps once all exchanges of a drain or cut are done, as ``complete_drain`` does for a
+        rank with an optimizer: its host needs it."""
         ended = self._ended
         if ended is None or self._exchanges.completed < ended.rounds:
             return
         self._ended = None
-        self._count_anew()
+        self._restart_steps()
         self._base = 0 if ended.flushed else self._base + self._longest
         if ended.flushed:
             self._leftover.clear()
@@ -287,7 +287,7 @@ class HierarchicalWorker(HostWorker):
         return mean
 
     def _with_leftover(self, x: Vector, keep: bool) -> Vector:
-        """Return x with messages of other hosts that no step took added to this rank's shard."""
+        """Return x after adding the messages of other hosts that no step took to this rank's shard."""
         leftover, x = self._leftover, self._with_excess(x)
         if not keep:
             self._leftover = []
@@ -299,11 +299,11 @@ class HierarchicalWorker(HostWorker):
         return self._post.join(parts)
 
     def saved_state(self) -> SavedState | None:
-        """Return the state that a checkpoint needs beside the weights after a cut; None after a drain.
+        """Return the state, other than the weights, that a checkpoint needs after a cut; None after a drain.
 
         Raises:
-            ReplicaStateError: after a cut, when messages of other hosts wait, or only the owners of some shards have
-                added theirs.
+            ReplicaStateError: after a cut, if messages of other hosts are pending, or only some owners have added
+                theirs.
         """
         if self._split_up and not self._together:
             raise ReplicaStateError(
@@ -345,7 +345,7 @@ class HierarchicalWorker(HostWorker):
         self._progress()
 
     def _decoded(self, messages: list[ReceivedMessage]) -> Iterator[tuple[Message, float]]:
-        """Yield each message of another host that carries something, decoded, with its edge's weight."""
+        """Yield each non-empty message of another host, decoded, with its edge's weight."""
         for host, step, weight, data in messages:
             self._taken += 1
             if weight:
@@ -360,7 +360,7 @@ class HierarchicalWorker(HostWorker):
         self._progress()
 
     def _progress(self) -> None:
-        """Go on with the next steps of the host, as far as messages are here."""
+        """Process the next steps of the host, as far as their messages have arrived."""
         late = self.config.max_staleness > 0
         while (step := self._steps.get(self._mixed + 1)) is not None:
             number = self._mixed + 1
@@ -378,8 +378,8 @@ class HierarchicalWorker(HostWorker):
             self._mixed = number
 
     def _gossip(self, number: int, step: _Step) -> State:
-        """Add up the shards of the host's ranks, and send other hosts their share; return the rest. OSGP: messages of
-        earlier steps are added before."""
+        """Add up the shards of the host's ranks, and send a share to other hosts; return the rest. OSGP: messages of
+        earlier steps are added first."""
         first, *others = (step.contributed[place] for place in sorted(step.contributed))
         total = push_sum.receive(
             State(first.x + 0, first.w), ((Message(*shard), 1.0) for shard in others), self._post.add
@@ -387,16 +387,15 @@ class HierarchicalWorker(HostWorker):
         if self.config.max_staleness:
             total = self._with_others(total, number, number - 1)
         size = len(self._locals)
-        receivers = [
-            (host, p) for host, p in self.plan.out_edges(self._host, self._base + number) if self._goes_on(host, number)
-        ]
+        out = self.plan.out_edges(self._host, self._base + number)
+        receivers = [(host, p) for host, p in out if self._has_active(host, number)]
         ranks = 1 + len(others)
-        if step.before is None or any(shard.w != first.w for shard in others):  # the owner has finished; or after a cut
+        if step.before is None or any(shard.w != first.w for shard in others):  # the owner has finished, or after a cut
             x = total.x + 0 if self._post.lossless else total.x
         else:
             x = step.before * float(ranks)
         senders = self.plan.senders(self._host)
-        gets_less = self._neighbour_stopped or not all(self._goes_on(host, number) for host in senders)
+        gets_less = self._neighbour_stopped or not all(self._has_active(host, number) for host in senders)
         weight, sent = total.w, list[Sent]()
         if push_sum.may_send(weight, gets_less, ranks):
             messages, sent = self._shares(x, weight, receivers)
@@ -411,27 +410,30 @@ class HierarchicalWorker(HostWorker):
     def _shares(
         self, x: Vector, weight: float, receivers: list[tuple[int, float]]
     ) -> tuple[list[OutgoingMessage], list[Sent]]:
-        """Return messages of x to hosts' ranks, and what they carry; each host's own, if it knows its own estimate."""
-        alike = [[each] for each in receivers] if self._post.differences else [receivers] if receivers else []
+        """Return messages of x to other hosts' owners, and the shares that they carry.
+
+        Messages are encoded once, or with differences once per receiving host.
+        """
+        groups = [[each] for each in receivers] if self._post.differences else [receivers] if receivers else []
         messages, sent = list[OutgoingMessage](), list[Sent]()
-        for hosts in alike:
+        for hosts in groups:
             data, decoded = self._known.encode(f"to {hosts[0][0]}", x)
             messages += [OutgoingMessage(host * len(self._locals) + self._own, data) for host, _ in hosts]
             sent.append(Sent(Message(decoded, weight), sum(p for _, p in hosts)))
         return messages, sent
 
     def _lacks(self, number: int) -> bool:
-        """Return whether a message is missing that a step has to wait for."""
+        """Return whether a step still has to wait for a message of another host."""
         last = number - self.config.max_staleness  # earlier ones were waited for in earlier steps
         return any(
-            self._goes_on(host, last)
+            self._has_active(host, last)
             and (host, last) not in self._receive_buffer.received
             and (host, last) not in self._had
             for host, _ in (self._into(self._host, last) if last > 0 else ())
         )
 
     def _with_others(self, total: State, number: int, until: int) -> State:
-        """Return a shard with messages of other hosts added, of their steps up to ``until``."""
+        """Return a shard after adding messages of other hosts, of their steps up to ``until``."""
         leftover, self._leftover = self._leftover, []
         received = self._receive_buffer.take(until)
         self._staleness.update([number] * len(leftover) + [max(0, number - message.step) for message in received])
@@ -442,36 +444,36 @@ class HierarchicalWorker(HostWorker):
 
 
 # -- AD-PSGD of hosts --------------------------------------------------------------------------------------------------
-# AD-PSGD of hosts: the ranks of a host step together, while engines average its weights with a neighbouring host's.
+# The ranks of a host step together, while engines average its weights with a neighbouring host.
 #
-# A host has one shadow of its weights y, of which each of its ranks owns a part (``host_steps``). A step adds to it the
-# mean of what its ranks' optimizers have changed, and gives all of them the sum, so that they hold the same weights.
-# When the first rank of a host that goes on is owed an averaging, it requests one for the host; then each rank's engine
-# averages its part with that of the rank at its place on the other host. With n ranks of a host that have the
-# optimizer, m of the other, y_h and y_g the snapshots that were exchanged, and u_r what rank r's optimizer has changed:
+# A host has one shadow copy y of its weights; each rank owns a part of it. A step adds the mean of the changes that the
+# ranks' optimizers have made, and sends the sum to all ranks, so that they hold the same weights. The first active rank
+# of a host requests averagings for the host. Each rank's engine then averages its part with the rank at its place on
+# the other host. With n ranks of a host that have the optimizer, m of the other, y_h and y_g the exchanged snapshots,
+# and u_r the change by rank r's optimizer:
 #
 #     y_h <- y_h + sum_r u_r / n               of the ranks r that take the step; all weights become y_h
 #     y_h <- y_h + m / (n + m) (y_g - y_h)
 #
-# So sum_h n_h y_h, the sum of all ranks' weights, moves by local changes alone. (A rank that is gone takes its share
-# with it; before, n = m.) A rank that has finished changes nothing further, but goes on to own its part, and its host's
-# weights go on to stand for it.
+# So sum_h n_h y_h, the sum of all ranks' weights, changes by local updates only. (The share of a rank whose optimizer
+# is deleted is lost; before that, n = m.) A rank that has finished makes no more changes, but its engine still owns its
+# part, and its weights are still those of its host.
 #
 # A part may have been averaged since its host's last step, and a rank may have finished before that. So at an end the
-# coordinator has owners send their parts to the ranks of their host, in the last exchange (``StartExchange.gathers``):
-# a drain averages, and a checkpoint after a cut holds, the host's weights as they are then. Where a rank's optimizer is
-# deleted, its engine goes on with its part: at a drain it listens to the average of all ranks.
+# coordinator makes owners send their parts to the ranks of their host, in the last exchange
+# (``StartExchange.gathers``). A drain averages these weights, and a checkpoint after a cut holds them. If a rank's
+# optimizer is deleted, its engine continues with its part, and takes the average of all ranks at a drain.
 
 
 END = 0
-"""The step under which parts are gathered at an end."""
+"""The step number of the parts that are gathered at an end."""
 
 
 class HostPairWorker(HostWorker):
-    """One optimizer of one rank whose host is averaged with others in pairs.
+    """AD-PSGD of hosts on one rank: its host is averaged with neighbouring hosts in pairs.
 
     Attributes:
-        log: events in the order in which they changed this rank's part: ("step", number of the host's), ("sent",
+        log: events in the order in which they changed this rank's part: ("step", number of the host's step), ("sent",
             exchange, partner's place), ("landed", exchange, partner's place).
     """
 
@@ -480,8 +482,8 @@ class HostPairWorker(HostWorker):
     ) -> None:
         super().__init__(engine, plan, post, finish)
         self._given: Vector = None
-        """The weights that the model received last; it may have changed them since."""
-        # Engine thread's, once it is registered:
+        """The weights last loaded into the model, which may have changed them since."""
+        # Engine thread, once this rank is registered:
         self._shadow: Vector = None
         """This rank's part of the host's weights."""
         self._contributed: dict[int, dict[int, Vector]] = {}
@@ -493,15 +495,15 @@ class HostPairWorker(HostWorker):
         self._shares: dict[int, float] = {}
         """The other host's share of an average, by exchange."""
         self._gone: set[int] = set()
-        """Ranks that have the optimizer no more, by place."""
+        """Places of ranks whose optimizer was deleted."""
         self._ended: Drained[Any] | None = None
-        """An end that is not complete here yet."""
+        """A drain or cut that is not complete here yet."""
         self._average: Vector | None = None
-        """This part of all ranks' average at that end, if it is a drain."""
+        """This part of the average of all ranks at that end, if it is a drain."""
         self._drained_total = 0
         """Steps of all ranks until the last drain."""
         self._apart = False
-        """Whether hosts began with weights of their own, and there was no drain since."""
+        """Whether hosts started with different weights, without a drain since."""
         self._pairing = Pairing(
             plan.config.max_local_steps,
             plan.topology.neighbours(self._host),
@@ -511,7 +513,7 @@ class HostPairWorker(HostWorker):
         self._calls.on_result = self._on_result
 
     def begin(self, weights: Vector) -> None:
-        if self._number is None:  # weights replaced later are a change like any other: the next step has it
+        if self._number is None:  # weights replaced later are a change, which the next step contributes
             self._given = weights
             self._shadow = self._post.split(weights)[self._own] + 0
 
@@ -529,7 +531,7 @@ class HostPairWorker(HostWorker):
         return self._given
 
     def _speaks(self) -> bool:
-        """Return whether this rank requests averagings for its host: the first that has not finished."""
+        """Return whether this rank requests averagings for its host: it is the first that has not finished."""
         finished = self._receive_buffer.finished
         return not self._announced and all(place in finished for place in self._locals[: self._own])
 
@@ -537,7 +539,7 @@ class HostPairWorker(HostWorker):
 
     def gather_program(self, weights: Vector, flush: bool) -> Program[Vector]:
         self._together = flush
-        if END in self._parts:  # else no rank has taken a step
+        if END in self._parts:  # otherwise no rank has taken a step
             held = self._post.join([part.x for part in self._take_parts(END)])
             change = self._post.add(weights, self._given, -1.0)
             self._given, weights = held, self._post.add(change, held, 1.0)
@@ -550,7 +552,7 @@ class HostPairWorker(HostWorker):
         return weights
 
     def discard_results(self) -> None:
-        """Go on with this rank's part for the ranks of its host, though its optimizer is deleted."""
+        """Continue with this rank's part for the other ranks of its host, although its optimizer is deleted."""
         self.keep = None
         if self._ended is None:
             self._exchanges.resume()
@@ -560,7 +562,7 @@ class HostPairWorker(HostWorker):
     # -- checkpoints ------------------------------------------------------------------------------------------
 
     def _estimates(self) -> dict[str, Vector]:
-        """Return a mark: the ranks of a host have the same weights."""
+        """Return a marker: the ranks of a host have the same weights."""
         return {self._mark: self._post.scalar(1.0)}
 
     @property
@@ -568,16 +570,16 @@ class HostPairWorker(HostWorker):
         return f"pairs of hosts with {len(self._locals)} ranks"
 
     def restore(self, kept: SavedState) -> None:
-        """Begin with the state that an earlier run's cut saved.
+        """Start from the state that an earlier run saved after a cut.
 
         Raises:
-            ValueError: it has a push-sum weight other than 1, or the ranks of a host had weights of their own.
+            ValueError: it has a push-sum weight other than 1, or the ranks of a host had different weights.
         """
         check_weight(kept, self.config.algorithm)
         if self._mark not in kept.copies:
             raise ValueError(
-                f"this state was saved after cut() by ranks with weights of their own, and ranks of a host begin with "
-                f"the same: go on with the algorithm that it was saved with, and with hierarchical="
+                f"this state was saved after cut() by ranks with weights of their own, and the ranks of a host must "
+                f"start with equal weights: continue with the algorithm that it was saved with, and with hierarchical="
                 f"{len(self._locals)} only if it was saved so; or save after drain()"
             )
         super().restore(kept)
@@ -590,7 +592,7 @@ class HostPairWorker(HostWorker):
         match command:
             case StartExchange(_, _, _, pairs):
                 for hosts in map(self._hosts, pairs):
-                    if self._host in hosts:  # (all engines learn of exchanges and of ranks in one order)
+                    if self._host in hosts:  # (all engines receive these commands in the same order)
                         self._pairing.granted()
                         own, other = self._present(self._host), self._present(sum(hosts) - self._host)
                         self._shares[command.round] = other / (own + other)
@@ -606,11 +608,11 @@ class HostPairWorker(HostWorker):
                         self._pairing.finished(host)
                         self.engine.changed.notify_all()
                 self._progress()
-                self._pairing.want()
+                self._pairing.request_if_due()
             case Drained():
                 self._gone.update(map(self._ranks.index, command.gone))
                 all_hosts = range(len(self._ranks) // len(self._locals))
-                self._pairing.begin_anew(host for host in all_hosts if not self._present(host))
+                self._pairing.reset(host for host in all_hosts if not self._present(host))
                 self._ended = command
                 self._exchanges.pause(command.rounds)
                 super().on_command(command)
@@ -622,8 +624,10 @@ class HostPairWorker(HostWorker):
         self._complete_end()
 
     def _complete_end(self) -> None:
-        """Count anew once all exchanges of an end are done, and after a drain the average of all ranks is here; a rank
-        that has its optimizer goes on with exchanges once it has, too."""
+        """Reset the counts once all exchanges of an end are done and, for a drain, the average of all ranks is here.
+
+        Exchanges resume here if the optimizer is deleted; otherwise once it has completed the end.
+        """
         ended = self._ended
         if ended is None or self._exchanges.completed < ended.rounds:
             return
@@ -641,7 +645,7 @@ class HostPairWorker(HostWorker):
             self._exchanges.resume()
 
     def _on_result(self, command: RunCollective, result: Vector) -> None:
-        """Take the average of all ranks at a drain for this part."""
+        """Take this part of the average of all ranks at a drain."""
         if self._ended is not None and self._ended.flushed and command.what == MEAN:
             self._average = self._post.split(result * (1.0 / len(command.ranks)))[self._own] + 0
             self._complete_end()
@@ -651,7 +655,7 @@ class HostPairWorker(HostWorker):
         self._progress()
 
     def _progress(self) -> None:
-        """Take the next steps of the host, as far as its ranks' changes are here."""
+        """Process the next steps of the host, as far as its ranks' changes have arrived."""
         while changes := self._contributed.get(step := self._host_step + 1):
             if any(self._active(place, step) and place not in changes for place in self._locals):
                 return
@@ -665,7 +669,7 @@ class HostPairWorker(HostWorker):
             self._host_step = step
 
     def _present(self, host: int) -> int:
-        """Return how many ranks of a host have the optimizer."""
+        """Return the number of a host's ranks that have the optimizer."""
         return sum(place not in self._gone for place in self._ranks_of(host))
 
     def _hosts(self, pair: tuple[int, int]) -> list[int]:

@@ -1,37 +1,37 @@
-"""State machine of gossip: which messages travel together, which ranks are averaged as pairs.
+"""State machine of gossip: groups messages into exchanges, and pairs ranks.
 
-The laws it keeps:
+Its invariants ("laws"):
 
-1. *One exchange at a time*, each one collective of all ranks. When the last has completed and every active rank has a
-   message for the next, or waits itself for a message that was in none so far, the next starts. Else it starts once it
-   could have started for as long as an exchange takes: waiting longer would cost more than a second exchange, waiting
-   less would make many small ones of one. In AD-PSGD no step waits for an exchange, so the next starts when its first
-   rank has waited so long. When all active ranks have announced messages of one step, and all of earlier steps have
-   gone, their exchange starts at once, beside the last one: engines submit it when their messages are queued, so no
-   rank waits for the coordinator then.
-2. *In order.* A rank's messages go in the order in which it queued them, one step's in an exchange. When several ranks
-   have messages, only those of the earliest step go: in one step of a graph no rank receives more than others, and
-   ranks fall into step so. Hierarchical gossip is excepted, since its messages of one step are of three stages. When
-   messages are more than ``AHEAD`` sending steps ahead of the slowest active rank, they wait: they would pile up where
-   that rank sleeps. (Messages of hosts that are averaged in pairs stay in their host.) When a rank has no message in a
-   step it announces so: it takes no part in the exchange, and is not waited for.
-3. *Pairs* (AD-PSGD). When a rank requests a pair, it gets a neighbour that requests one too, the longest-waiting ranks
-   first; when there is none, an active neighbour that does not. A rank is in one pair of an exchange at most. So nobody
-   waits for a neighbour that computes. Of hosts one rank requests pairs for all, and an exchange has either messages,
-   for which only the sending hosts' ranks are waited, or pairs, whichever has waited longer.
-4. *Averages.* When every active rank has entered its average of that number, the average over all that have entered
-   starts. A rank under an outer optimizer goes on before that: it may enter the next ones, and finish.
-5. *Ends.* When a rank finishes, all are told: nobody may wait for messages that it will not send. When all have
-   finished, queued messages are sent, and averages that some have entered start, before the ranks are told; and hosts
-   that are averaged in pairs gather last, if any rank has taken a step.
+1. *One exchange at a time*; each is one collective of all ranks. The next exchange starts when the last has completed
+   and every active rank has a message for it, or waits itself for a message that was in none so far. Otherwise it
+   starts after a delay of the mean duration of an exchange: waiting longer would cost more than a second exchange,
+   waiting less would split one exchange into many small ones. In AD-PSGD no step waits for an exchange, so this delay
+   counts from the first rank's request. When all active ranks have announced messages of one step, and all messages of
+   earlier steps were sent, their exchange starts at once, concurrently with the last one. Engines submit it when their
+   messages are queued, so no rank waits for the coordinator.
+2. *In order.* A rank's messages are sent in the order in which they were queued, those of one step per exchange. If
+   several ranks have messages, only those of the earliest step are sent: in one step of a graph no rank receives more
+   than others, and ranks fall into step. Hierarchical gossip is exempt, since its messages of one step have three
+   stages. Messages more than ``AHEAD`` sending steps ahead of the slowest active rank wait, since they would pile up on
+   that rank. (Messages of hosts that are averaged in pairs stay within their host.) A rank without a message in a step
+   announces so; it is then not in the exchange, and not waited for.
+3. *Pairs* (AD-PSGD). A rank that requests a pair gets a neighbour that also requests one, the longest-waiting ranks
+   first; if there is none, an active neighbour that does not. A rank is in at most one pair per exchange. So no rank
+   waits for a neighbour that computes. On hosts one rank requests pairs for all. An exchange then has either messages,
+   for which only the ranks of the sending hosts are waited for, or pairs, whichever has waited longer.
+4. *Averages.* The average number n starts, over all ranks that have entered it, when every active rank has. A rank
+   under an outer optimizer continues before that: it may enter the next averages, and finish.
+5. *Ends.* When a rank finishes, all ranks are notified: no rank may wait for messages that it will not send. When all
+   have finished, queued messages are sent, and averages that some have entered start, before the ranks are notified.
+   Hosts that are averaged in pairs gather last, if any rank has taken a step.
 6. *Illegal moves change nothing.* They raise ProtocolError.
 
-The graph, and who waits for whom in it, is the ranks' own business: they need no permission for a step.
+Ranks follow the graph on their own, and wait for their neighbours' messages: they need no permission for a step.
 
 In this file: ``MessageQueues`` (law 2), ``Readiness`` (law 1), ``PairRequests`` (law 3), then ``GossipStateMachine``.
 
-What an event costs does not grow with the number of ranks: changes are noted as they happen. Work on all ranks is done
-where as many events have led to it: when an exchange of their messages starts, or an average of theirs.
+The cost of an event does not depend on the number of ranks. Work over all ranks is done only when an exchange of their
+messages, or an average, starts: as many events have led to it.
 """
 
 from __future__ import annotations
@@ -65,9 +65,8 @@ from hvd_async.runtime.machine import StateMachine
 from hvd_async.runtime.protocol import Command, OptimizerEvent, Registered
 
 # -- queued messages ---------------------------------------------------------------------------------------------------
-# Messages that ranks have queued and no exchange has taken: each rank's in order, and the first ones by their step.
-#
-# Which messages go together next is known without a look at every rank.
+# Messages that ranks have queued and no exchange has taken: each rank's in order, and the first messages by their step,
+# so that the next exchange is found without a loop over all ranks.
 
 
 @dataclass
@@ -75,9 +74,9 @@ class _Group:
     """Ranks whose first messages are of one step.
 
     Attributes:
-        step: it.
-        since: when the first of these messages was queued.
-        ranks: that have queued them.
+        step: that step.
+        since: time at which the first of these messages was queued.
+        ranks: the ranks.
     """
 
     step: int
@@ -87,20 +86,21 @@ class _Group:
 
 @dataclass(init=False)
 class MessageQueues:
-    """All ranks' queues.
+    """Queues of unsent messages, one per rank.
 
     Args:
-        ranks: in order.
-        stages: messages of a step are of so many, and have keys of their own; then first messages go together whatever
-            step they are of (hierarchical gossip). 1: a message's key is its step, and only those of one step go.
+        ranks: all ranks, in order.
+        stages: stages per step, each with a key of its own. Above 1 (hierarchical gossip) the first messages of all
+            ranks are sent together, whatever their step. At 1 a message's key is its step, and an exchange has messages
+            of one step only.
     """
 
     _place: dict[int, int]
     _stages: int
     _queues: dict[int, dict[int, float]]
-    """When each message was queued, by rank and key, in the order in which they were."""
+    """Time at which each message was queued, by rank and key, in queueing order."""
     _groups: list[_Group]
-    """The order of first messages: that of the earliest step is first."""
+    """Ranks grouped by the step of their first message, in ascending order."""
 
     def __init__(self, ranks: Sequence[int], stages: int = 1) -> None:
         self._place, self._stages = {rank: place for place, rank in enumerate(ranks)}, stages
@@ -111,11 +111,11 @@ class MessageQueues:
         return bool(self._groups)
 
     def has(self, rank: int) -> bool:
-        """Return whether a rank has any message here."""
+        """Return whether a rank has any queued message."""
         return bool(self._queues[rank])
 
     def holds(self, rank: int, key: int) -> bool:
-        """Return whether a rank's message of this key is here."""
+        """Return whether a rank's message with this key is queued."""
         return key in self._queues[rank]
 
     def add(self, rank: int, key: int, now: float) -> None:
@@ -126,7 +126,7 @@ class MessageQueues:
             self._lead(rank, key, now)
 
     def _lead(self, rank: int, key: int, at: float) -> None:
-        """Enter a rank's message among the first ones."""
+        """Add a rank's first message to the groups."""
         step = key // self._stages
         place = bisect_left(self._groups, step, key=lambda group: group.step)
         if place == len(self._groups) or self._groups[place].step != step:
@@ -137,26 +137,26 @@ class MessageQueues:
 
     @property
     def earliest(self) -> int:
-        """The earliest step of which there are messages; there must be some."""
+        """The earliest step with queued messages; there must be some."""
         return self._groups[0].step
 
     def since(self, until: float) -> float | None:
-        """Return when the first of the messages that go next was queued; None if there are none.
+        """Return the time at which the first message of the next exchange was queued; None if there is none.
 
         Args:
-            until: the last step of which messages may go.
+            until: the last step whose messages may be sent.
         """
-        if self._stages == 1:  # (it is asked after each event)
+        if self._stages == 1:  # (called after each event)
             return self._groups[0].since if self._groups and self._groups[0].step <= until else None
         return min((group.since for group in self._next(until)), default=None)
 
     def _next(self, until: float) -> list[_Group]:
-        """Return the groups that go next."""
+        """Return the groups of the next exchange."""
         groups = self._groups if self._stages > 1 else self._groups[:1]
         return [group for group in groups if group.step <= until]
 
     def take(self, until: float) -> list[tuple[int, int]]:
-        """Take the messages that go next: (rank, key), in the order of the ranks; ``until`` as in ``since``."""
+        """Remove and return the next exchange's messages: (rank, key), in rank order; ``until`` as in ``since``."""
         groups = self._next(until)
         del self._groups[: len(groups)]
         taken = []
@@ -179,7 +179,7 @@ class MessageQueues:
 class Levels:
     """A multiset of whole numbers with its minimum.
 
-    Few differ at a time: ranks that are waited for stand at steps close to each other.
+    It holds few distinct values at a time: ranks that are waited for are at steps close to each other.
     """
 
     _values: list[int] = field(default_factory=list)
@@ -188,7 +188,7 @@ class Levels:
     _size: int = 0
 
     def add(self, value: int, times: int = 1) -> None:
-        """Add a number, ``times`` times."""
+        """Add ``value``, ``times`` times."""
         at = bisect_left(self._values, value)
         if at == len(self._values) or self._values[at] != value:
             self._values.insert(at, value)
@@ -197,7 +197,7 @@ class Levels:
         self._size += times
 
     def remove(self, value: int) -> None:
-        """Remove a number that is there, once."""
+        """Remove one occurrence of ``value``, which must be present."""
         at = bisect_left(self._values, value)
         self._size -= 1
         self._counts[at] -= 1
@@ -209,22 +209,22 @@ class Levels:
 
     @property
     def least(self) -> int:
-        """The least; of none, 0."""
+        """The minimum; 0 if empty."""
         return self._values[0] if self._values else 0
 
 
 class Reason(Enum):
-    """Why a rank is not waited for: it is in the next exchange, or has nothing for it before that has completed."""
+    """Reason not to wait for a rank: it has something for the next exchange, or is blocked until that completes."""
 
-    MESSAGE = "it has queued one"
-    PAIR = "it has requested one"
+    MESSAGE = "it has queued a message"
+    PAIR = "it has requested a pair"
     STARVING = "it waits for a message"
     AVERAGE = "it is in an average"
 
 
 @dataclass
 class _Host:
-    """Counts of a host's ranks: waited for, with queued messages, with a pair requested."""
+    """Numbers of a host's ranks that are waited for, have queued messages, have requested a pair."""
 
     open: int
     sending: int = 0
@@ -233,11 +233,12 @@ class _Host:
 
 @dataclass
 class HostCounts:
-    """Ranks that are waited for, where an exchange waits for some hosts only.
+    """Numbers of ranks that are waited for, if an exchange waits for some hosts only.
 
     Attributes:
-        of_senders: those on hosts of which a rank has queued a message.
-        of_others: those on hosts of which none has requested a pair.
+        hosts: counts per host.
+        of_senders: ranks waited for on hosts with queued messages.
+        of_others: ranks waited for on hosts without a pair request.
     """
 
     hosts: list[_Host]
@@ -245,7 +246,7 @@ class HostCounts:
     of_others: int
 
     def change(self, host: int, opened: int = 0, sending: int = 0, asking: int = 0) -> None:
-        """Add to a host's counts."""
+        """Adjust a host's counts by these numbers."""
         own = self.hosts[host]
         self.of_senders -= own.open if own.sending else 0
         self.of_others -= 0 if own.asking else own.open
@@ -256,28 +257,28 @@ class HostCounts:
 
 @dataclass(init=False)
 class Readiness:
-    """All ranks between two ends.
+    """Progress of all ranks between two ends, and the ranks that an exchange waits for.
 
     Args:
-        ranks: in order.
-        active: those that have not finished.
-        local_size: ranks of a host; 1: hosts are nothing by themselves.
+        ranks: all ranks, in order.
+        active: ranks that have not finished.
+        local_size: ranks per host; 1: hosts have no meaning of their own.
         by_host: whether an exchange waits for some hosts only (pairs of hosts).
 
     Attributes:
-        active: as given, without those that have finished since.
+        active: ranks that have not finished; ``finish`` removes a rank.
     """
 
     active: set[int]
     _place: dict[int, int]
     _local_size: int
     _reasons: dict[int, int]
-    """How many each rank has."""
-    _told: dict[int, int]
-    """The last step of which each rank has queued messages, or announced none."""
+    """Number of reasons not to wait, per rank."""
+    _reported: dict[int, int]
+    """The last step of each rank with queued messages, or with an announcement that there are none."""
     _sent: dict[int, int]
-    """The last step of which each rank's messages were sent, or there are none."""
-    _told_by_active: Levels
+    """The last step of each rank whose messages were sent, or that has none."""
+    _reported_by_active: Levels
     _sent_by_open: Levels
     _hosts: HostCounts | None
 
@@ -286,10 +287,10 @@ class Readiness:
     ) -> None:
         self.active = set(active)
         self._place, self._local_size = {rank: place for place, rank in enumerate(ranks)}, local_size
-        self._reasons, self._told, self._sent = (dict.fromkeys(ranks, 0) for _ in range(3))
-        self._told_by_active, self._sent_by_open = Levels(), Levels()
+        self._reasons, self._reported, self._sent = (dict.fromkeys(ranks, 0) for _ in range(3))
+        self._reported_by_active, self._sent_by_open = Levels(), Levels()
         if self.active:
-            self._told_by_active.add(0, len(self.active))
+            self._reported_by_active.add(0, len(self.active))
             self._sent_by_open.add(0, len(self.active))
         self._hosts = None
         if by_host:
@@ -300,14 +301,14 @@ class Readiness:
     # -- what a rank has ----------------------------------------------------------------------------------------
 
     def add(self, rank: int, reason: Reason) -> None:
-        """Note a reason not to wait for a rank; it may have one several times (averages)."""
+        """Add a reason not to wait for a rank; the same reason may be added several times (averages)."""
         self._reasons[rank] += 1
         if self._reasons[rank] == 1 and rank in self.active:
             self._close(rank)
         self._count(rank, reason, 1)
 
     def drop(self, rank: int, reason: Reason) -> None:
-        """Note that a reason is gone."""
+        """Remove a reason not to wait for a rank."""
         self._reasons[rank] -= 1
         if not self._reasons[rank] and rank in self.active:
             self._sent_by_open.add(self._sent[rank])
@@ -329,48 +330,48 @@ class Readiness:
                 self._hosts.change(host, asking=by)
 
     def finish(self, rank: int) -> None:
-        """A rank has finished: it is waited for no more."""
+        """Record that a rank has finished: it is no longer waited for."""
         self.active.discard(rank)
-        self._told_by_active.remove(self._told[rank])
+        self._reported_by_active.remove(self._reported[rank])
         if not self._reasons[rank]:
             self._close(rank)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
-    def told(self, rank: int) -> int:
-        """Return the last step of which a rank has queued messages, or announced none; 0 before it has."""
-        return self._told[rank]
+    def reported(self, rank: int) -> int:
+        """Return the last step for which a rank has queued messages or announced that it has none; initially 0."""
+        return self._reported[rank]
 
-    def tell(self, rank: int, step: int) -> None:
-        """Note that step."""
+    def report(self, rank: int, step: int) -> None:
+        """Set the last step for which a rank has queued messages or announced that it has none."""
         if rank in self.active:
-            self._told_by_active.remove(self._told[rank])
-            self._told_by_active.add(step)
-        self._told[rank] = step
+            self._reported_by_active.remove(self._reported[rank])
+            self._reported_by_active.add(step)
+        self._reported[rank] = step
 
     def send(self, rank: int, step: int) -> None:
-        """Note the last step of which a rank's messages were sent, or there are none."""
+        """Set the last step whose messages a rank has sent, or that has none."""
         if rank in self.active and not self._reasons[rank]:
             self._sent_by_open.remove(self._sent[rank])
             self._sent_by_open.add(step)
         self._sent[rank] = step
 
     def sent(self, rank: int) -> int:
-        """Return the last step of which a rank's messages were sent, or there are none."""
+        """Return the last step whose messages a rank has sent, or that has none."""
         return self._sent[rank]
 
     @property
     def slowest(self) -> int:
-        """The minimum of ``told`` over the active ranks."""
-        return self._told_by_active.least
+        """The minimum of ``reported`` over the active ranks."""
+        return self._reported_by_active.least
 
     # -- ranks that an exchange waits for -----------------------------------------------------------------------------
 
     def lacks(self, step: int | None) -> bool:
-        """Return whether an active rank is waited for.
+        """Return whether an exchange still waits for an active rank.
 
         Args:
-            step: that the exchange's messages are of; None: it has none.
+            step: the step of the exchange's messages; None: it has no messages.
         """
         if self._hosts is not None:
             return bool(self._hosts.of_others if step is None else self._hosts.of_senders)
@@ -386,15 +387,15 @@ class Readiness:
 class PairRequests:
     """Requests to be averaged with a neighbour, and the pairs made of them.
 
-    A place is that of a rank or, where hosts are averaged, of a host.
+    A place is the position of a rank or, if hosts are averaged, of a host.
 
     Args:
-        ranks: in order.
-        neighbours: places of each place's neighbours; empty where there are no pairs.
-        local_size: ranks of a place.
+        ranks: all ranks, in order.
+        neighbours: the neighbours of each place, as places; empty if the algorithm has no pairs.
+        local_size: ranks per place.
 
     Attributes:
-        waiting: ranks that have requested a pair, in order, and when.
+        waiting: time of each rank's request for a pair, in the order of the requests.
     """
 
     waiting: dict[int, float]
@@ -404,19 +405,19 @@ class PairRequests:
     _local_size: int
     _neighbours: list[frozenset[int]]
     _neighbour_of: list[list[int]]
-    """Places that each place is a neighbour of."""
+    """The places that have each place as a neighbour."""
     _met: list[int]
-    """The last exchange in which each place was averaged, x places, + its own: so no two are the same."""
+    """(The last exchange in which a place was averaged) x places + place: a total order without ties."""
     _present: list[int]
-    """How many ranks of each place have not finished."""
+    """Number of unfinished ranks per place."""
     _active: set[int]
-    """Places where some have not."""
+    """Places with unfinished ranks."""
     _left: list[int]
-    """How many neighbours of each place are active."""
+    """Number of active neighbours per place."""
     _asking: list[int]
-    """How many ranks of each place have requested a pair."""
+    """Number of ranks with a pending request, per place."""
     _served: int
-    """Ranks that have requested one, and have an active neighbour."""
+    """Number of ranks that have a pending request and an active neighbour."""
 
     def __init__(self, ranks: Sequence[int], neighbours: Sequence[Sequence[int]] = (), local_size: int = 1) -> None:
         self._place = {rank: place // local_size for place, rank in enumerate(ranks)}
@@ -439,7 +440,7 @@ class PairRequests:
         self._served = 0
 
     def add(self, rank: int, now: float) -> bool:
-        """Note a request; return whether there was none of this rank."""
+        """Record a request; return whether this rank had none pending."""
         if rank in self.waiting:
             return False
         self.waiting[rank] = now
@@ -452,7 +453,7 @@ class PairRequests:
         self._served += by if self._left[place] else 0
 
     def finish(self, rank: int) -> bool:
-        """A rank has finished; return whether it had requested a pair, which it gets no more."""
+        """Record that a rank has finished; return whether it had a pending request, which is dropped."""
         had = self.waiting.pop(rank, None) is not None
         if had:
             self._count(rank, -1)
@@ -468,19 +469,19 @@ class PairRequests:
 
     @property
     def since(self) -> float:
-        """When the rank that has waited longest has requested its pair; some rank must have."""
+        """Time of the earliest pending request; there must be one."""
         return next(iter(self.waiting.values()))
 
     @property
     def can_pair(self) -> bool:
-        """Whether anybody who has requested a pair has an active neighbour."""
+        """Whether any rank with a pending request has an active neighbour."""
         return self._served > 0
 
     def pair(self, exchange: int) -> tuple[list[tuple[int, int]], list[int]]:
         """Return the pairs of an exchange, by their places' first ranks, and the ranks whose requests they meet.
 
-        Those that have waited longest come first; of several neighbours each gets one that requests a pair too, if
-        there is any, and of these the one whose last average is longest ago.
+        Places that have waited longest are paired first. A place prefers a neighbour that also requests a pair, and
+        among several the one with the oldest last average.
         """
         asking = dict.fromkeys([self._place[rank] for rank in self.waiting])
         unpaired, taken = set(asking), set[int]()
@@ -516,45 +517,45 @@ AHEAD = 8
 
 
 class GossipStateMachine(StateMachine[GossipConfig]):
-    """Exchanges, pairs and averages of one optimizer."""
+    """State machine of one optimizer's exchanges, pairs and averages."""
 
     def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
         super().__init__(optimizer, ranks)
         self._queues = MessageQueues(self.ranks)
         self._requests = PairRequests(self.ranks)
         self._readiness = Readiness(self.ranks, self.ranks)
-        """Anew after each end. All three are of use once all ranks have registered."""
+        """Replaced after each end. All three are valid once all ranks have registered."""
         self._coming: dict[int, int] = {}
-        """The step of which each rank will have messages once it has those of earlier steps."""
+        """The step of the messages that a rank has announced and not queued yet, by rank."""
         self._coming_steps: dict[int, int] = {}
-        """How many ranks have announced messages of each step."""
+        """Number of ranks that have announced messages, by step."""
         self._granted: dict[int, int] = {}
-        """The last step of each rank whose exchange started before its messages were queued, since the last drain."""
+        """The last step of each rank whose exchange started before its messages were queued, since the last end."""
         self._starved: dict[int, int] = {}
-        """Ranks that wait for a message that no exchange so far has had, and how many exchanges they had seen then."""
+        """Ranks that wait for a message that was in no exchange so far, with the exchanges that they had seen."""
         self._averages: dict[int, dict[int, AverageEntered]] = {}
-        """Averages that have not started, by number: the ranks that entered."""
+        """Events of the ranks that have entered averages which have not started, by the average's number and rank."""
         self._inside: dict[int, int] = {}
-        """How many active ranks have entered each of these."""
+        """Number of active ranks that have entered each of these averages."""
         self._entered: dict[int, int] = {}
-        """The last average that each rank has entered, since the last drain."""
+        """The last average that each rank has entered since the last end."""
         self._bases: dict[int, int] = dict.fromkeys(self.ranks, 0)
-        """Each rank's steps at the last drain."""
+        """Steps of each rank at the last end."""
         self._round = 0
         self._flights: dict[int, float] = {}
-        """Exchanges that have not completed, and when they started."""
+        """Start times of the exchanges that have not completed."""
         self._duration = 0.0
         """Mean duration of an exchange, in seconds."""
         self._free_since = -math.inf
-        """When the last exchange completed."""
+        """Time at which the last exchange completed."""
         self._wake_at: float | None = None
 
     def tick(self, now: float) -> list[Command]:
-        """Start the exchange that only waited for more ranks."""
+        """Start an exchange whose delay has passed."""
         return self._advance(now)
 
     def deadline(self) -> float | None:
-        """Return when an exchange starts at the latest, with the ranks that are in it by then."""
+        """Return the time at which the next exchange starts without the missing ranks; None if none is due."""
         return self._wake_at
 
     def _blocked_on(self) -> tuple[str, frozenset[int]] | None:
@@ -572,14 +573,17 @@ class GossipStateMachine(StateMachine[GossipConfig]):
     def _on_all_registered(self, config: Any) -> GossipConfig:
         assert isinstance(config, GossipConfig)
         if config.algorithm not in ALGORITHMS:
-            raise ProtocolError(f"optimizer {self._optimizer} gossips by {config.algorithm!r}, which is no algorithm")
+            raise ProtocolError(
+                f"algorithm of optimizer {self._optimizer} must be one of {', '.join(ALGORITHMS)}, "
+                f"got {config.algorithm!r}"
+            )
         size = len(self.ranks)
         places, left = divmod(size, max(1, config.local_size))
         fit = not left and len(config.neighbours) == places
         fit = fit and all(0 <= peer < places for own in config.neighbours for peer in own)
         pairs = ALGORITHMS[config.algorithm].pairs
         if pairs and not fit:
-            raise ProtocolError(f"optimizer {self._optimizer} has neighbours that are none of its {size} ranks")
+            raise ProtocolError(f"neighbours of optimizer {self._optimizer} must be among its {size} ranks")
         self._queues = MessageQueues(self.ranks, STAGES if config.local_size > 1 else 1)
         if pairs:
             self._requests = PairRequests(self.ranks, config.neighbours, config.local_size)
@@ -590,7 +594,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         return config
 
     def _all_ready(self, config: GossipConfig) -> Readiness:
-        """Return the readiness of ranks of which none has done anything yet."""
+        """Return the initial readiness, with all ranks active."""
         by_host = config.local_size > 1 and ALGORITHMS[config.algorithm].pairs
         return Readiness(self.ranks, self.ranks, config.local_size, by_host)
 
@@ -598,27 +602,27 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         match event:
             case MessageComing(_, key):
                 self._check_offer(rank, event, key)
-                if rank in self._coming or key <= self._readiness.told(rank):
-                    raise ProtocolError(f"rank {rank} announced message {key} after others")
+                if rank in self._coming or key <= self._readiness.reported(rank):
+                    raise ProtocolError(f"rank {rank} announced message {key} out of order")
                 self._coming[rank] = key
                 self._coming_steps[key] = self._coming_steps.get(key, 0) + 1
             case MessageQueued(_, key) | NoMessage(_, key) if key == self._granted.get(rank):
-                pass  # it was sent before this rank knew
+                pass  # its exchange started before this rank queued it
             case MessageQueued(_, key):
                 self._check_offer(rank, event, key)
                 if not self._queues.has(rank):
                     self._readiness.add(rank, Reason.MESSAGE)
                 self._queues.add(rank, key, now)
-                self._has_told(rank, key)
+                self._on_reported(rank, key)
             case NoMessage(_, key):
                 self._check_offer(rank, event, key)
                 self._readiness.send(rank, key)
-                self._has_told(rank, key)
+                self._on_reported(rank, key)
             case PairRequested():
-                self._wanted(rank, event, now)
+                self._request_pair(rank, event, now)
             case WaitingForMessage(_, seen):
                 self._running(rank, event)
-                self._feed(rank)
+                self._end_starvation(rank)
                 if seen >= self._round:
                     self._starved[rank] = seen
                     self._readiness.add(rank, Reason.STARVING)
@@ -627,48 +631,48 @@ class GossipStateMachine(StateMachine[GossipConfig]):
             case ExchangeDone(_, number):
                 self._landed(rank, number, now)
             case _:
-                raise ProtocolError(f"rank {rank} sent {type(event).__name__} of a gossip")
+                raise ProtocolError(f"rank {rank} sent {type(event).__name__}, which gossip does not handle")
         return self._advance(now)
 
     def _check_offer(self, rank: int, event: OptimizerEvent, key: int) -> None:
         if self._config is None:
             self._running(rank, event)
         elif rank in self._done and self._config.local_size == 1:  # else its engine still serves its host
-            raise ProtocolError(f"rank {rank} offered message {key} although it is done")
+            raise ProtocolError(f"rank {rank} offered message {key} after it finished")
         if self._queues.holds(rank, key):
             raise ProtocolError(f"rank {rank} offered message {key} twice")
 
-    def _has_told(self, rank: int, step: int) -> None:
-        """Note that a rank has queued messages of a step, or announced none."""
-        self._readiness.tell(rank, step)
-        self._comes_no_more(rank)
-        self._feed(rank)
+    def _on_reported(self, rank: int, step: int) -> None:
+        """Record that a rank has queued messages of a step, or announced that it has none."""
+        self._readiness.report(rank, step)
+        self._drop_announcement(rank)
+        self._end_starvation(rank)
 
-    def _comes_no_more(self, rank: int) -> None:
+    def _drop_announcement(self, rank: int) -> None:
         step = self._coming.pop(rank, None)
         if step is not None:
             self._coming_steps[step] -= 1
             if not self._coming_steps[step]:
                 del self._coming_steps[step]
 
-    def _feed(self, rank: int) -> None:
-        """Note that a rank waits no more for a message that was in no exchange before."""
+    def _end_starvation(self, rank: int) -> None:
+        """Record that a rank no longer waits for a message that was in no exchange before."""
         if self._starved.pop(rank, None) is not None:
             self._readiness.drop(rank, Reason.STARVING)
 
-    def _wanted(self, rank: int, event: OptimizerEvent, now: float) -> None:
+    def _request_pair(self, rank: int, event: OptimizerEvent, now: float) -> None:
         if not ALGORITHMS[self._running(rank, event).algorithm].pairs:
-            raise ProtocolError(f"rank {rank} wants to be averaged with a neighbour, which only AD-PSGD does")
+            raise ProtocolError(f"rank {rank} requested a pair, which only AD-PSGD supports")
         if self._requests.add(rank, now):  # sent again, if a pair that it did not request was in flight
             self._readiness.add(rank, Reason.PAIR)
 
     def _enter(self, rank: int, event: AverageEntered) -> None:
         parts, index = self._running(rank, event).local_size, event.index
         if len(event.weights) != parts:
-            raise ProtocolError(f"rank {rank} is in an average with {len(event.weights)} weights, and has {parts}")
+            raise ProtocolError(f"rank {rank} must enter an average with {parts} weights, got {len(event.weights)}")
         last = self._entered.get(rank, 0)
-        if index != last + 1 or (self._is_in_average(rank) and not self._goes_on):
-            raise ProtocolError(f"rank {rank} is in average {index}, and entered {last} before")
+        if index != last + 1 or (self._is_in_average(rank) and not self._overlaps_averages):
+            raise ProtocolError(f"rank {rank} entered average {index} out of order, after average {last}")
         self._averages.setdefault(index, {})[rank] = event
         self._inside[index] = self._inside.get(index, 0) + 1
         self._entered[rank] = index
@@ -676,13 +680,13 @@ class GossipStateMachine(StateMachine[GossipConfig]):
 
     def _landed(self, rank: int, number: int, now: float) -> None:
         if not 1 <= number <= self._round:
-            raise ProtocolError(f"rank {rank} saw exchange {number} land, of {self._round}")
+            raise ProtocolError(f"rank {rank} reported exchange {number} as done; exchanges so far: {self._round}")
         if number in self._flights:
             took = now - self._flights.pop(number)
             self._duration += (took - self._duration) * (SMOOTHING if self._duration else 1.0)
             self._free_since = now
 
-    # -- what goes --------------------------------------------------------------------------------------------
+    # -- exchanges and averages that start --------------------------------------------------------------------
 
     def _advance(self, now: float) -> list[Command]:
         self._wake_at = None
@@ -692,7 +696,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         return [*averages, *due, *self._announced_exchange(now)]
 
     def _due_exchange(self, now: float) -> list[Command]:
-        """Start an exchange of waiting messages and pairs, if it is time and none is under way."""
+        """Return the exchange of waiting messages and pairs, if it is due."""
         until, wants = self._limit(), bool(self._requests.waiting)
         queued = self._queues.since(until)
         if self._config is None or (queued is None and not wants):
@@ -710,7 +714,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         return [exchange]
 
     def _announced_exchange(self, now: float) -> list[Command]:
-        """Start the exchange of a step's messages before they are queued, if all active ranks will have some."""
+        """Return the exchange of a step's messages before they are queued, if all active ranks have announced some."""
         active = self._readiness.active
         alike = len(self._coming_steps) == 1 and len(self._coming) == len(active)  # (comparing all ranks takes long)
         if self._queues or not alike or self._coming.keys() != active:
@@ -721,19 +725,19 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         self._begin_round()
         self._granted.update(messages)
         for rank, key in messages:
-            self._readiness.tell(rank, key)
+            self._readiness.report(rank, key)
             self._readiness.send(rank, key)
         self._flights[self._round] = now
         return [StartExchange(self._optimizer, self._round, senders_of(messages))]
 
     def _begin_round(self) -> None:
-        """Count an exchange; what ranks wait for may be in it."""
+        """Count an exchange; the messages that ranks wait for may be in it."""
         self._round += 1
         for rank in [rank for rank, seen in self._starved.items() if seen < self._round]:
-            self._feed(rank)
+            self._end_starvation(rank)
 
     def _limit(self) -> float:
-        """Return the last step of which messages may go; hosts that are averaged in pairs wait for no other."""
+        """Return the last step whose messages may be sent; there is no limit for hosts that are averaged in pairs."""
         assert self._config is not None
         if self._pairs_hosts:
             return math.inf
@@ -741,7 +745,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         return slowest + AHEAD * self._config.period
 
     def _due_averages(self) -> list[Command]:
-        """Start averages that all active ranks have entered: they enter them in order."""
+        """Return the averages that all active ranks have entered; ranks enter them in order."""
         due: list[Command] = []
         while self._averages:
             index = next(iter(self._averages))
@@ -751,7 +755,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         return due
 
     def _start_average(self, index: int) -> Command:
-        there = sorted(self._averages.pop(index).items())  # in one order, so that sums are the same to the bit
+        there = sorted(self._averages.pop(index).items())  # fixed order: sums are the same to the bit
         del self._inside[index]
         for rank, _ in there:
             self._readiness.drop(rank, Reason.AVERAGE)
@@ -759,8 +763,8 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         return StartAverage(self._optimizer, index, spans_of(rank for rank, _ in there), weights, there[0][1].part)
 
     def _next(self, until: float = math.inf) -> StartExchange | None:
-        """Return the next exchange, of waiting messages of steps up to ``until`` and of pairs; None if there are no
-        such messages, and no waiting rank has a partner."""
+        """Return the next exchange, of queued messages of steps up to ``until`` and of pairs; None if it would be
+        empty."""
         queued, can_pair = self._queues.since(until), self._requests.can_pair
         if self._pairs_hosts and queued is not None and can_pair:
             can_pair = self._requests.since < queued
@@ -781,8 +785,8 @@ class GossipStateMachine(StateMachine[GossipConfig]):
     # -- ends -------------------------------------------------------------------------------------------------
 
     def _check_finished(self, rank: int) -> None:
-        if self._is_in_average(rank) and not self._goes_on:
-            raise ProtocolError(f"rank {rank} is done although it waits for an average")
+        if self._is_in_average(rank) and not self._overlaps_averages:
+            raise ProtocolError(f"rank {rank} finished while it waits for an average")
 
     def _forget(self, rank: int) -> None:
         for index in [index for index, there in self._averages.items() if there.pop(rank, None) is not None]:
@@ -792,7 +796,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
                 del self._averages[index], self._inside[index]
 
     def _on_event_of_absent(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
-        """Handle an event of a rank whose optimizer is deleted: its engine completes exchanges, and serves its host."""
+        """Handle an event of a rank whose optimizer is deleted: its engine completes exchanges, serves its host."""
         serves = isinstance(event, ExchangeDone) or (isinstance(event, MessageQueued) and self._of_hosts)
         return self._on_event(rank, event, now) if serves else []
 
@@ -804,8 +808,8 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         return any(rank in there for there in self._averages.values())
 
     @property
-    def _goes_on(self) -> bool:
-        """Whether ranks that have entered an average continue before it starts."""
+    def _overlaps_averages(self) -> bool:
+        """Whether ranks continue with their steps while an average that they have entered is pending."""
         return self._config is not None and ALGORITHMS[self._config.algorithm].outer is not None
 
     @property
@@ -815,8 +819,8 @@ class GossipStateMachine(StateMachine[GossipConfig]):
     def _on_rank_finished(self, rank: int, now: float) -> list[Command]:
         if self._config is None:
             return []  # some ranks may not have registered: they receive this when all have
-        self._comes_no_more(rank)
-        self._feed(rank)
+        self._drop_announcement(rank)
+        self._end_starvation(rank)
         if self._requests.finish(rank):
             self._readiness.drop(rank, Reason.PAIR)
         self._readiness.finish(rank)
@@ -839,7 +843,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         self._readiness = self._all_ready(self._config)
         for record in (self._coming, self._coming_steps, self._granted, self._starved, self._entered):
             record.clear()
-        self._flights.clear()  # ranks know themselves which exchanges they have not completed
+        self._flights.clear()  # each rank tracks which exchanges it has not completed
         self._bases = {done: produced[0] for done, produced in self._produced.items()}
         self._wake_at = None
         return commands, self._round

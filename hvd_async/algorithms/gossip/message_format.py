@@ -1,4 +1,4 @@
-"""Vectors of weights as bytes, in NumPy: as they are, in half precision, or in 8 bits."""
+"""Encoding of vectors of weights as bytes, in NumPy: uncompressed, in half precision, or in 8 bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvd_async.runtime.interfaces import Rows, Vector
 from hvd_async.runtime.memory import ReusedBlocks
 from hvd_async.runtime.process_sets import RankGroup
 
-# -- what a binding provides -------------------------------------------------------------------------------------------
+# -- interface that a binding implements -------------------------------------------------------------------------------
 
 
 HEADER = struct.Struct("<qd")
@@ -22,7 +22,7 @@ HEADER = struct.Struct("<qd")
 
 
 class OutgoingMessage(NamedTuple):
-    """A message to a rank (by its place): its bytes; and its push-sum weight, if it is not the sender's."""
+    """A message to the place ``to``: its bytes, and its push-sum weight if that is not the sender's."""
 
     to: int
     data: Vector
@@ -31,31 +31,31 @@ class OutgoingMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class MessageFormat:
-    """A binding's format of messages, and the vector operations it needs.
+    """A binding's message format and vector operations.
 
     Attributes:
-        encode: makes bytes (uint8, flat) of a vector; they may share its memory.
-        decode: makes the vector of these bytes.
+        encode: returns a vector as bytes (uint8, flat), which may share its memory.
+        decode: returns the vector of encoded bytes.
         as_bytes: as ``encode``, without compression.
-        from_bytes: makes the vector of these bytes, behind which others may follow.
-        pack: lays data of at most ``nbytes`` bytes and their headers out as ``rows`` rows of ``nbytes`` and a header.
-        unpack: takes a row apart: data, header.
-        nbytes: of an encoded vector.
+        from_bytes: inverse of ``as_bytes``; further bytes may follow.
+        pack: returns ``rows`` rows that hold these data, of at most ``nbytes`` bytes each, and their headers.
+        unpack: returns the data and the header of a row.
+        nbytes: bytes of an encoded vector.
         rows: number of rows that a rank submits to each exchange.
-        plain_rows: rows of a message that travels as it is, without compression.
+        plain_rows: rows per uncompressed message.
         lossless: whether ``decode(encode(x))`` is x.
-        differences: whether messages are differences to the receiver's estimate (CHOCO-SGD).
-        add: ``add(x, y, a)`` is x + a y; it may change x.
-        times: ``times(x, a)`` is a x, a new vector.
-        split: a vector in as many parts of one length as a host has ranks, the last filled up with zeros.
-        concatenate: one flat array of several.
-        join: takes ``split`` back.
-        room: memory for the rows that an exchange brings at the most; None where the collective finds some.
-        zeros: a vector of zeros; it is never changed, and may be the same one each time.
-        scalar: a vector of one float64.
-        process_set: the ranks that share the optimizer, as the binding's collectives know them; None for all.
-        members: those ranks; empty for all.
-        process_set_id: 0 for all ranks.
+        differences: whether messages are differences from the receiver's estimate (CHOCO-SGD).
+        add: ``add(x, y, a)`` returns x + a y; may change x.
+        times: ``times(x, a)`` returns a x as a new vector.
+        split: returns a vector as parts of equal length, one per rank of a host, the last padded with zeros.
+        concatenate: returns one flat array of several.
+        join: inverse of ``split``.
+        room: returns memory for the rows that an exchange receives at most; None: the collective allocates it.
+        zeros: returns a vector of zeros, which must not be changed; may return the same vector each time.
+        scalar: returns a vector of one float64.
+        process_set: the ranks that share the optimizer, as known to the binding's collectives; None: all.
+        members: those ranks; empty: all.
+        process_set_id: number of the process set; 0: all ranks.
     """
 
     encode: Callable[[Vector], Vector]
@@ -90,28 +90,28 @@ CHUNK = 2048
 """Elements that share a scale in 8 bits."""
 LEVELS = 127
 LARGEST = {"fp16": np.float32(65504), "bf16": np.uint32(0x7F7F0000).view(np.float32)}
-"""The largest number of each half precision."""
+"""The largest finite number of each half precision."""
 ALIGNMENT = 16
-"""Bytes to which rows are filled up, so that each can be read as numbers in place."""
+"""Alignment of rows in bytes, so that each can be read as numbers in place."""
 CACHED = 32768
-"""Elements that stay in a core's cache between two passes."""
+"""Number of elements that stay in a core's cache between two passes."""
 
 
 def encoded_bytes(elements: int, itemsize: int, compression: str) -> int:
-    """Return the bytes of an encoded vector."""
+    """Return the size of an encoded vector in bytes."""
     if compression == "int8":
         return -(-elements // CHUNK) * (CHUNK + 4)
     return elements * (itemsize if compression == "none" else 2)
 
 
 def plain_rows(elements: int, itemsize: int, compression: str) -> int:
-    """Return the rows of ``encoded_bytes`` each that a message takes which travels as it is."""
+    """Return the number of rows, of ``encoded_bytes`` each, that an uncompressed message takes."""
     nbytes = encoded_bytes(elements, itemsize, compression)
     return max(1, -(-elements * itemsize // max(1, nbytes)))
 
 
 def row_bytes(nbytes: int) -> int:
-    """Return the bytes of a row that holds an encoded vector and its header."""
+    """Return the size of a row, which holds an encoded vector and its header, in bytes."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT + HEADER.size
 
 
@@ -128,7 +128,7 @@ def from_bf16(bits: Array) -> Array:
 
 
 def quantize(vector: Array) -> Array:
-    """Encode 8 bits an element, with a float32 scale for each chunk: max |v| / 127. As bytes, scales first."""
+    """Return a vector as bytes: a float32 scale per chunk, max |v| / 127, then 8 bits per element."""
     chunks = np.zeros((-(-len(vector) // CHUNK), CHUNK), np.float32)
     chunks.reshape(-1)[: len(vector)] = vector
     scales = np.abs(chunks).max(axis=1, keepdims=True) / np.float32(LEVELS)
@@ -137,7 +137,7 @@ def quantize(vector: Array) -> Array:
 
 
 def dequantize(data: Array, elements: int) -> Array:
-    """Return the float32 vector of so many elements that ``quantize`` encoded."""
+    """Return the float32 vector of ``elements`` elements that ``quantize`` encoded."""
     count = -(-elements // CHUNK)
     scales = data[: 4 * count].view(np.float32).reshape(count, 1)
     levels = data[4 * count :].view(np.int8).reshape(count, CHUNK)
@@ -145,28 +145,28 @@ def dequantize(data: Array, elements: int) -> Array:
 
 
 def vector_with_room(elements: int, dtype: Any, memory: ReusedBlocks) -> Array:
-    """Return an empty vector with memory behind it for a message's header: its message is sent without a copy."""
+    """Return an uninitialized vector with room for a header behind it, so that its message is sent without a copy."""
     nbytes = elements * np.dtype(dtype).itemsize
     return memory.take(row_bytes(nbytes))[:nbytes].view(dtype)
 
 
 def _runs(elements: int) -> Iterator[slice]:
-    """Yield a vector's elements in runs that a core's cache holds."""
+    """Yield slices of a vector that fit into a core's cache."""
     for start in range(0, elements, CACHED):
         yield slice(start, start + CACHED)
 
 
 class Codec:
-    """Vectors of one length as bytes, and back; methods as in ``MessageFormat``.
+    """Encoder and decoder of vectors of one length; methods as in ``MessageFormat``.
 
     Args:
-        elements: of a vector.
+        elements: number of elements of a vector.
         kind: float32 or float64.
         compression: "none", "fp16", "bf16" or "int8".
-        memory: of encoded vectors, with room for a header.
+        memory: memory of encoded vectors, with room for a header.
 
     Attributes:
-        nbytes: of an encoded vector.
+        nbytes: bytes of an encoded vector.
     """
 
     def __init__(self, elements: int, kind: np.dtype[Any], compression: str, memory: ReusedBlocks) -> None:
@@ -181,7 +181,7 @@ class Codec:
         data, largest = self._memory.take(row_bytes(self.nbytes))[: self.nbytes], LARGEST[self._compression]
         bf16 = self._compression == "bf16"
         halves = data.view(np.uint16 if bf16 else np.float16)
-        for run in _runs(self._elements):  # the sender keeps what clipping and rounding leave out
+        for run in _runs(self._elements):  # the sender keeps the error of clipping and rounding
             clipped = np.clip(vector[run], -largest, largest)
             halves[run] = to_bf16(clipped) if bf16 else clipped
         return data
@@ -201,13 +201,13 @@ class Codec:
 
 
 class RowFormat:
-    """Rows of an exchange: of each an encoded vector, and a header at its end; methods as in ``MessageFormat``.
+    """Layout of an exchange's rows, each an encoded vector with a header at its end; methods as in ``MessageFormat``.
 
     Args:
-        nbytes: of an encoded vector.
-        rows: of an exchange.
-        alone: whether the memory behind an encoded vector is its own, if there is one row.
-        memory: of rows.
+        nbytes: bytes of an encoded vector.
+        rows: number of rows per exchange.
+        alone: whether the memory behind an encoded vector belongs to it, so that a single row needs no copy.
+        memory: memory of rows.
     """
 
     def __init__(self, nbytes: int, rows: int, alone: bool, memory: ReusedBlocks) -> None:
@@ -231,7 +231,7 @@ class RowFormat:
         return row[: self._nbytes], row[-HEADER.size :].tobytes()
 
     def _row_of(self, data: Array) -> Array | None:
-        """Return the row that begins with these bytes, if its header's are nobody else's."""
+        """Return the row that begins with these bytes, if the memory behind them is free for the header."""
         block, stride = data.base, self._stride
         if not self._alone or self._rows > 1 or not isinstance(block, np.ndarray) or block.dtype != np.uint8:
             return None
@@ -240,13 +240,13 @@ class RowFormat:
 
 
 class Arithmetic:
-    """Operations on whole vectors and their parts; methods as in ``MessageFormat``.
+    """Operations on vectors and their parts; methods as in ``MessageFormat``.
 
     Args:
-        elements: of a vector.
+        elements: number of elements of a vector.
         kind: float32 or float64.
-        parts: of a vector.
-        memory: of vectors, with room for a header.
+        parts: number of parts of a vector.
+        memory: memory of vectors, with room for a header.
     """
 
     def __init__(self, elements: int, kind: np.dtype[Any], parts: int, memory: ReusedBlocks) -> None:
@@ -288,21 +288,21 @@ def make_message_format(
     """Return the message format of NumPy vectors of weights.
 
     Args:
-        elements: of a vector.
+        elements: number of elements of a vector.
         dtype: float32 or float64.
         compression: "none", "fp16", "bf16" or "int8".
-        messages: the most in one exchange.
+        messages: maximum number of messages per exchange.
         rank_group: the ranks that share the optimizer; None: all.
-        parts: a message holds one of so many parts of a vector.
-        memory: of vectors and messages; None: new memory each time.
-        plain: messages that may go as they are in one exchange.
+        parts: number of parts of a vector; a message holds one part.
+        memory: memory of vectors and messages; None: new memory each time.
+        plain: maximum number of uncompressed messages per exchange.
     """
     kind, part = np.dtype(dtype), -(-elements // parts)
     blocks = ReusedBlocks(most=0) if memory is None else memory
     codec, vectors = Codec(part, kind, compression, blocks), Arithmetic(elements, kind, parts, blocks)
     rows_of_plain = plain_rows(part, kind.itemsize, compression)
     rows = max(messages, plain * rows_of_plain)
-    layout = RowFormat(codec.nbytes, rows, parts == 1, blocks)  # (behind one of several parts lies the next)
+    layout = RowFormat(codec.nbytes, rows, parts == 1, blocks)  # (behind one of several parts is the next part)
     return MessageFormat(
         encode=codec.encode,
         decode=codec.decode,

@@ -1,13 +1,13 @@
-"""NoLoCo on one rank: DiLoCo's outer step with a neighbour's average in place of all ranks'.
+"""NoLoCo on one rank: DiLoCo's outer step with the average of a pair instead of all ranks.
 
-Kolehmainen et al., 2025 (arXiv 2506.10911), with pairs drawn at random (topology "random-pairs"). Rank i has slow
-weights phi_i, from which it takes H = ``gossip_every`` steps, to theta_i. Then, over the pair or the neighbours of the
-step with weights w_ij, alpha its ``outer_momentum``, beta its ``outer_lr``, and gamma = beta as in the authors' code:
+Kolehmainen et al., 2025 (arXiv 2506.10911), with random pairs (topology "random-pairs"). Rank i has slow weights phi_i,
+from which it takes H = ``gossip_every`` steps, to theta_i. Then, over the pair or the neighbours of the step with
+weights w_ij, alpha = ``outer_momentum``, beta = ``outer_lr``, and gamma = beta as in the authors' code:
 
     delta_i <- alpha delta_i + beta sum_j w_ij (theta_j - phi_j) - gamma (phi_i - sum_j w_ij phi_j)
     phi_i   <- phi_i + delta_i,    theta_i <- phi_i
 
-With gamma = beta all phi_j but rank i's own cancel, so theta_j is all that travels: delta_i <- alpha delta_i + beta
+With gamma = beta all phi_j except rank i's own cancel, so only theta_j is sent: delta_i <- alpha delta_i + beta
 (sum_j w_ij theta_j - phi_i). A rank whose neighbours have finished steps with its own theta_i.
 """
 
@@ -29,7 +29,7 @@ SLOW, MOMENTUM = "slow weights", "outer momentum"
 
 
 class State(NamedTuple):
-    """One rank's state.
+    """State of a rank.
 
     Attributes:
         slow: phi, shape (n,).
@@ -41,14 +41,14 @@ class State(NamedTuple):
 
 
 def outer_step(state: State, average: Vector, lr: float, momentum: float, add: Add) -> State:
-    """Return the state after an outer step towards the neighbours' average theta; it may reuse the memory of all."""
+    """Return the state after an outer step towards ``average``, the mean theta; may reuse the arguments' memory."""
     slow, delta = state
     delta = add(delta * momentum, add(average, slow, -1.0), lr)
     return State(add(slow, delta, 1.0), delta)
 
 
 class NoLoCoWorker(NeighbourAverageWorker):
-    """One optimizer of one rank under NoLoCo."""
+    """NoLoCo on one rank."""
 
     def __init__(
         self, engine: RankRuntime, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]
@@ -56,7 +56,7 @@ class NoLoCoWorker(NeighbourAverageWorker):
         super().__init__(engine, plan, post, finish)
         self._state = State(None, None)
         self._kept: State | None = None
-        """The state of an earlier run's cut, to begin with."""
+        """The state to start from, saved by an earlier run after a cut."""
 
     def begin(self, weights: Vector) -> None:
         super().begin(weights)
@@ -74,14 +74,14 @@ class NoLoCoWorker(NeighbourAverageWorker):
         return weights
 
     def _outer_step(self, weights: Vector) -> Program[Vector]:
-        """End a period with these weights; return those that the next one begins with."""
-        average = self._post.times(weights, 1.0)  # (theta stays as it is until it is sent)
+        """End a period with these weights; return the weights to start the next period."""
+        average = self._post.times(weights, 1.0)  # (theta must not change until it is sent)
         if self.plan.moves(self._base + self._step):
             own, others = yield from self._exchanged(weights)
             for place, weight in self._into(self._place, self._step):
                 if place in others:
                     average = self._post.add(average, others[place] - own, weight)
-        for part in self.frozen():  # (momentum would move on what no rank trains; the average still mixes it)
+        for part in self.frozen():  # (momentum must not move frozen parameters; the average still mixes them)
             self._state.momentum[part] = 0.0
         config = self.config
         self._state = outer_step(self._state, average, config.outer_lr, config.outer_momentum, self._post.add)
@@ -104,6 +104,6 @@ class NoLoCoWorker(NeighbourAverageWorker):
         return super()._estimates() | {SLOW: self._state.slow + 0, MOMENTUM: self._state.momentum + 0}
 
     def restore(self, kept: SavedState) -> None:
-        if SLOW in kept.copies:  # else it was saved by another algorithm: this one begins with its weights
+        if SLOW in kept.copies:  # otherwise it was saved by another algorithm: start from its weights
             self._kept = State(kept.copies[SLOW] + 0, kept.copies[MOMENTUM] + 0)
         super().restore(kept)

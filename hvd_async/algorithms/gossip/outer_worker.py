@@ -1,13 +1,13 @@
 """Local steps and outer optimizers on one rank: local SGD, SlowMo, DiLoCo (``outer``).
 
-The engine averages the differences to the anchor while this rank takes its next ``max_staleness`` steps; then the rank
-waits, if the average is not there yet, and takes the new anchor. So what a rank does depends on numbers of steps only,
-and never on time; anchors and outer momenta are the same on all ranks, to the bit.
+The engine averages the differences to the anchor while this rank takes its next ``max_staleness`` steps. Then the rank
+waits if the average is not complete yet, and takes the new anchor. So a rank's results depend on step counts only,
+never on time; anchors and outer momenta are the same on all ranks, to the bit.
 
-A rank that finishes early is no longer in averages, and follows the anchor, while it waits for the others: no more than
-a period's averages ever wait on it, about one vector of weights. At a drain what is under way is applied;
-then the anchor is the mean of all ranks' weights, also in mid-period, and the outer momentum goes on as it is: an outer
-step is one of a whole period.
+A rank that finishes early takes no part in further averages, and follows the anchor while it waits for the others: at
+most one period's averages are pending on it, about one vector of weights. A drain applies the averages in flight. Then
+the anchor is the mean of all ranks' weights, also in the middle of a period, and the outer momentum is unchanged: an
+outer step is always one of a full period.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from hvd_async.stats import GossipStats
 
 ANCHOR, ERROR, RATES = "outer anchor", "outer error", "inner learning rates"
 SENT, MEAN_OF, NUMBER = "outer sent ", "outer mean ", "outer learning rate "
-"""Names of saved vectors; those that end with a blank are followed by an average's number."""
+"""Names of saved vectors; a name that ends with a space is followed by an average's number."""
 
 
 class OuterWorker(GossipWorker):
-    """One optimizer of one rank under an outer optimizer.
+    """Local steps with an outer optimizer, on one rank.
 
     Attributes:
         log: (step, number of the average) of each average that was taken.
@@ -52,15 +52,15 @@ class OuterWorker(GossipWorker):
         self._averages: DifferenceAverages = DifferenceAverages(engine, post, config.fragments)
         self._state = outer.State(None, post.zeros() + 0 if "outer_momentum" in algorithm.options else None)
         self._resumes = False
-        """Whether the outer momentum is an earlier worker's."""
+        """Whether the outer momentum is from an earlier worker."""
         self._rates: deque[float] = deque(maxlen=config.average_every)
-        """This rank's learning rates in its last steps since a drain, at most a period's; empty without momentum."""
+        """Learning rates of this rank's last steps since a drain, at most a period's; empty without momentum."""
         self._next = 0
         """The number, since the last drain, of the next average to take."""
         self._sent: dict[int, Vector] = {}
-        """This rank's weights as they were when it entered an average that it has not taken yet."""
+        """This rank's weights when it entered each average that it has not taken yet."""
         self._moved: Vector | None = None
-        """By how much averages have moved this rank's weights since it has finished."""
+        """The sum of the changes of this rank's weights by averages since it has finished."""
 
     @property
     def _momentum_name(self) -> str:
@@ -73,7 +73,7 @@ class OuterWorker(GossipWorker):
         super().register([momentum, *names], [0, *checksums], hyper, number)
 
     def begin(self, weights: Vector) -> None:
-        if self._together:  # weights of an earlier run's cut are each rank's own
+        if self._together:  # (otherwise the anchor was restored from a cut)
             self._state = self._state._replace(anchor=weights + 0)
 
     # -- a step -----------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class OuterWorker(GossipWorker):
         return after
 
     def _enter(self, average: int, weights: Vector) -> None:
-        """Enter an average with this rank's difference to the anchor."""
+        """Enter an average with this rank's difference from the anchor."""
         fragment = self._rhythm.fragment(average)
         where = self._averages.slice_of(fragment)
         self._sent[average] = weights[where] + 0
@@ -119,7 +119,7 @@ class OuterWorker(GossipWorker):
         old = outer.State(state.anchor[where], None if state.momentum is None else state.momentum[where])
         new = self._outer_step(old, result.mean, result.number, self._constants)
         outer.hold_unmoved(old, new, result.mean, self._parameters_in(where))
-        # A rank that was not in it, since it had finished, keeps what it has learned, beside the anchor's new place.
+        # A rank that had finished before, and so was not in the average, keeps its difference from the anchor.
         weights[where] = outer.merged(new.anchor, weights[where], self._sent.get(average, old.anchor))
         state.anchor[where] = new.anchor
         if state.momentum is not None:
@@ -141,13 +141,13 @@ class OuterWorker(GossipWorker):
 
     @property
     def has_available(self) -> bool:
-        """Whether ``apply_available`` would do something, or has done all."""
+        """Whether ``apply_available`` has something to do, or has done everything."""
         return self._follows or super().has_available
 
     def apply_available(self) -> bool:
-        """While this rank waits for the others in an end, take averages that it had to take by now if it went on.
+        """Take the averages that an active rank would have taken by now, while this rank waits at an end.
 
-        The model's weights are moved at the end.
+        The changes are applied to the model's weights when the end completes.
         """
         while self._follows:
             self._moved = self._state.anchor * 0.0 if self._moved is None else self._moved
@@ -156,13 +156,13 @@ class OuterWorker(GossipWorker):
 
     @property
     def _follows(self) -> bool:
-        """Whether this rank has finished, and the others' steps are beyond those that may wait for the next average."""
+        """Whether this rank has finished, and other ranks are past the step at which they take the next average."""
         if not self._announced or not self._averages.is_complete(self._next):
             return False
         return self._rhythm.step(self._next) + self._late <= self._rhythm.step(self._averages.newest)
 
     def _with_moves(self, weights: Vector) -> Vector:
-        """Return this rank's weights, given away, with what averages have moved them by since it has finished."""
+        """Return this rank's weights with the changes by averages since it has finished; takes ownership of them."""
         moved, self._moved = self._moved, None
         return weights if moved is None else self._post.add(weights, moved, 1.0)
 
@@ -181,7 +181,7 @@ class OuterWorker(GossipWorker):
         return z
 
     def consensus_program(self, x: Vector) -> Program[Vector]:
-        """Return the mean of all ranks' weights, once they have taken what is under way; as a drain would leave it."""
+        """Return the mean of all ranks' weights after the averages in flight, as after a drain."""
         state = outer.State(*(None if part is None else part + 0 for part in self._state))
         for average, result in sorted(self._averages.results().items()):
             self._apply(average, result, state, x)
@@ -205,7 +205,7 @@ class OuterWorker(GossipWorker):
 
         def catch_up(shared: Mapping[str, Vector], version: int) -> Vector:
             for average, own in sent.items():
-                if average - first < version - taken:  # others have taken it: what this rank had sent is in the anchor
+                if average - first < version - taken:  # others have taken it: the anchor contains this rank's change
                     where = places[average]
                     weights[where] = outer.merged(shared[ANCHOR][where], weights[where], own)
             return weights
@@ -233,16 +233,16 @@ class OuterWorker(GossipWorker):
         return saved | {f"{SENT}{average}": sent + 0 for average, sent in self._sent.items()}
 
     def restore(self, kept: SavedState) -> None:
-        """Begin with the state that an earlier run's cut saved, before ``register``.
+        """Start from the state that an earlier run saved after a cut, before ``register``.
 
         Raises:
-            ValueError: it is another algorithm's, or one of another rhythm.
+            ValueError: it is from another algorithm, or from other ``fragments`` or ``average_every``.
         """
         copies, name = kept.copies, self.config.algorithm
         if ANCHOR not in copies:
             raise ValueError(
-                f"this state was saved after cut() by an algorithm without an anchor, which {name} needs: go on with "
-                f"the algorithm that it was saved with, or save after drain()"
+                f"this state was saved after cut() by an algorithm without an anchor, which {name} needs: continue "
+                f"with the algorithm that it was saved with, or save after drain()"
             )
         first = self._rhythm.until(kept.base)
         means = {int(key.removeprefix(MEAN_OF)): mean + 0 for key, mean in copies.items() if key.startswith(MEAN_OF)}
@@ -250,7 +250,7 @@ class OuterWorker(GossipWorker):
         if not fit or any(len(mean) != self._length(average) for average, mean in means.items()):
             raise ValueError(
                 f"this state was saved after cut() while averages of other fragments or another average_every were "
-                f"under way: go on with those of {name} that it was saved with, or save after drain()"
+                f"in flight: continue with the values of {name} that it was saved with, or save after drain()"
             )
         results = {average: Average(mean, float(copies[f"{NUMBER}{average}"][0])) for average, mean in means.items()}
         error = copies[ERROR] if ERROR in copies else copies[ANCHOR] * 0.0

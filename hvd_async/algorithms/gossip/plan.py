@@ -16,9 +16,9 @@ from hvd_async import mixing, topology
 from hvd_async.algorithms.gossip.config import (
     ALGORITHMS,
     COMPRESSIONS,
-    NO_USE,
     NOT_GIVEN,
     OUTER_BOUNDS,
+    UNSUPPORTED_OPTION_HINTS,
     GossipAlgorithm,
     GossipConfig,
 )
@@ -33,39 +33,39 @@ from hvd_async.topology import Topology
 def chosen_graph(
     size: int, kind: GossipAlgorithm, graph: Any, peers: int, weights: Any, what: str
 ) -> tuple[Topology, list[EdgeWeights]]:
-    """Return the graph and its mixing matrices, one a phase, checked for the algorithm.
+    """Return the graph and its mixing matrices, one per phase, checked for the algorithm.
 
     Args:
-        size: of the graph.
+        size: number of nodes.
         kind: the algorithm.
         graph, peers, weights: as in ``make_plan``.
-        what: name of its nodes in messages: ranks or hosts.
+        what: the nodes' name in error messages, "ranks" or "hosts".
 
     Raises:
-        ValueError: they cannot be; the message says what can.
+        ValueError: the algorithm cannot use them; the message has a hint.
     """
     chosen, matrices = _given_or_made(size, kind, graph, peers, weights)
     if kind.exact:
         if len(matrices) > 1:
             raise ValueError(
-                f"topology {chosen.name!r} changes from step to step, and {kind.name} corrects what flows over edges "
-                f"that stay: take 'ring', 'symmetric-exponential' or 'complete', or algorithm='sgp'"
+                f"topology {chosen.name!r} changes from step to step, and {kind.name} needs a static graph: use "
+                f"'ring', 'symmetric-exponential' or 'complete', or algorithm='sgp'"
             )
         matrices = [matrix.lazy() for matrix in matrices]
     for matrix in matrices:
         if not matrix.diagonal().all():
             rank = int(np.argmin(matrix.diagonal()))
             raise ValueError(
-                f"mixing matrix: W[{rank}, {rank}] = 0, so rank {rank} would have no weights left whenever its "
-                f"neighbours' are late: give it a part above 0"
+                f"mixing matrix: W[{rank}, {rank}] must be above 0, got 0: rank {rank} would have no weights left "
+                f"while its neighbours' messages are late"
             )
     if chosen.size != size:
         raise ValueError(f"topology {chosen.name!r} is one of {chosen.size} {what}, and there are {size}")
     mixing.check_connected(chosen)
     if kind.pairs and chosen.weights:
         raise ValueError(
-            f"topology {chosen.name!r} agrees by mixing weights of its own, and {kind.name} averages half and half: "
-            f"take 'bipartite-exponential', or algorithm='dpsgd'"
+            f"topology {chosen.name!r} defines its own mixing weights, and {kind.name} averages pairs with equal "
+            f"weights: use 'bipartite-exponential', or algorithm='dpsgd'"
         )
     if kind.symmetric_graph:
         _check_symmetric(chosen, kind.name)
@@ -78,14 +78,14 @@ def chosen_graph(
 def _given_or_made(
     size: int, kind: GossipAlgorithm, graph: Any, peers: int, weights: Any
 ) -> tuple[Topology, list[EdgeWeights]]:
-    """Return the graph that was given or named, with its mixing matrices; or that of the matrices that were given."""
+    """Return the graph passed or named by the user with its mixing matrices, or the graph of the matrices passed."""
     if _is_networkx(graph) and (own := _weighted(graph, peers, weights, kind)) is not None:
         graph, weights = None, own
     if isinstance(weights, str):
         chosen = _topology(size, graph, peers, kind)
         return chosen, mixing.edge_weights(chosen, weights)
     if graph is not None or peers != 1:
-        raise ValueError("a matrix given as mixing= says itself who sends to whom: leave topology and peers out")
+        raise ValueError("a matrix passed as mixing= defines the edges itself; omit topology and peers")
     matrices = [EdgeWeights.of(np.asarray(one, np.float64)) for one in (weights if _is_list(weights) else [weights])]
     for matrix in matrices:
         mixing.check_columns(matrix)
@@ -99,13 +99,13 @@ def _topology(size: int, graph: Any, peers: int, kind: GossipAlgorithm) -> Topol
         return topology.named(graph, size, peers)
     topology.check_peers(peers, size)
     if peers != 1:
-        raise ValueError(f"peers={peers}: a graph that is given says itself who sends to whom; leave peers out")
+        raise ValueError(f"peers={peers}: a graph passed as topology= defines its own edges; omit peers")
     if isinstance(graph, Topology):
         return graph
     if _is_networkx(graph):
         return topology.from_networkx(graph)
     raise ValueError(
-        f"topology={graph!r} is none: take a name ({', '.join(topology.NAMED)}), a Topology or a networkx graph"
+        f"topology must be a name ({', '.join(topology.NAMED)}), a Topology or a networkx graph, got {graph!r}"
     )
 
 
@@ -114,13 +114,13 @@ def _is_networkx(graph: Any) -> bool:
 
 
 def _weighted(graph: Any, peers: int, weights: Any, kind: GossipAlgorithm) -> Matrix | None:
-    """Return the mixing matrix of a networkx graph's edge weights; None if it has none."""
-    topology.from_networkx(graph)  # raises if its nodes are no ranks
+    """Return the mixing matrix of a networkx graph's edge weights; None if it has no weights."""
+    topology.from_networkx(graph)  # raises if the nodes are not ranks
     matrix = mixing.of_networkx(graph)
     if matrix is None:
         return None
     if kind.pairs or peers != 1 or not (isinstance(weights, str) and weights == "uniform"):
-        own = f"{kind.name} averages half and half" if kind.pairs else "leave mixing and peers out"
+        own = f"{kind.name} averages pairs with equal weights" if kind.pairs else "omit mixing and peers"
         raise ValueError(
             f"the edges of this networkx graph have weights, which are mixing weights: {own}; or {mixing.STRIP}"
         )
@@ -130,7 +130,7 @@ def _weighted(graph: Any, peers: int, weights: Any, kind: GossipAlgorithm) -> Ma
 def _of_matrices(matrices: Sequence[EdgeWeights]) -> Topology:
     sizes = {len(matrix) for matrix in matrices}
     if len(sizes) != 1:
-        raise ValueError(f"mixing matrices of different sizes: {sorted(sizes)}; each needs a row and a column a rank")
+        raise ValueError(f"mixing matrices must have one size, a row and a column per rank, got {sorted(sizes)}")
     phases = [frozenset(zip(each.senders.tolist(), each.receivers.tolist(), strict=True)) for each in matrices]
     return Topology("given by mixing=", sizes.pop(), tuple(phases))
 
@@ -141,8 +141,8 @@ def _check_symmetric(graph: Topology, algorithm: str) -> None:
             if (receiver, sender) not in edges:
                 raise ValueError(
                     f"topology {graph.name!r}: rank {sender} sends to rank {receiver} at step {step} and gets no "
-                    f"answer; {algorithm} needs a symmetric graph: take 'bipartite-exponential', 'ring' or another "
-                    f"that is, or algorithm='sgp'"
+                    f"answer; {algorithm} needs a symmetric graph: use 'bipartite-exponential', 'ring' or another "
+                    f"symmetric graph, or algorithm='sgp'"
                 )
 
 
@@ -151,18 +151,18 @@ def _check_doubly(matrix: EdgeWeights, algorithm: str) -> None:
         mixing.check_doubly(matrix)
     except ValueError as error:
         raise ValueError(
-            f"{error}; {algorithm} needs equal weights to stay equal: take mixing='metropolis', or algorithm='sgp'"
+            f"{error}; {algorithm} needs equal weights to stay equal: use mixing='metropolis', or algorithm='sgp'"
         ) from None
     if (pair := matrix.asymmetric()) is not None:
         i, j, there, back = pair
         raise ValueError(
             f"mixing matrix: W[{i}, {j}] = {there:.6g} and W[{j}, {i}] = {back:.6g}; {algorithm} needs a symmetric "
-            f"matrix: take mixing='metropolis', or algorithm='sgp'"
+            f"matrix: use mixing='metropolis', or algorithm='sgp'"
         )
 
 
 def _is_list(weights: Any) -> bool:
-    """Return whether these are several matrices, rather than the rows of one."""
+    """Return whether these are several matrices, not the rows of one."""
     if isinstance(weights, list | tuple):  # maybe of different sizes, for which NumPy has no number of dimensions
         return bool(weights) and np.ndim(weights[0]) == 2
     return bool(np.ndim(weights) == 3)
@@ -172,24 +172,25 @@ def _is_list(weights: Any) -> bool:
 
 
 MIN_WEIGHT, LOW_WEIGHT = 0.025, 0.1
-"""Push-sum weights below which a plan is refused, and warned of. The step in z is lr / w: on a quadratic of curvature
-1, SGD with momentum 0.9 and lr 0.1 diverges from lr / w = 2 (1 + 0.9) on, which is w = 0.026."""
-SAY_NOTHING = {"max_staleness": 0, "gossip_every": 1}
-"""Values that ask for nothing, of options whose None is the algorithm's own."""
+"""Push-sum weights below which a plan raises an error, and a warning. The step in z is lr / w: on a quadratic of
+curvature 1, SGD with momentum 0.9 and lr 0.1 diverges from lr / w = 2 (1 + 0.9) on, which is w = 0.026."""
+NO_OP_VALUES = {"max_staleness": 0, "gossip_every": 1}
+"""Values without effect, of options whose default is None."""
 MOST_DENSE = 1024
-"""Ranks of which a dense matrix is made (8 MB)."""
+"""Maximum number of ranks of a dense matrix (8 MB)."""
 MOST_COPIES = 32
-"""Vectors of weights that a rank may keep for 8-bit differences."""
+"""Maximum number of vectors of weights that a rank keeps for 8-bit differences."""
 
 
 @dataclass(frozen=True)
 class GossipPlan:
-    """Edges of each step with their mixing weights.
+    """The messages of each step, as edges with mixing weights.
 
     Attributes:
-        config: the same on all ranks.
-        topology: of the ranks that share the optimizer, by place; of their hosts, if ranks are averaged there first.
-        weights: of the edges, a mixing matrix a phase; columns sum to 1.
+        config: the configuration, the same on all ranks.
+        topology: the graph over the places of the ranks that share the optimizer; over their hosts, if the ranks of a
+            host are averaged first.
+        weights: a mixing matrix per phase; columns sum to 1.
     """
 
     config: GossipConfig
@@ -198,7 +199,7 @@ class GossipPlan:
 
     @cached_property
     def matrices(self) -> tuple[Matrix, ...]:
-        """The mixing matrices, ``W[receiver, sender]``, shape (P, P) each."""
+        """The mixing matrices ``W[receiver, sender]``, shape (P, P) each."""
         return tuple(each.dense() for each in self.weights)
 
     @cached_property
@@ -210,8 +211,7 @@ class GossipPlan:
         return (step - 1) // self._period % len(self.weights)
 
     def moves(self, step: int) -> bool:
-        """Return whether any rank sends anything at ``step``: in the last step of a period, so that after a period's
-        steps ranks have mixed."""
+        """Return whether any rank sends a message at ``step``: the last step of a period whose phase has edges."""
         return step % self._period == 0 and self._busy[self.phase(step)]
 
     def averages(self, step: int) -> bool:
@@ -249,14 +249,15 @@ class GossipPlan:
 
     @property
     def least_weight(self) -> float:
-        """The value of ``mixing.least_weight``; it is lower only when ranks have finished, then a kept part of 0.75."""
+        """The value of ``mixing.least_weight``. While ranks have finished, weights may be as low as a rank's kept part
+        of ``push_sum.MIN_WEIGHT``."""
         return mixing.least_weight(self.weights, overlap=self.config.max_staleness > 0)
 
     @property
     def copies(self) -> int:
-        """The most vectors of weights that a rank keeps for 8-bit differences (CHOCO-SGD): the one all ranks started
-        with, one for each phase in which it sends, one for each sender in each phase. Of hosts each rank keeps parts:
-        that of the start, one for each host that it sends to, one for each that it receives from."""
+        """The maximum number of vectors of weights that a rank keeps for 8-bit differences (CHOCO-SGD): the common
+        start, one for each phase in which it sends, and one for each sender in each phase. On hosts a rank keeps parts
+        of a vector: the start, one for each host that it sends to, and one for each host that it receives from."""
         places, parts = range(len(self.weights[0])), self.config.local_size
         if parts > 1:
             edges = frozenset().union(*self.topology.phases)
@@ -266,19 +267,19 @@ class GossipPlan:
 
     @property
     def parts(self) -> int:
-        """How many parts of the weights travel in messages of their own."""
+        """Number of parts of the weights that are sent as separate messages."""
         if ALGORITHMS[self.config.algorithm].outer is not None:
             return self.config.fragments * self.topology.size
         return self.config.local_size
 
     @property
     def plain_messages(self) -> int:
-        """The most messages that a rank sends as they are in an exchange: to the other ranks of its host."""
+        """The maximum number of uncompressed messages per rank and exchange: to the other ranks of its host."""
         return self.config.local_size - 1
 
     @property
     def max_messages(self) -> int:
-        """The most messages that a rank sends in an exchange; AD-PSGD: one."""
+        """The maximum number of messages that a rank sends in an exchange; 1 for AD-PSGD."""
         if ALGORITHMS[self.config.algorithm].pairs:
             return 1
         if ALGORITHMS[self.config.algorithm].outer is not None:
@@ -287,8 +288,10 @@ class GossipPlan:
 
     @property
     def max_received(self) -> int:
-        """The most messages that a rank receives in an exchange; AD-PSGD: one; 0 where hosts gossip, whose messages of
-        one exchange are of several steps, and for an outer optimizer."""
+        """The maximum number of messages that a rank receives in an exchange; 1 for AD-PSGD.
+
+        0 for hosts, whose exchanges have messages of several steps, and for outer optimizers.
+        """
         if self.parts > 1:
             return 0
         if ALGORITHMS[self.config.algorithm].pairs:
@@ -297,9 +300,11 @@ class GossipPlan:
 
 
 def algorithms_of(graph: Topology) -> tuple[str, ...]:
-    """Return the algorithms that may use a graph: all if it is symmetric, those of push-sum if it is directed, none if
-    weights of some rank never reach another; pairs, which average half and half, only if it has no weights, exact ones
-    only if it is static."""
+    """Return the names of the algorithms that support a graph.
+
+    A directed graph supports push-sum only, and a graph that is not connected no algorithm. Algorithms of pairs need a
+    graph without weights, exact algorithms a static graph.
+    """
     if graph.unreachable() is not None:
         return ()
     fit = [each for each in ALGORITHMS.values() if each.has_graph and (graph.symmetric or not each.symmetric_graph)]
@@ -330,20 +335,20 @@ def make_plan(
         size: ranks that share the optimizer.
         algorithm: one of ``ALGORITHMS``.
         graph: a name of ``topology.NAMED``, a ``Topology``, a networkx graph; None: the algorithm's own.
-        peers: neighbours of a rank at a step, where the graph leaves it open.
-        weights: "uniform", "metropolis", a matrix, or a list of one a phase, shape (P, P).
+        peers: number of receivers per rank and step, for topologies in ``WITH_PEERS``.
+        weights: "uniform", "metropolis", a matrix, shape (P, P), or a list with one per phase.
         max_staleness: steps (OSGP; outer optimizers: below ``average_every``); None: 1, half of that, or 0 elsewhere.
-        gossip_every: steps between two in which messages are sent; None: the algorithm's own.
+        gossip_every: steps between two sending steps; None: the algorithm's default.
         max_local_steps: steps between two averagings (AD-PSGD).
         average_every: steps between two averages over all ranks; 0: never.
-        fragments: of the weights, averaged in turn (outer optimizers).
-        outer_lr, outer_momentum: of an outer optimizer; None: the algorithm's own.
+        fragments: number of parts of the weights, averaged in turn (outer optimizers).
+        outer_lr, outer_momentum: constants of the outer optimizer; None: the algorithm's defaults.
         compression: one of ``COMPRESSIONS``.
         quasi_global: whether gossip corrects the momentum.
-        local_size: ranks of a host that are averaged before they gossip.
+        local_size: ranks per host that are averaged before they gossip.
 
     Raises:
-        ValueError: options that do not fit together; the message says which would.
+        ValueError: an invalid option, or options that exclude each other; the message has a hint.
     """
     given = {
         "topology": graph,
@@ -369,7 +374,7 @@ def make_plan(
 
 
 def _planned(kind: GossipAlgorithm, given: Mapping[str, Any], size: int, local_size: int) -> GossipPlan:
-    """Return the plan by a user's options, which were checked one by one."""
+    """Return the plan of a user's options, which were checked one by one."""
     places, what = size // local_size, "hosts" if local_size > 1 else "ranks"
     graph, matrices = Topology("none", places, (frozenset(),)), [EdgeWeights.keeping_all(places)]
     if kind.has_graph:
@@ -389,8 +394,8 @@ def _planned(kind: GossipAlgorithm, given: Mapping[str, Any], size: int, local_s
 
 
 def _digest(weights: Sequence[EdgeWeights]) -> int:
-    """A number that tells mixing matrices apart. Checkpoints name it, so it is one of dense matrices, as it always was;
-    of more ranks than fit into memory that way it is one of the edges."""
+    """Return a checksum of mixing matrices. Checkpoints contain it, so it must not change: up to ``MOST_DENSE`` ranks
+    it is that of the dense matrices, above, where these take too much memory, that of the edges."""
     digest = 0
     for each in weights:
         parts = [each.dense()] if len(each) <= MOST_DENSE else dataclasses.astuple(each)
@@ -400,7 +405,7 @@ def _digest(weights: Sequence[EdgeWeights]) -> int:
 
 
 def _rhythm(kind: GossipAlgorithm, given: Mapping[str, Any]) -> dict[str, int]:
-    """Return the numbers of steps in a configuration: those given, else the algorithm's own."""
+    """Return the numbers of steps in a configuration: the user's, else the algorithm's defaults."""
     own, late, every = kind.options, given["max_staleness"], given["gossip_every"]
     average_every = given["average_every"] or own.get("average_every", 0)
     if kind.outer is not None:
@@ -415,7 +420,7 @@ def _rhythm(kind: GossipAlgorithm, given: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _constants(kind: GossipAlgorithm, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the constants of an outer optimizer in a configuration: those given, else the algorithm's own."""
+    """Return the constants of the outer optimizer: the user's, else the algorithm's defaults."""
     return {
         name: kind.options.get(name, 0.0) if given[name] is None else given[name]
         for name in ("outer_lr", "outer_momentum")
@@ -423,18 +428,18 @@ def _constants(kind: GossipAlgorithm, given: Mapping[str, Any]) -> dict[str, Any
 
 
 def _check_copies(plan: GossipPlan, kind: GossipAlgorithm) -> None:
-    """Refuse 8-bit differences to more vectors than a rank may keep."""
+    """Check the number of vectors that a rank keeps for 8-bit differences."""
     if plan.config.compression == "int8" and plan.copies > MOST_COPIES:
         graph = "a graph" if kind.symmetric_graph else "'exponential' (1 + 2 log2 P), another graph"
         raise ValueError(
             f"int8 on topology {plan.topology.name!r} keeps {plan.copies} copies of the weights on a rank (one for "
-            f"each edge and phase), and {MOST_COPIES} are the limit: take {graph} with fewer edges and phases, or "
+            f"each edge and phase), and the limit is {MOST_COPIES}: use {graph} with fewer edges and phases, or "
             f"compression bf16"
         )
 
 
 def _check_weight(plan: GossipPlan, kind: GossipAlgorithm) -> None:
-    """Refuse, or warn of, push-sum weights so low that z = x / w diverges; on symmetric graphs they stay 1."""
+    """Raise or warn if push-sum weights fall so low that z = x / w diverges; on symmetric graphs they stay 1."""
     least = plan.least_weight if kind.has_graph and not kind.symmetric_graph else 1.0
     if least >= LOW_WEIGHT:
         return
@@ -442,16 +447,16 @@ def _check_weight(plan: GossipPlan, kind: GossipAlgorithm) -> None:
         f"topology {plan.topology.name!r} under {kind.name}: push-sum weights fall to {least:.3g}, so the optimizer's "
         f"step is up to {1 / least:.3g} times as long as its learning rate says"
     )
-    hint = "take a topology on which ranks get as much as they give, such as 'exponential'"
+    hint = "use a topology on which ranks receive as much as they send, such as 'exponential'"
     if kind.may_be_late:
-        hint += ", with few receivers a step"
+        hint += ", with few receivers per step"
     if least < MIN_WEIGHT:
-        raise ValueError(f"{text}, which lets weights run away; {hint}")
-    warnings.warn(f"{text}; lower that, or {hint}", stacklevel=3)
+        raise ValueError(f"{text}, so training would diverge; {hint}")
+    warnings.warn(f"{text}; lower it, or {hint}", stacklevel=3)
 
 
 def _checked(algorithm: str, given: Mapping[str, Any]) -> GossipAlgorithm:
-    """Return the algorithm; refuse options out of range, that it does not have, or that do not go together."""
+    """Return the algorithm, after checking that the options are in range, supported by it and compatible."""
     check_one_of("algorithm", algorithm, ALGORITHMS)
     _check_number("gossip_every", 1 if given["gossip_every"] is None else given["gossip_every"], 1)
     _check_number("max_local_steps", given["max_local_steps"], 1)
@@ -462,24 +467,24 @@ def _checked(algorithm: str, given: Mapping[str, Any]) -> GossipAlgorithm:
             bounds.check(name, given[name])
     compression = given["compression"]
     if compression not in COMPRESSIONS:
-        raise ValueError(f"compression={compression!r} of messages: take one of {', '.join(map(repr, COMPRESSIONS))}")
+        raise ValueError(f"compression must be one of {', '.join(map(repr, COMPRESSIONS))}, got {compression!r}")
     kind = ALGORITHMS[algorithm]
     for name in sorted(NOT_GIVEN.keys() - kind.options.keys()):
         value = given[name]
-        if name in SAY_NOTHING and value == SAY_NOTHING[name]:
+        if name in NO_OP_VALUES and value == NO_OP_VALUES[name]:
             continue
         if not isinstance(value, str | int | float | None) or value != NOT_GIVEN[name]:
-            raise ValueError(NO_USE[name].format(algorithm))
+            raise ValueError(UNSUPPORTED_OPTION_HINTS[name].format(algorithm))
     if compression not in kind.compressions:
         raise ValueError(
-            f"{compression} sends differences to what a neighbour knows already, and {algorithm} has no fixed "
-            f"neighbours: take fp16 or bf16, or another algorithm"
+            f"{compression} sends differences to what a neighbour already has, and {algorithm} has no fixed "
+            f"neighbours: use fp16 or bf16, or another algorithm"
         )
     if given["quasi_global"] and given["hierarchical"]:
-        raise ValueError("quasi_global: with hierarchical each rank's momentum is its own; leave one of the two out")
+        raise ValueError("quasi_global: with hierarchical each rank has its own momentum; omit one of the two")
     return kind
 
 
 def _check_number(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r} is not a number of steps: take {least} or more")
+        raise ValueError(f"{name} must be a whole number of steps, {least} or more, got {value!r}")

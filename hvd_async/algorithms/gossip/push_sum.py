@@ -1,16 +1,17 @@
-"""Push-sum's equations as pure functions: SGP (Assran et al., ICML 2019, Algorithm 1), OSGP, D-PSGD.
+"""Push-sum as pure functions: SGP (Assran et al., ICML 2019, Algorithm 1), OSGP, D-PSGD.
 
 Rank i has biased weights x_i and a push-sum weight w_i, 1 at the start. One step of SGP, after x_i <- U(x_i, g_i):
 
-    send to each out-neighbour j (line 4 of Algorithm 1):   (x_i, w_i), of which j adds p_ji; rank i keeps p_ii
+    send to each out-neighbour j (line 4 of Algorithm 1):   (x_i, w_i), which j adds times p_ji; rank i keeps p_ii
     receive (lines 5 and 6):                                x_i <- sum_j p_ij x_j,   w_i <- sum_j p_ij w_j
     model (line 7):                                         z_i = x_i / w_i
 
 Columns of p sum to 1, so sums of x and of w over ranks and messages in flight never change. OSGP receives messages
-later (its weights are those of their own step); D-PSGD (Lian et al., NeurIPS 2017, Algorithm 1) has symmetric p, whose
-w stay 1, and sends the x_i of before the update.
+later, with the p of the step in which they were sent. D-PSGD (Lian et al., NeurIPS 2017, Algorithm 1) has symmetric p,
+so w stays 1, and sends the x_i from before the update.
 
-``add(x, y, a)`` of a message format is x + a y; it may reuse the memory of x. ``times(x, a)`` is a x, a new vector.
+``add(x, y, a)`` of a message format returns x + a y and may reuse the memory of x. ``times(x, a)`` returns a x as a new
+vector.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ Add = Callable[[Vector, Vector, float], Vector]
 Times = Callable[[Vector, float], Vector]
 
 MIN_WEIGHT = 0.75
-"""Push-sum weight below which a rank that receives less than it sends keeps what it has: z = x / w diverges as w goes
-to 0. It sends empty messages then, of weight 0."""
+"""Push-sum weight below which a rank that receives less than it sends keeps its weights, since z = x / w diverges as w
+goes to 0. It then sends empty messages of weight 0."""
 
 
 class State(NamedTuple):
-    """One rank's state.
+    """State of a rank.
 
     Attributes:
         x: biased weights, shape (n,).
@@ -41,23 +42,23 @@ class State(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Biased weights as the receivers decode them, and the sender's push-sum weight."""
+    """Content of a message: biased weights as the receivers decode them, and the sender's push-sum weight."""
 
     x: Vector
     w: float
 
 
 class Sent(NamedTuple):
-    """A step's message, and the sum of p over its receivers."""
+    """A sent message, and the sum of p over its receivers."""
 
     message: Message
     p: float
 
 
 def without(state: State, sent: Sent, add: Add, times: Times = operator.mul) -> State:
-    """Return the state without the share that a message carries, which was made of this state or an earlier one."""
+    """Return the state without the share that a message carries, made of this state or of an earlier one."""
     (x, w), p = sent
-    # a message stays as it is until it is sent: where it is x itself, x must not change in place
+    # a message must not change until it is sent: if it is x itself, x must not change in place
     return State(times(x, 1.0 - p) if x is state.x else add(state.x, x, -p), state.w - p * w)
 
 
@@ -81,11 +82,17 @@ def biased(z: Vector, w: float) -> State:
 
 
 def divided(state: State, ranks: int) -> State:
-    """Return each of so many ranks' equal part of a state."""
+    """Return the equal part of a state that each of ``ranks`` ranks gets."""
     part = 1.0 / ranks
     return State(state.x * part, state.w * part)
 
 
 def may_send(w: float, gets_less: bool, ranks: int = 1) -> bool:
-    """Return whether a state that stands for so many ranks may send a share."""
+    """Return whether the sum of the states of ``ranks`` ranks may send a share.
+
+    Args:
+        w: push-sum weight.
+        gets_less: whether the sender may receive less than it sends.
+        ranks: number of ranks in the sum.
+    """
     return not gets_less or w >= MIN_WEIGHT * ranks

@@ -1,19 +1,19 @@
-"""A gossiping rank, in any framework: messages out and in, push-sum over them, ends and checkpoints.
+"""A gossiping rank, independent of the framework: sent and received messages, push-sum, ends and checkpoints.
 
-``GossipWorker`` counts steps, exchanges and ends, and mixes nothing. ``PushSumWorker`` is push-sum: SGP, OSGP, D-PSGD,
-and averages over all ranks ("allreduce"). Other algorithms derive from one of these, each in a file of its own.
+``GossipWorker`` counts steps, exchanges and ends, but mixes nothing. ``PushSumWorker`` is push-sum: SGP, OSGP, D-PSGD,
+and averages over all ranks ("allreduce"). Other algorithms derive from one of these, each in its own file.
 
-The model holds z = x / w. After each local update the rank sends a share of x and w and adds what it receives, each
-message times its edge's weight (``push_sum``): so the sums of x and of w over ranks and messages in flight never
-change, also when messages are late, compressed, or left out because a rank has finished.
+The model holds z = x / w. After each local update the rank sends a share of x and w, and adds each message that it
+receives times its edge's weight (``push_sum``). So the sums of x and of w over ranks and messages in flight never
+change, also when messages are late, compressed, or omitted because a rank has finished.
 
-D-PSGD sends the weights from before an update, so messages are sent at the end of the step before (``publish``), and
-travel while the gradient is computed; not those of the first step after a drain or cut. When all ranks have finished,
-messages of a step that none of them took are discarded at both ends.
+D-PSGD sends the weights from before an update, so messages are sent at the end of the previous step (``publish``), and
+are in flight while the gradient is computed. The first step after a drain or cut is an exception. When all ranks have
+finished, messages of a step that no rank took are discarded at both ends.
 
-OSGP's messages travel while the next gradients are computed. Where constraints or post-step hooks change the weights,
-the share is sent after them, and messages of the same step that are here already are mixed in the next step: so the
-model holds what the hooks left, all messages carry such weights, and drains average them.
+OSGP's messages are in flight while the next gradients are computed. If constraints or post-step hooks change the
+weights, the share is sent after them, and messages of the same step that have already arrived are mixed in the next
+step. So the model holds the weights that the hooks leave, all messages carry such weights, and drains average them.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class _QueuedStep(NamedTuple):
 
 
 class Links(NamedTuple):
-    """Where messages of one key go and come from, on one rank; all ranks know theirs before messages are queued.
+    """Receivers and senders of messages with one key, on one rank; known on all ranks before messages are queued.
 
     Attributes:
-        receivers: places to which this rank sends such a message.
-        senders: places that send one to it.
-        rows: of such a message.
+        receivers: places to which this rank sends a message.
+        senders: places that send a message to this rank.
+        rows: number of rows per message.
     """
 
     receivers: Sequence[int]
@@ -72,7 +72,7 @@ class Links(NamedTuple):
 
 
 class _Due(NamedTuple):
-    """What an exchange's command tells of it: the rows of queued messages, by place."""
+    """A commanded exchange, with the number of rows of queued messages to and from each place."""
 
     command: StartExchange
     to: list[int]
@@ -80,23 +80,23 @@ class _Due(NamedTuple):
 
 
 NO_MESSAGE = HEADER.pack(-1, 0.0)
-"""The header of rows that stand for a message that was left out."""
+"""The header of rows that replace an omitted message."""
 
 
 class MessageExchange:
-    """The exchanges of one optimizer on this rank.
+    """Exchanges of one optimizer on this rank.
 
-    Both ends of a message know of it from the command and ``links``, so that no rank has to ask how much is coming.
-    Where the sender has left a message out, since its receiver has finished, rows without a message go in its place.
+    Both ends of a message know its size from the command and ``links``, so ranks need not communicate sizes first. If
+    the sender omits a message because its receiver has finished, it sends empty rows instead.
 
     Args:
         engine: the engine of this rank.
         post: the format of messages.
-        links: those of messages of a key; asked when an exchange's command is here, so that all ranks, who get commands
-            in one order, are asked in the same state.
+        links: returns the links of a key. Called when an exchange's command arrives: all ranks receive commands in the
+            same order, so all answer in the same state.
         deliver: called with the sender's place, the key, its push-sum weight and the encoded vector of each message.
-        snapshots: messages, with their keys, that this rank's weights of now make for an exchange (AD-PSGD); whom one
-            is sent to sends one, of as many bytes.
+        snapshots: returns the messages, with their keys, that an exchange makes of this rank's current weights
+            (AD-PSGD); the receiver sends a message of the same size in return.
         after: called when all messages of an exchange were delivered.
     """
 
@@ -115,24 +115,24 @@ class MessageExchange:
         self._place = {rank: place for place, rank in enumerate(self._ranks)}
         self._outbox: dict[int, _QueuedStep] = {}
         self._coming: set[int] = set()
-        """Steps whose messages were announced and not queued yet."""
+        """Steps whose messages were announced but not queued yet."""
         self._busy: set[str] = set()
         self._held: deque[_Due] = deque()
         self._last: int | None = None
         """The last exchange before a drain that this rank has not completed yet; later ones wait."""
         self.completed = self.own_sent = 0
-        """Exchanges that have completed here; of these, how many carried messages of this rank."""
+        """Number of completed exchanges, and the number of these that carried queued messages of this rank."""
         self.sent = self.bytes_sent = 0
         self.seconds = 0.0
-        """Duration of all exchanges here, summed."""
+        """Total duration of all exchanges here."""
 
     def announce(self, optimizer: int, key: int) -> None:
-        """Announce that messages of a step, or none, will be queued once those of earlier steps are here."""
+        """Announce that messages of a step, or none, will be queued once messages of earlier steps have arrived."""
         self._coming.add(key)
         self._engine.send(MessageComing(optimizer, key))
 
     def offer(self, optimizer: int, key: int, messages: list[OutgoingMessage], weight: float) -> None:
-        """Queue a step's messages, one to a receiver, for an exchange; without any, announce that there are none."""
+        """Queue a step's messages, one per receiver, for an exchange; if empty, announce that there are none."""
         if messages or key in self._coming:
             self._outbox[key] = _QueuedStep(messages, weight)
         self._coming.discard(key)
@@ -142,7 +142,7 @@ class MessageExchange:
             self._engine.send(MessageQueued(optimizer, key) if messages else NoMessage(optimizer, key))
 
     def pause(self, last: int) -> None:
-        """Submit nothing of the exchanges after number ``last``, until ``resume``."""
+        """Hold exchanges after number ``last`` until ``resume``."""
         self._last = last
 
     def resume(self) -> None:
@@ -175,7 +175,7 @@ class MessageExchange:
             self._submit(self._held.popleft())
 
     def _pieces(self, data: Vector) -> list[Vector]:
-        """Return a message as the data of its rows, which all have its header: it may be longer than one."""
+        """Split a message into the data of its rows, each of which gets its header."""
         step = max(1, self._post.nbytes)
         return [data[start : start + step] for start in range(0, max(1, len(data)), step)]
 
@@ -226,8 +226,9 @@ class MessageExchange:
                 self._deliver(place, key, weight, pieces[0] if len(pieces) == 1 else self._post.concatenate(pieces))
             self.completed += 1
             self.own_sent += queued
-            # The receiver reports completion: a sender's part may complete as soon as the kernel has buffered it, and
-            # exchanges would seem to take no time. (Where the first has none after all, it says so itself.)
+            # The receiver of the first sender's message reports completion: a sender's part may complete as soon as the
+            # kernel has buffered it, so exchanges would seem to take no time. (If the first sender had announced a
+            # message but queued none, it reports completion itself.)
             if any(first == place for place, _ in messages) or (
                 first == self._place[own] and command.senders and not queued
             ):
@@ -243,17 +244,17 @@ class MessageExchange:
 
 
 # -- messages received -------------------------------------------------------------------------------------------------
-# The engine delivers, the training thread takes.
+# The engine delivers messages, the training thread takes them.
 
 
 class ReceivedMessage(NamedTuple):
-    """A message received.
+    """A received message.
 
     Attributes:
-        sender: its place.
-        step: the sender's.
-        weight: push-sum weight; 0 of an empty message.
-        data: encoded.
+        sender: the sender's place.
+        step: the sender's step.
+        weight: push-sum weight; 0 for an empty message.
+        data: the encoded vector.
     """
 
     sender: int
@@ -268,10 +269,11 @@ class ReceiveBuffer:
     Args:
         engine: the engine of this rank.
         late: steps that a message may be late.
-        sent_early: whether a step's messages are sent at the end of the step before, also by a rank that finishes then.
+        sent_early: whether a step's messages are sent at the end of the previous step, also by a rank that finishes
+            there.
 
     Attributes:
-        received: messages not taken yet: (push-sum weight, encoded vector) by (sender's place, its step).
+        received: pending messages: (push-sum weight, encoded vector) by (sender's place, its step).
         finished: the last step of each rank that has finished, by place.
     """
 
@@ -280,21 +282,21 @@ class ReceiveBuffer:
         self.received: dict[tuple[int, int], tuple[float, Vector]] = {}
         self.finished: dict[int, int] = {}
         self._expected: set[tuple[int, int]] = set()
-        """Messages that steps so far need and that were not taken yet. The engine may be reading the set, so it is
-        replaced, never changed."""
+        """Messages that steps so far need and that were not taken yet. The engine may read the set concurrently, so it
+        is replaced, never changed."""
         self._step = 0
         self._discards = False
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
     def deliver(self, sender: int, step: int, weight: float, data: Vector) -> None:
-        """Add a message; a thread that waits for it is notified when all messages of its exchange are here."""
+        """Add a message; a waiting thread is notified when all messages of its exchange were delivered."""
         with self._engine.changed:
             if not self._discards:
                 self.received[sender, step] = (weight, data)
 
     def discard(self) -> None:
-        """Drop all messages from now on: nobody takes them."""
+        """Drop all messages from now on."""
         with self._engine.changed:
             self._discards = True
             self.received.clear()
@@ -305,16 +307,16 @@ class ReceiveBuffer:
             self.finished[place] = step
             self._engine.changed.notify_all()
 
-    def begin_anew(self, gone: Iterable[int]) -> None:
-        """Start after a drain or cut: all ranks are active except the ``gone`` (by place), which nothing may be sent
-        to."""
+    def reset(self, gone: Iterable[int]) -> None:
+        """Start after a drain or cut: all ranks are active except the ``gone`` (by place), to which no messages may be
+        sent."""
         with self._engine.changed:
             self.finished = dict.fromkeys(gone, 0)
 
     # -- both -------------------------------------------------------------------------------------------------
 
     def last(self, place: int, step: int) -> int:
-        """Return the last step of which a rank sends or receives messages; ``step`` if it is active."""
+        """Return the last step in which a rank sends or receives messages; ``step`` if it is active."""
         if place not in self.finished:
             return step
         last = self.finished[place]
@@ -332,12 +334,12 @@ class ReceiveBuffer:
     # -- training thread --------------------------------------------------------------------------------------
 
     def expect(self, step: int, senders: Iterable[int]) -> None:
-        """Begin a step, which needs these ranks' messages of that step."""
+        """Begin a step that needs messages of that step from these ranks."""
         self._step = step
         self._expected = self._expected | {(sender, step) for sender in senders}
 
     def take(self, until: int | None) -> list[ReceivedMessage]:
-        """Take messages of senders' steps up to this one, or all, in one order."""
+        """Take the messages of senders' steps up to ``until`` (None: all), in a fixed order."""
         with self._engine.changed:  # else the engine might count a message just taken as missing
             found = self._pop(lambda step: until is None or step <= until)
             left = self._expected.difference((message.sender, message.step) for message in found)
@@ -345,7 +347,7 @@ class ReceiveBuffer:
         return found
 
     def take_after(self, last: int) -> list[ReceivedMessage]:
-        """Take messages of later steps than ``last``."""
+        """Take the messages of steps after ``last``."""
         with self._engine.changed:
             return self._pop(lambda step: step > last)
 
@@ -354,7 +356,7 @@ class ReceiveBuffer:
         return [ReceivedMessage(*key, *self.received.pop(key)) for key in keys]
 
     def restart(self) -> None:
-        """Restart the count of steps; none needs any message."""
+        """Restart the count of steps; no messages are expected."""
         self._step, self._expected = 0, set()
 
 
@@ -364,31 +366,31 @@ class ReceiveBuffer:
 WEIGHT_TOLERANCE = 1e-6
 """Relative tolerance of the sum of push-sum weights."""
 MEAN = "the average of all ranks"
-"""Name, in messages, of the collective in which ranks sum their weights."""
+"""Name, in error messages, of the collective in which ranks sum their weights."""
 
 
 class GossipWorker(Worker):
-    """One optimizer of one rank that gossips.
+    """A gossiping optimizer on one rank: steps, exchanges and ends. Subclasses mix the weights.
 
     Args:
         engine: the engine of this rank.
-        plan: edges of each step.
+        plan: the edges of each step.
         post: the format of messages.
-        finish: as ``Worker``.
+        finish: as in ``Worker``.
 
     Attributes:
-        keep: the optimizer, which must live until the next drain: other ranks count on this one's weights.
+        keep: the optimizer, which must live until the next drain: other ranks need this rank's weights.
         learning_rates: returns (elements, rate) of consecutive parts of the weights, with the learning rate of this
-            step; always the same parts. Empty: the rate is not known and does not change.
+            step; always the same parts. Empty: the rate is unknown and does not change.
         inertia: returns how an update depends on learning rates of earlier steps; see ``WeightReplica.inertia``.
         sizes: returns the number of elements of each parameter, in the order of the vector of weights.
-        frozen: returns the elements of parameters that are frozen on this rank now.
+        frozen: returns the elements of parameters that are currently frozen on this rank.
         defers_sends: whether constraints or post-step hooks may change the weights that ``mix`` returns.
-        log: events for a test, as the subclass says; None: they are not recorded.
+        log: events for tests, as documented by the subclass; None: not recorded.
     """
 
     _averages: GlobalAverages | DifferenceAverages
-    """Averages of all ranks, of an algorithm that has any between ends."""
+    """Averages over all ranks, if the algorithm has any between ends."""
 
     def __init__(
         self, engine: RankRuntime, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]
@@ -407,32 +409,33 @@ class GossipWorker(Worker):
         self._step = self._before = 0
         """Steps since the last drain or cut, and before it."""
         self._base = self._longest = 0
-        """Steps from the last drain to the last cut, of the rank with most at each; and since (engine thread)."""
+        """Steps from the last drain to the last cut, summed over cuts, of the rank with the most steps at each; and the
+        same number for the end that is under way (engine thread)."""
         self._base_of_exchanges = 0
         """``_base`` of the exchanges that are commanded now (engine thread): the training thread may be behind."""
         self._left: frozenset[int] = frozenset()
-        """Places of the ranks that had the optimizer no more at the last end (engine thread)."""
+        """Places of ranks whose optimizer was deleted before the last end (engine thread)."""
         self._taken = self._discarded = 0
-        """Messages mixed in, and received but discarded."""
+        """Messages mixed in, and messages received but discarded."""
         self._averagings = 0
         self._averaged_ends = 0
-        """Drains that have averaged all ranks."""
+        """Number of drains that have averaged all ranks."""
         self._alone = 0
         """Mixing steps taken while no other rank was left to exchange with."""
         self._stepped = 0
         """Steps of all ranks before the last drain or cut (engine thread)."""
         self._uneven = False
-        """Whether some ranks took fewer of them than others since the one before."""
+        """Whether ranks took different numbers of steps between the last two ends."""
         self._lasts: dict[int, int] = {}
-        """Each rank's steps since the one before, by place (engine thread)."""
+        """Steps of each rank between the last two ends, by place (engine thread)."""
         self._together = True
-        """Whether all ranks had the same weights when this one began, or after its last drain or cut."""
+        """Whether all ranks had the same weights at the start, or after the last drain or cut."""
         self._staleness: Counter[int] = Counter()
         self._waited_for = [0.0] * len(self._ranks)
         self._total = 0
         """Steps of all ranks until the last drain."""
         self._all_mass = True
-        """Whether all ranks that have stepped since the last drain are in this one."""
+        """Whether all ranks that have stepped since the last drain take part in this one."""
         self.keep: object = None
         self.learning_rates: Callable[[], Sequence[tuple[int, float]]] = tuple
         self.inertia: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
@@ -448,9 +451,11 @@ class GossipWorker(Worker):
 
     @property
     def version(self) -> int:
-        """Exchanges that have completed here, averages over all ranks that this rank's weights have seen (those of
-        drains too), and mixing steps taken while no other rank was left to exchange with. So it grows with the steps,
-        whatever the algorithm and however many ranks are left."""
+        """A number that grows with the steps, for any algorithm and number of active ranks.
+
+        It counts the exchanges that have completed here, the averages over all ranks that this rank has applied (also
+        those of drains), and the mixing steps without another active rank.
+        """
         averages = 0 if self._algorithm.pairs else self._averagings  # (a pair's average is an exchange)
         return self._exchanges.completed + averages + self._averaged_ends + self._alone
 
@@ -466,18 +471,18 @@ class GossipWorker(Worker):
 
     @property
     def _sends_early(self) -> bool:
-        """Whether a step's messages are sent at the end of the step before."""
+        """Whether a step's messages are sent at the end of the previous step."""
         return self._algorithm.sends_before_update and self.config.local_size == 1
 
     def begin(self, weights: Vector) -> None:
-        """Start from these weights, shape (n,), the same on all ranks, before they register; they belong to the worker.
+        """Start from the model's weights, before ``register``.
 
         Args:
-            weights: the model's.
+            weights: shape (n,), the same on all ranks; the worker takes ownership.
         """
 
     def check_step(self) -> None:
-        """Raise, if no step can be taken now; before one changes any weight."""
+        """Raise if no step can be taken now; called before a step changes any weight."""
         self._registered_number()
         self._check_drained()
 
@@ -486,7 +491,7 @@ class GossipWorker(Worker):
 
         Args:
             before: the biased weights before the update, shape (n,); not used unless ``wants_before``.
-            after: the biased weights after the update. Both belong to the worker from now on.
+            after: the biased weights after the update. The worker takes ownership of both.
 
         Returns:
             The model's weights z, shape (n,).
@@ -495,14 +500,14 @@ class GossipWorker(Worker):
 
     @abc.abstractmethod
     def mix_program(self, before: Vector, after: Vector) -> Program[Vector]:
-        """As ``mix``."""
+        """Program of ``mix``."""
 
     def publish(self, weights: Vector) -> None:
-        """Send what later steps of other ranks mix in.
+        """Send the weights that other ranks mix in their later steps.
 
         Args:
-            weights: the model's after this step's mixing, constraints and post-step hooks, shape (n,); they are not
-                changed any more.
+            weights: the model's weights after this step's mixing, constraints and post-step hooks, shape (n,); they
+                must not change afterwards.
         """
 
     def _count_step(self) -> None:
@@ -526,13 +531,13 @@ class GossipWorker(Worker):
         return drained is not None and self._exchanges.completed >= drained.rounds
 
     def complete_drain_program(self) -> Program[None]:
-        """Complete a drain or cut: let the binding put ``gather``'s weights into the model, and restart the count of
-        steps."""
+        """Complete a drain or cut: the binding loads the weights of ``gather`` into the model, and the count of steps
+        restarts."""
         drained = self._take_drained()
         self._all_mass = drained.whole
         total = sum(drained.produced)
         if total != self._total or (drained.flushed and not self._together):
-            # (else nothing is to be done, and a rank's optimizer may be deleted by now)
+            # (otherwise there is nothing to do, and the optimizer may have been deleted)
             yield from self._finish(drained.flushed)
             self._averaged_ends += drained.flushed
         self._base = 0 if drained.flushed else self._base + self._longest
@@ -554,14 +559,14 @@ class GossipWorker(Worker):
         self._exchanges.resume()
 
     def gather(self, weights: Vector, flush: bool) -> Vector:
-        """Mix in all messages received, at a drain or cut; with ``flush``, average all ranks.
+        """Mix in all received messages, at a drain or cut; with ``flush``, average all ranks.
 
         Args:
-            weights: z, shape (n,); it belongs to the worker from now on.
-            flush: whether it is a drain. A collective then.
+            weights: z, shape (n,); the worker takes ownership.
+            flush: whether it is a drain, which is a collective.
 
         Returns:
-            z: the average of all ranks, or this rank's own.
+            z, shape (n,): the average of all ranks after a drain, else this rank's own.
 
         Raises:
             GradientLossError: push-sum weights do not sum to the number of ranks.
@@ -570,21 +575,21 @@ class GossipWorker(Worker):
 
     @abc.abstractmethod
     def gather_program(self, weights: Vector, flush: bool) -> Program[Vector]:
-        """As ``gather``."""
+        """Program of ``gather``."""
 
     def consensus(self, x: Vector) -> Vector:
-        """Return the mean over all ranks of what has been received; a collective, right after a drain or cut.
+        """Return the mean of all ranks' weights, shape (n,). A collective, right after a drain or cut.
 
         Args:
-            x: biased weights, z x ``weight``, shape (n,); they belong to the worker from now on.
+            x: biased weights, z x ``weight``, shape (n,); the worker takes ownership.
         """
         return self.run(self.consensus_program(x))
 
     def consensus_program(self, x: Vector) -> Program[Vector]:
-        """As ``consensus``."""
+        """Program of ``consensus``."""
         total = yield from self.sum_program(self._post.scalar(self._weight), "the sum of push-sum weights")
         size, weight = len(total.ranks), float(total.vector[0])
-        if self._all_mass:  # else a rank whose optimizer was deleted took its share with it
+        if self._all_mass:  # otherwise the share of a rank whose optimizer was deleted is lost
             if abs(weight - size) > WEIGHT_TOLERANCE * size:
                 raise GradientLossError(
                     f"{self.label}: push-sum weights of {size} ranks sum to {weight:.9g}: messages were lost or "
@@ -594,16 +599,16 @@ class GossipWorker(Worker):
         return (yield from self.sum_program(x, MEAN)).vector * (1.0 / weight)
 
     def leave(self, weights: Vector) -> Kept:
-        """Return what this rank keeps, whose model has these weights, now that the ranks will be others.
+        """Return the state that this rank keeps over a membership change; its model has these weights.
 
-        Messages on their way are gone, and their share of the push-sum weight: each rank begins anew with weight 1.
+        Messages in flight are lost, with their share of the push-sum weight: each rank restarts with weight 1.
         """
         return Kept(weights)
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
     def saved_state(self) -> SavedState | None:
-        """Return the state that a checkpoint needs beside the weights after a cut; None after a drain."""
+        """Return the state, other than the weights, that a checkpoint needs after a cut; None after a drain."""
         return None if self._together else SavedState(self._weight, self._estimates(), self._base)
 
     def _estimates(self) -> dict[str, Vector]:
@@ -611,14 +616,14 @@ class GossipWorker(Worker):
         return {}
 
     def common_state(self) -> dict[str, Vector]:
-        """Return, by name, the state besides the weights that is the same on all ranks and outlives a drain."""
+        """Return the state, by name, that is the same on all ranks and outlives a drain, without the weights."""
         return {}
 
     def take_common_state(self, state: Mapping[str, Vector]) -> None:
-        """Begin with what an earlier worker's ``common_state`` has returned, before ``register``."""
+        """Start from the result of an earlier worker's ``common_state``, before ``register``."""
 
     def restore(self, kept: SavedState) -> None:
-        """Begin with the state that an earlier run's cut saved, before ``register``."""
+        """Start from the state that an earlier run saved after a cut, before ``register``."""
         self._weight = kept.weight
         self._base = self._base_of_exchanges = kept.base
         self._restored, self._together = True, False
@@ -662,13 +667,13 @@ class GossipWorker(Worker):
                 self._stepped = total
                 self._base_of_exchanges = 0 if command.flushed else self._base_of_exchanges + self._longest
                 self._left = frozenset(map(self._ranks.index, command.gone))
-                self._receive_buffer.begin_anew(self._left)
+                self._receive_buffer.reset(self._left)
                 super().on_command(command)
             case _:
                 super().on_command(command)
 
     def _links(self, key: int) -> Links:
-        """Return where messages of a key go and come from, in exchanges that are commanded now."""
+        """Return the links of a key, in exchanges that are commanded now."""
         if self._place in self._left:
             return Links((), ())
         phase = self._base_of_exchanges + key
@@ -677,28 +682,28 @@ class GossipWorker(Worker):
 
     @abc.abstractmethod
     def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
-        """Receive a message: its sender's place, its key there, its push-sum weight and encoded vector."""
+        """Receive a message: its sender's place, the sender's key, the push-sum weight and the encoded vector."""
 
     def _on_exchange_done(self) -> None:
         """Handle the end of an exchange, after all its messages were delivered."""
 
     def _snapshots(self, command: StartExchange) -> list[tuple[int, OutgoingMessage]]:
-        """Return messages, with their keys, that this rank's weights of now make for an exchange (engine thread)."""
+        """Return the messages, with keys, that an exchange makes of this rank's current weights (engine thread)."""
         if command.pairs or command.gathers:
-            raise ReplicaStateError(f"{self.config.algorithm} averages no pairs: a bug in the coordinator")
+            raise ReplicaStateError(f"{self.config.algorithm} does not average pairs: a bug in the coordinator")
         return []
 
 
 def check_weight(kept: SavedState, algorithm: str) -> None:
-    """Refuse to begin with the state that an earlier run's cut saved.
+    """Check that a state saved after a cut has push-sum weight 1.
 
     Raises:
-        ValueError: it has a push-sum weight other than 1, which only push-sum can go on with.
+        ValueError: it has not; only push-sum supports other weights.
     """
     if kept.weight != 1.0:
         raise ValueError(
-            f"this state was saved after cut(), with push-sum weight {kept.weight:.6g}, and {algorithm} knows none: "
-            f"go on with the algorithm that it was saved with, or save after drain()"
+            f"this state was saved after cut(), with push-sum weight {kept.weight:.6g}, which {algorithm} does not "
+            f"support: continue with the algorithm that it was saved with, or save after drain()"
         )
 
 
@@ -706,22 +711,22 @@ def check_weight(kept: SavedState, algorithm: str) -> None:
 
 
 class Sender:
-    """The sender's side of a step of push-sum, on the training thread: receivers, and the content of messages.
+    """Sender's side of a push-sum step: receivers and content of messages (training thread).
 
     Args:
         engine: the engine of this rank.
-        plan: edges of each step.
+        plan: the edges of each step.
         place: the place of this rank.
         post: the format of messages.
-        exchanges: carries them.
-        known: the receivers' estimates, where messages are differences.
-        receive_buffer: messages of other ranks, and the last steps of those that have finished.
+        exchanges: the exchanges that carry the messages.
+        known: the receivers' estimates, if messages are differences.
+        receive_buffer: the received messages, and the last steps of finished ranks.
 
     Attributes:
-        offered: steps of which messages were queued, ever.
+        offered: total number of steps whose messages were queued.
         last: the last step whose messages were queued, or that has none, since the last drain or cut.
-        neighbour_stopped: whether an empty message was received since the last drain or cut: its sender keeps what it
-            has.
+        neighbour_stopped: whether an empty message was received since the last drain or cut: its sender keeps its
+            weights.
     """
 
     def __init__(
@@ -740,13 +745,13 @@ class Sender:
         self.neighbour_stopped = False
 
     def offer(self, optimizer: int, step: int, phase: int, x: Vector, weight: float) -> Sent | None:
-        """Queue a step's messages, if any rank has some then; return the share that they carry, None without one.
+        """Queue a step's messages, if it is a sending step; return the share that they carry, None if there is none.
 
         Args:
-            optimizer: its number.
-            step: since the last drain or cut.
-            phase: the number, from 1, of the step whose edges these are.
-            x: the biased weights to send, shape (n,); they must stay as they are until they are sent.
+            optimizer: the optimizer's number.
+            step: the step since the last drain or cut.
+            phase: the number, from 1, of the step whose edges are used.
+            x: the biased weights to send, shape (n,); they must not change until they are sent.
             weight: this rank's push-sum weight.
         """
         self.last = step
@@ -765,24 +770,25 @@ class Sender:
         return sent
 
     def offer_nothing(self, optimizer: int, step: int, phase: int) -> None:
-        """Queue empty messages of a step that was broken off before it had any: others wait (engine thread)."""
+        """Queue empty messages of a step that was interrupted before it queued any: receivers wait for them (engine
+        thread)."""
         empty = self._post.encode(self._post.zeros())
         messages = [OutgoingMessage(to, empty) for to, _ in self.receivers(step, phase)]
         self._exchanges.offer(optimizer, step, messages, 0.0)
 
     def receivers(self, step: int, phase: int) -> list[tuple[int, float]]:
-        """Return the places to which this rank sends in a step, as far as is known, with the edges' weights."""
+        """Return the places to which this rank sends in a step, with the edges' weights, without finished ranks."""
         edges = self._plan.out_edges(self._place, phase)
         return [(to, p) for to, p in edges if step <= self._receive_buffer.last(to, step)]
 
     def _gets_less(self, step: int) -> bool:
-        """Return whether this rank cannot count on receiving as much as it sends."""
+        """Return whether this rank may receive less than it sends."""
         senders = self._plan.senders(self._place)  # of all phases: it may send in this one, and receive in none
         return self.neighbour_stopped or any(step > self._receive_buffer.last(sender, step) for sender in senders)
 
 
 def edge(end: int | str, plan: GossipPlan, phase: int) -> str:
-    """Return the name of an edge's estimate: by its sender's place, or "out" at the sender itself."""
+    """Return the name of an edge's estimate; ``end`` is the sender's place, or "out" at the sender itself."""
     return f"{end} {plan.phase(phase)}"
 
 
@@ -790,10 +796,10 @@ def edge(end: int | str, plan: GossipPlan, phase: int) -> str:
 
 
 class PushSumWorker(GossipWorker):
-    """One optimizer of one rank that gossips by push-sum.
+    """Push-sum on one rank: SGP, OSGP, D-PSGD, and averages over all ranks.
 
     Attributes:
-        log: (step, [(sender, its step), ...]) of the messages received in each step.
+        log: (step, [(sender, its step), ...]) of the messages mixed in each step.
     """
 
     def __init__(
@@ -806,11 +812,11 @@ class PushSumWorker(GossipWorker):
         self._early = 0
         """The step whose messages were queued before it was taken; 0 if there is none."""
         self._sent_early: Sent | None = None
-        """The share that they carry, subtracted once that step is taken."""
+        """The share that these messages carry, subtracted once that step is taken."""
         self._deferred = False
         """Whether ``publish`` sends this step's share."""
         self._noted: list[tuple[int, int]] = []
-        """Messages received that the log does not have yet."""
+        """Received messages that are not in the log yet."""
 
     @property
     def wants_before(self) -> bool:
@@ -830,7 +836,7 @@ class PushSumWorker(GossipWorker):
         if late:
             self._announce(self._step)
         if self.plan.moves(self._base + self._step):
-            # Back-pressure: at most one step's messages of this rank may be unsent, of OSGP none.
+            # Back-pressure: messages of at most one step of this rank may be unsent, with OSGP of none.
             yield from self._await(lambda: self._sender.offered - self._exchanges.own_sent <= (0 if late else 1))
         if late:  # messages of earlier steps are added before a share is sent
             yield from self._await_messages()
@@ -866,7 +872,8 @@ class PushSumWorker(GossipWorker):
             self._sent_early = self._offer(self._early, weights if w == 1.0 else self._post.times(weights, w), w)
 
     def _announce(self, step: int) -> None:
-        """Let the exchange of a step's messages start as soon as they are there: only others' are waited for now."""
+        """Announce a step's messages, so that their exchange starts as soon as they are queued: this rank waits only
+        for messages of other ranks."""
         if self._sender.receivers(step, self._base + step):
             number = self._registered_number()
             self.engine.call_soon(lambda: self._exchanges.announce(number, step))
@@ -895,7 +902,7 @@ class PushSumWorker(GossipWorker):
             waited = self._wait_s
 
     def _receive(self, state: State, until: int | None = None) -> State:
-        """Return the state with messages of senders' steps up to ``until``, or all, added in one order."""
+        """Return the state with messages of senders' steps up to ``until`` (None: all) added, in a fixed order."""
         messages = self._receive_buffer.take(until)
         state = push_sum.receive(state, self._decoded(messages), self._post.add)
         self._taken += len(messages)
@@ -904,7 +911,7 @@ class PushSumWorker(GossipWorker):
         return state
 
     def _decoded(self, messages: list[ReceivedMessage]) -> Iterator[tuple[Message, float]]:
-        """Yield each message that carries something, decoded, with its edge's weight."""
+        """Yield each non-empty message, decoded, with its edge's weight."""
         for sender, step, weight, data in messages:
             self._staleness[max(0, self._step - step)] += 1
             if weight == 0.0:
@@ -914,7 +921,7 @@ class PushSumWorker(GossipWorker):
             yield Message(self._known.decode(edge(sender, self.plan, self._base + step), data), weight), p
 
     def _note(self) -> None:
-        """Log the messages received since the last time."""
+        """Log the messages received since the last call."""
         if self.log is not None:
             self.log.append((self._step, self._noted))
             self._noted = []
@@ -930,9 +937,10 @@ class PushSumWorker(GossipWorker):
     # -- ends -------------------------------------------------------------------------------------------------
 
     def discard_results(self) -> None:
-        """Discard messages from now on; send empty ones for a step that was broken off: others count on it."""
-        owed = self._step + self._sends_early if self._step else 0
-        for step in range(self._sender.last + 1, owed + 1):
+        """Discard messages from now on; send empty messages for a step that was interrupted, since other ranks wait for
+        them."""
+        last = self._step + self._sends_early if self._step else 0
+        for step in range(self._sender.last + 1, last + 1):
             self._sender.offer_nothing(self._registered_number(), step, self._base + step)
         super().discard_results()
 
@@ -952,22 +960,22 @@ class PushSumWorker(GossipWorker):
             self._weight = 1.0
             self._known.begin(z)
             return z
-        if self._receive_buffer.received:  # else the weights stay as they are, to the bit
+        if self._receive_buffer.received:  # otherwise the weights do not change, to the bit
             weights = push_sum.model(self._receive_rest(weights))
         self._decode_discarded(discarded)
-        if self._uneven:  # only one end knows which edges were left out: both start from zero
+        if self._uneven:  # only one end knows which edges were omitted: both restart from the common estimate
             self._known.forget_edges()
         return weights
 
     def _receive_rest(self, weights: Vector) -> State:
-        """Return the state of z with all messages received."""
+        """Return the state of z after mixing in all received messages."""
         state = self._receive(push_sum.biased(weights, self._weight))
         self._weight = state.w
         self._note()
         return state
 
     def _end_early(self, weights: Vector) -> tuple[Vector, list[ReceivedMessage]]:
-        """Return z without what was sent early for a step that others took, and messages of a step that none took."""
+        """Return z without the share sent early for a step that others took, and messages of a step no rank took."""
         if self._early and self._early <= self._longest:
             state = push_sum.biased(weights, self._weight)
             if self._sent_early is not None:
@@ -979,7 +987,7 @@ class PushSumWorker(GossipWorker):
         return weights, discarded
 
     def _decode_discarded(self, discarded: list[ReceivedMessage]) -> None:
-        """Decode messages of no step after all earlier ones on the same edges: the sender's estimate includes them."""
+        """Decode discarded messages, after all earlier messages on their edges: the sender's estimate includes them."""
         for sender, step, weight, data in discarded:
             if weight:
                 self._known.decode(edge(sender, self.plan, self._base + step), data)
@@ -1007,22 +1015,21 @@ class PushSumWorker(GossipWorker):
 
 
 # -- averages with neighbours that take the same step ------------------------------------------------------------------
-# Averages with those neighbours that take the same step, on one rank: what exact diffusion and NoLoCo have in common.
-#
-# A message of a step that only one end of an edge has taken counts at neither, so push-sum weights stay 1.
+# The common base of exact diffusion and NoLoCo. A message of a step that only one end of an edge has taken counts at
+# neither end, so push-sum weights stay 1.
 
 
 class NeighbourAverageWorker(PushSumWorker):
-    """One optimizer of one rank that averages with neighbours on a symmetric graph."""
+    """Averages with neighbours on a symmetric graph, on one rank."""
 
     def _exchanged(self, vector: Vector) -> Program[tuple[Vector, dict[int, Vector]]]:
-        """Send a vector to this step's neighbours, and wait for theirs.
+        """Send a vector to this step's neighbours, and wait for their vectors.
 
         Args:
-            vector: shape (n,); it must stay as it is until it is sent.
+            vector: shape (n,); it must not change until it is sent.
 
         Returns:
-            The vector as its receivers decode it, and those of the neighbours that take this step, by place.
+            The vector as its receivers decode it, and the vectors of the neighbours that take this step, by place.
         """
         yield from self._await(lambda: self._sender.offered - self._exchanges.own_sent <= 1)
         sent = self._offer(self._step, vector, 1.0)
