@@ -237,7 +237,7 @@ class LeaderDriver(LocalDriver):
         if follows != self._follows():
             raise ValueError(
                 f"this state after cut() is of {follows}, and this optimizer is of {self._follows()}: use the same, or "
-                f"save the state after drain()"
+                f"save it after drain()"
             )
         averages = ("statistics", "sent")
         elements = len(self.replica.read())

@@ -80,8 +80,8 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     a rank that is late contributes nothing now, and its gradient is in the next round. Constructing it does not
     communicate. Compile the model with ``jit_compile=False`` (XLA cannot wait for other ranks).
 
-    In a graph a bucket leaves while backward still computes those of earlier layers (but for loss scaling and
-    ``nonfinite="raise"``, which look at all gradients first). With ``pace="rounds"`` the callback ``StopAtRounds`` ends
+    In a graph a bucket leaves while backward still computes those of earlier layers, except with loss scaling and
+    ``nonfinite="raise"``, which check all gradients first. With ``pace="rounds"`` the callback ``StopAtRounds`` ends
     ``fit()``.
 
     Args:

@@ -244,7 +244,7 @@ class WeightReplica(replica.WeightReplica):
     def read_double(self) -> Array:
         return flat_double(self.mixed().variables)
 
-    # -- beside the weights -----------------------------------------------------------------------------------
+    # -- state other than the weights -------------------------------------------------------------------------
 
     def learning_rates(self) -> list[tuple[int, float]]:
         return [(self.mixed().elements, self.rate)]
@@ -291,7 +291,7 @@ class WeightReplica(replica.WeightReplica):
 
         Args:
             correction: shape (n,).
-            indices: of the variables among those that are mixed; None: all.
+            indices: indices of the variables among the mixed ones; None: all.
         """
         self.velocities().add(correction, indices)
 

@@ -1,4 +1,4 @@
-"""How a Keras optimizer is wrapped, which cannot be, and what this binding supplies to its factories.
+"""Wrapping of Keras optimizers, optimizers that cannot be wrapped, and this binding's part of the factories.
 
 A ``LossScaleOptimizer`` stays around a wrapped optimizer: ``ScaleMethods`` and its subclasses have the methods of that.
 """
@@ -116,7 +116,7 @@ def wrap(optimizer: Any, driver: Driver, methods: type, scale_methods: type, nam
 
 
 class ScaleMethods(methods.OptimizerMethods):
-    """Methods of every ``LossScaleOptimizer`` whose ``inner_optimizer`` is one of ours: they call that one's driver.
+    """Methods of every ``LossScaleOptimizer`` whose ``inner_optimizer`` is wrapped: they call that optimizer's driver.
     Under partial allreduce overflows are in ``stats().gradients_skipped``."""
 
     inner_optimizer: Any

@@ -165,8 +165,8 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         optimizer: any torch optimizer whose step needs one gradient (not LBFGS). It is not changed; the result shares
             its parameter groups and state and replaces it.
         named_parameters: ``model.named_parameters()``; names appear in error messages.
-        compression: how gradients travel: ``hvd.Compression.none``, ``fp16``, ``bf16`` (of ours, summed in float32), or
-            a class with ``compress(tensor)`` and ``decompress(tensor, ctx)``, ``ctx`` depending on the dtype alone.
+        compression: of gradients in flight: ``hvd.Compression.none``, ``fp16``, ``bf16`` (summed in float32), or a
+            class with ``compress(tensor)`` and ``decompress(tensor, ctx)``, ``ctx`` depending on the dtype alone.
             Pending gradients stay float32.
         backward_passes_per_step: number of backward() calls before step(); gradients add up, as in Horovod.
         op: ``hvd.Average`` or ``hvd.Sum``, over the ranks.

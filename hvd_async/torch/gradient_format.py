@@ -32,7 +32,7 @@ SETS_KEPT = 2
 
 
 class Bucket:
-    """Parameters whose gradients travel together, of one device and accumulation dtype.
+    """Parameters whose gradients are sent together, of one device and accumulation dtype.
 
     Half-precision gradients accumulate and travel as float32.
     """
@@ -260,7 +260,7 @@ def _groups(
     number = isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0
     lists = isinstance(groups, list | tuple) and all(isinstance(group, list | tuple) for group in groups)
     if not (number or lists):
-        raise ValueError(f"groups={groups!r} is no number of groups: take 0 (none) or more, or lists of parameters")
+        raise ValueError(f"groups must be an integer of at least 0 (none) or lists of parameters, got {groups!r}")
     if isinstance(groups, int):
         if groups == 0:
             return [(backwards, cap)]

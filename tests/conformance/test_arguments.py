@@ -175,7 +175,7 @@ EAGER: list[tuple[dict[str, Any], str]] = [
     ({"buffers": "mean"}, "'average', 'local', 'root'"),
     ({"op": lambda hvd: hvd.Adasum}, r"Adasum.*take hvd\.Average or hvd\.Sum"),
     ({"op": "mean"}, r"take hvd\.Average or hvd\.Sum"),
-    ({"gradient_predivide_factor": 0.0}, "a number above 0"),
+    ({"gradient_predivide_factor": 0.0}, "must be a finite number above 0, got 0.0"),
     ({"gradient_predivide_factor": 2.0, "op": lambda hvd: hvd.Sum}, "leave it out with Sum"),
     ({"backward_passes_per_step": 1.5}, "must be an integer of at least 1, got 1.5"),
     ({"compression": "fp16"}, r"must be hvd\.Compression\.none, \.fp16, \.bf16, or a class with"),
@@ -240,7 +240,7 @@ OF_ONE: list[tuple[str, dict[str, Any], str]] = [
     ("torch", {"named_parameters": conv_model().parameters()}, "pass model.named_parameters"),
     ("torch", {"compression": Counting}, "take one to a float type"),
     ("torch", TOO_FAR, "lower max_staleness or leave compression out"),
-    *(("torch", {"groups": groups}, "take 0 .none. or more, or lists of parameters") for groups in (-1, True)),
+    *(("torch", {"groups": groups}, "groups must be an integer of at least 0") for groups in (-1, True)),
     ("torch", {"groups": [[torch.zeros(1)]]}, "no parameter of this optimizer"),
     ("torch", {"groups": list(conv_model().parameters())}, "no parameter of this optimizer|lists of parameters"),
     ("torch", {"scaler": "dynamic"}, "scaler="),
@@ -449,7 +449,7 @@ def test_hosts_are_horovods(binding, hosts):
                 own = make(binding, "LeaderOptimizer", **options)._async.config
                 assert (own.algorithm, own.groups, own.local_period, own.global_period) == config
     hosts["numbered"] = "in turns"
-    with at_rank(1), pytest.raises(ValueError, match="numbered host by host: start them so"):
+    with at_rank(1), pytest.raises(ValueError, match="numbered host by host: start them like this"):
         make(binding, "GossipOptimizer", hierarchical=True)
 
 
