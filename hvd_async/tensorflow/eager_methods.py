@@ -119,8 +119,8 @@ class EagerMethods(methods.EagerMethods):
         """
         raise ReplicaStateError(
             f"{signature(variable)} cannot be local: a rank applies rounds that other ranks lead, at their pace and "
-            f"with their hyperparameters, so that all replicas stay the same, and a local variable is none. Leave it "
-            f"out of this optimizer and give it a plain Keras optimizer of its own."
+            f"with their hyperparameters, so that all replicas stay the same, and a local variable would differ. Leave "
+            f"it out of this optimizer and train it with a separate plain Keras optimizer."
         )
 
     def finalize_variable_values(self: Any, var_list: Any) -> None:
@@ -193,8 +193,8 @@ def note_samples(driver: EagerDriver, samples: Any) -> None:
         samples = tf.constant(driver.samples_of(samples), tf.int64)
     if not samples.dtype.is_integer or samples.shape.num_elements() not in (1, None):
         raise ValueError(
-            f"record_samples() takes one whole number, and this is a tensor of {samples.dtype.name} and shape "
-            f"{samples.shape}: give tf.shape(x)[0]"
+            f"record_samples() takes one integer, got a tensor of {samples.dtype.name} and shape {samples.shape}: "
+            f"pass tf.shape(x)[0]"
         )
 
     # (stateful: it runs before the ops of a step that follows)

@@ -161,7 +161,7 @@ def _groups(groups: Any) -> Any:
         return groups
     if isinstance(groups, list | tuple) and all(isinstance(group, list | tuple) for group in groups):
         return [list(group) for group in groups]
-    raise ValueError(f"groups={groups!r} is neither a number of groups above 0 nor a list of lists of variables")
+    raise ValueError(f"groups must be an integer of at least 1 or a list of lists of variables, got {groups!r}")
 
 
 def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802  Horovod's name

@@ -139,8 +139,8 @@ class Feed:
         gone = worker.gone
         if gone & given.keys():
             warn(
-                f"a step was broken off when buckets {sorted(gone)} of its gradient had gone: this one brings the "
-                f"others, and its own of these are left out"
+                f"a step was broken off when buckets {sorted(gone)} of its gradient had gone: this step hands over the "
+                f"other buckets, and leaves its own gradients of these out"
             )
         left = [bucket for bucket in range(len(self._layout)) if bucket not in gone]
         vectors = {bucket: self._whole(bucket, self._of(given, bucket), samples) for bucket in left}
@@ -273,7 +273,7 @@ class GradientReplica(eager.GradientReplica):
         if overwritten:
             raise ValueError(
                 f"{signature(overwritten[0])} is overwritten by its gradient (float8 training), which cannot be "
-                f"averaged with late ones: take another dtype policy"
+                f"averaged with late ones: use another dtype policy"
             )
         buckets = partition([raw(v) for v in variables], self.cap_bytes, self.groups)
         dtypes = dict.fromkeys(accumulated(v) for v in variables)

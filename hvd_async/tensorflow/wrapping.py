@@ -54,11 +54,13 @@ def check_optimizer(optimizer: Any) -> None:
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if not isinstance(inner, keras.optimizers.Optimizer):
-        raise ValueError(f"{type(optimizer).__name__} is no Keras 3 optimizer: pass one of keras.optimizers")
+        raise ValueError(
+            f"optimizer must be a Keras 3 optimizer, got {type(optimizer).__name__}. Pass one of keras.optimizers"
+        )
     if type(inner).__module__ == "horovod._keras":
         raise ValueError(
             "this is Horovod's own DistributedOptimizer, which does not average on Keras 3: wrap the plain Keras "
-            "optimizer in its place"
+            "optimizer instead"
         )
     if isinstance(optimizer, OptimizerMethods) or isinstance(inner, OptimizerMethods):
         raise ValueError("this optimizer averages over ranks already: wrap the plain one")

@@ -272,7 +272,9 @@ def _groups(
     if len({id(p) for p in listed}) < len(listed):
         raise ValueError("groups names a parameter twice: each may be in one group only")
     if any(not isinstance(p, torch.Tensor) or id(p) not in known for p in listed):
-        raise ValueError("groups names something that is no parameter of this optimizer")
+        raise ValueError(
+            "groups must list parameters of this optimizer, and an entry is no parameter of this optimizer"
+        )
     grouped = {id(p) for p in listed}
     rest = [p for p in backwards if id(p) not in grouped]
     parts = [(list(group)[::-1], float("inf")) for group in list(groups)[::-1] if group]

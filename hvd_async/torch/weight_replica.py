@@ -558,9 +558,9 @@ class WeightReplica(replica.WeightReplica):
         copies, orders = share.get("copies", {}), self._vectors.orders
         if copies and share.get("orders", [""] * len(orders)) != orders:
             raise ValueError(
-                "this state has vectors of parameters that lie in memory otherwise than this model's: bring the model "
-                "into the memory format of then (without channels_last it is torch.contiguous_format), wrap the "
-                "optimizer, and only then bring the model into the format that you like"
+                "this state has vectors of parameters that lie in memory otherwise than this model's: convert the "
+                "model to the memory format of the state (without channels_last it is torch.contiguous_format), wrap "
+                "the optimizer, and only then convert the model to another format"
             )
         device = self.parameters[0].device
         return {**share, "copies": {name: copy.to(device) for name, copy in copies.items()}}

@@ -209,7 +209,7 @@ class StopAtRounds(Draining):
     def __init__(self, rounds: int) -> None:
         super().__init__()
         if rounds < 1:
-            raise ValueError(f"rounds={rounds!r} is not a number of rounds: take 1 or more")
+            raise ValueError(f"rounds must be at least 1, got {rounds!r}")
         self.rounds = rounds
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:

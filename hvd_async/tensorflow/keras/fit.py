@@ -191,9 +191,9 @@ class Draining(keras.callbacks.Callback):
             return  # (the model's train_step() may use it)
         self._meeting.warned = True
         warnings.warn(
-            f"the model's optimizer is a plain {type(plain).__name__}, which averages nothing: the ranks train apart. "
-            f"Wrap it: model.compile(optimizer=hvd.EagerOptimizer(...)). (keras.models.load_model() gives back a plain "
-            f"one; hvd.load_model() of hvd_async.tensorflow.keras wraps it.)",
+            f"the model's optimizer is a plain {type(plain).__name__}, which averages nothing: the ranks train "
+            f"separately. Wrap it: model.compile(optimizer=hvd.EagerOptimizer(...)). (keras.models.load_model() "
+            f"returns a plain one; hvd.load_model() of hvd_async.tensorflow.keras wraps it.)",
             stacklevel=2,
         )
 
