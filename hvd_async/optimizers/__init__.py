@@ -1,1 +1,1 @@
-"""The framework-neutral half of a wrapped optimizer: options, drains, checkpoints, what a step asks of its worker."""
+"""The framework-neutral half of a wrapped optimizer: options, drains, checkpoints, and calls into its worker."""

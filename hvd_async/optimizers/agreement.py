@@ -1,4 +1,4 @@
-"""Collectives over replicas that every family has: buffers that agree, the distance of the ranks' weights."""
+"""Collectives over replicas, common to all families: agreement of buffers, and the distance of the ranks' weights."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Buffer(abc.ABC):
     """A tensor or variable of the model that no optimizer trains, on one rank.
 
     Attributes:
-        name: as messages show it.
-        key: identifies it among a rank's buffers; the same on all ranks.
-        kind: its shape and dtype in one string.
+        name: the name that messages show.
+        key: unique among a rank's buffers, and the same on all ranks.
+        kind: shape and dtype, in one string.
         is_statistic: whether it is a running mean or variance of batch norm, which ranks average.
         is_writable: whether ``put_data`` can be called.
     """
@@ -43,7 +43,7 @@ class Buffer(abc.ABC):
 
     @abc.abstractmethod
     def put_data(self, data: Array) -> None:
-        """Write what another rank's ``data`` has returned."""
+        """Write the bytes that ``data`` returned on another rank."""
 
     @abc.abstractmethod
     def values(self) -> Array:
@@ -58,8 +58,8 @@ class Buffers(NamedTuple):
     """The buffers of one rank.
 
     Attributes:
-        every: all of them, each with another key.
-        vector_of: makes an array on the CPU a vector of the framework.
+        every: all buffers, with distinct keys.
+        vector_of: converts an array on the CPU into a vector of the framework.
     """
 
     every: Sequence[Buffer]
@@ -77,17 +77,18 @@ def unique_keys(names: Iterable[str]) -> list[str]:
 
 
 def unify_buffers(worker: Worker, buffers: Buffers | None, policy: str, root: int) -> None:
-    """Make buffers agree, each by itself. A collective of the ranks that still have the optimizer.
+    """Make each buffer agree separately. A collective of the ranks that still have the optimizer.
 
-    Statistics become their mean over the ranks where they are finite ("average"), computed in float64. Other buffers,
-    and with policy "root" all, become those of rank ``root``, byte by byte. A buffer that is the same on all ranks does
-    not change. Neither does one that some ranks lack, or have with another shape or dtype: a warning names it.
+    With policy "average", statistics become their mean over the ranks where they are finite, computed in float64. All
+    other buffers, and every buffer with policy "root", become a copy of those of rank ``root``, byte by byte. A buffer
+    that is equal on all ranks does not change. A buffer that some ranks lack, or that has different shapes or dtypes on
+    the ranks, does not change either; a warning names it.
 
     Args:
-        worker: of this rank.
-        buffers: of this rank; None, on all ranks, if there are none.
+        worker: this rank's worker.
+        buffers: this rank's buffers; None, on all ranks, if there are none.
         policy: "average" or "root".
-        root: a rank; if it no longer has the optimizer, the lowest that has it takes its place.
+        root: a rank; if it no longer has the optimizer, the lowest rank that has it is used instead.
     """
     if buffers is None:
         return
@@ -98,9 +99,9 @@ def unify_buffers(worker: Worker, buffers: Buffers | None, policy: str, root: in
         return
     length = np.array([len(table)], np.int64).view(np.uint8)
     (length_at_root,) = _at_root(worker, buffers, length, root, "the number of buffers").view(np.int64)
-    sent = np.resize(np.frombuffer(table, np.uint8), length_at_root)  # (of the root all)
+    sent = np.resize(np.frombuffer(table, np.uint8), length_at_root)  # (the root sends its entire table)
     at_root = json.loads(_at_root(worker, buffers, sent, root, "the names of buffers").tobytes())
-    # Which of the root's buffers do all ranks have, and which of these differ on any?
+    # Find the root's buffers that all ranks have, and those of them that differ on any rank.
     has = {key for key, one in at_root.items() if key in own and described[key][:-1] == one[:-1]}
     differs = {key for key in has if described[key] != at_root[key]}
     flags = np.array([[key in found for key in at_root] for found in (has, differs)], np.float64)
@@ -135,11 +136,11 @@ def _describe(buffer: Buffer, policy: str) -> list[Any]:
 
 
 def _is_the_same(worker: Worker, buffers: Buffers, table: bytes) -> bool:
-    """Tell whether all ranks give the same bytes. A collective."""
+    """Return whether ``table`` is the same on all ranks. A collective."""
     digest = np.frombuffer(hashlib.blake2b(table, digest_size=16).digest(), np.uint8)
     bits = np.unpackbits(digest).astype(np.float64)
     total, ranks, _ = worker.sum(buffers.vector_of(bits), "the checksum of buffers")
-    set_on = np.asarray(total)  # (by how many ranks)
+    set_on = np.asarray(total)  # (number of ranks that set each bit)
     return bool(((set_on == 0) | (set_on == len(ranks))).all())
 
 
@@ -149,7 +150,7 @@ def _at_root(worker: Worker, buffers: Buffers, data: Array, root: int, what: str
 
 
 def _average(worker: Worker, buffers: Buffers, statistics: Sequence[Buffer]) -> None:
-    """Make statistics the mean of the ranks where they are finite. A collective, if there are any."""
+    """Replace statistics by their mean over the ranks where they are finite. A collective, if there are any."""
     if not statistics:
         return
     values = [buffer.values() for buffer in statistics]
@@ -175,8 +176,8 @@ def consensus_distance(worker: Worker, weights: Vector) -> float:
     """Return sqrt(mean over ranks of |x_i - mean x|^2), x_i rank i's weights; 0 if all are equal. A collective.
 
     Args:
-        worker: of the ranks.
-        weights: of this one, shape (n,), float64.
+        worker: this rank's worker.
+        weights: this rank's weights, shape (n,), float64.
     """
     total, ranks, _ = worker.sum(weights + 0.0, "consensus_distance()")
     square = ((weights - total / len(ranks)) ** 2).sum().reshape(1)

@@ -1,7 +1,7 @@
-"""A driver: the framework-neutral half of a wrapped optimizer, behind its ``_async``. This one knows no algorithm.
+"""Base class of drivers: the framework-neutral half of a wrapped optimizer, its attribute ``_async``.
 
-Who holds whom: the optimizer its driver, the driver its replica and its worker, the engine the worker for as long as
-other ranks need it; the worker knows its driver by a weak reference to the optimizer, and so does the replica.
+References: the optimizer holds its driver, the driver holds its replica and its worker, and the engine holds the worker
+for as long as other ranks need it. The worker and the replica reach the driver by a weak reference to the optimizer.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from hvd_async.runtime.worker import Worker
 
 
 class GradientCounts(NamedTuple):
-    """One rank's counts of gradients since the ranks were last others.
+    """Numbers of gradients since the last membership change, as one rank knows them.
 
     Attributes:
-        place: of the rank among those that shared the optimizer, ``size`` of them.
-        applied: of all ranks, in the rounds that this one's weights have seen.
-        produced: by this rank.
-        in_rounds: of these, by round, those in rounds that its weights have not seen.
-        pending: those in no round.
-        handed_over: by each rank, as far as the coordinator knew; None where it was lost itself.
+        place: position of this rank among the ``size`` ranks that shared the optimizer.
+        size: number of these ranks.
+        applied: gradients of all ranks in the rounds that this rank's weights have seen.
+        produced: gradients that this rank produced.
+        in_rounds: for each round that its weights have not seen, the gradients of ``produced`` in that round.
+        pending: gradients of ``produced`` that are in no round.
+        handed_over: gradients that each rank handed over, as far as the coordinator knew; None if the coordinator was
+            lost itself.
     """
 
     place: int
@@ -46,16 +48,17 @@ class GradientCounts(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """How far one rank's optimizer is.
+    """Progress of one rank's optimizer, which the ranks exchange after a membership change.
 
     Attributes:
-        rounds: that its weights have seen, or the vectors that it shares with others.
+        rounds: number of rounds that its weights, or the vectors that it shares with other ranks, have seen.
         begun: steps whose gradient has been handed over, or is in its weights.
-        ended: of these.
-        fit: whether others may go on from its weights.
-        apart: whether its weights are its own.
-        shared: names of vectors that all ranks have, beside the weights.
-        gradients: where they are averaged, and the rank has trained since the ranks were last others.
+        ended: steps of ``begun`` that have ended.
+        fit: whether other ranks may continue from its weights.
+        apart: whether the rank has weights of its own.
+        shared: names of the vectors, in addition to the weights, that all ranks have.
+        gradients: numbers of gradients, if gradients are averaged and the rank has trained since the last membership
+            change; else None.
         seen: rounds that its weights have seen, as ``optimizer.rounds`` counts them.
     """
 
@@ -70,21 +73,21 @@ class Standing(NamedTuple):
 
 
 class Driver(abc.ABC):
-    """Registers one optimizer of a rank with the others', replaces its worker, drains and ends it.
+    """Driver of one optimizer on one rank: registers it with the other ranks, replaces its worker, drains and ends it.
 
     Args:
-        lifecycle: of the binding.
-        rank_group: the ranks that share the optimizer; ``size`` of them, of which this one is number ``index``.
-        replica: the binding's.
+        lifecycle: the binding's lifecycle.
+        rank_group: the ``size`` ranks that share the optimizer; this rank's position among them is ``index``.
+        replica: the binding's replica.
 
     Attributes:
-        engine: this thread's own, in tests with ranks as threads; None where the process has one.
-        worker: None until the ranks have met.
-        broken: why this rank can train no further; None while it can.
+        engine: this thread's engine, in tests with ranks as threads; None if the process has a single engine.
+        worker: None until the ranks have registered the optimizer.
+        broken: the reason why this rank cannot continue to train; None while it can.
         discarded: whether ``discard()`` was called.
         rounds_before: rounds of earlier workers and runs.
-        steps_ended: steps of the rank that was furthest when the ranks were last others.
-        make: makes a driver by the same arguments for the ranks that there are then, for the same optimizer.
+        steps_ended: steps of the most advanced rank at the last membership change.
+        make: function that makes a driver for the same optimizer and arguments among the present ranks.
     """
 
     worker: Any
@@ -101,23 +104,23 @@ class Driver(abc.ABC):
         self._lock = threading.RLock()
 
     def attach(self, optimizer: Any) -> Any:
-        """Drive a wrapped optimizer from now on; returns it."""
+        """Become the driver of a wrapped optimizer, and return that optimizer."""
         vars(optimizer)["_async"] = self
         self.replica.attach(optimizer)
         self.lifecycle.add(optimizer)
         return optimizer
 
-    # -- other ranks in the same process (elastic training) ---------------------------------------------------------
+    # -- membership changes (elastic training) ----------------------------------------------------------------------
 
     def leave(self) -> None:  # noqa: B027  some have nothing to keep
-        """Keep what this rank has beside its weights: the engine has ended, and the ranks will be others."""
+        """Keep this rank's state other than its weights, after the engine has ended and before a membership change."""
 
     def roll_back(self) -> None:
-        """Forget what is on its way: an earlier state is about to be loaded."""
+        """Drop everything in flight, before an earlier state is loaded."""
         self.rounds_before, self.worker, self.broken = self.rounds, None, None
 
     def rejoin(self) -> Any:
-        """Have a new driver, for the ranks that there are now, go on from here in this one's place; returns it."""
+        """Replace this driver by a new one for the present ranks, which continues from here, and return the new one."""
         optimizer, made = self.replica.optimizer, self.make()
         made.make = self.make
         self.replica.detach()
@@ -127,27 +130,27 @@ class Driver(abc.ABC):
         return made
 
     def go_on_from(self, before: Any) -> None:
-        """Take over what the driver of this optimizer among other ranks has kept."""
+        """Take over the state of this optimizer's driver from before the membership change."""
         self.rounds_before, self.steps_ended = before.rounds, before.steps_ended
         self.discarded = before.discarded
         self.replica.continue_from(before.replica)
 
     def settings_in_force(self) -> dict[str, Any]:
-        """Return settings that calls have changed since the optimizer was wrapped, and that all ranks have in common.
+        """Return the settings, equal on all ranks, that calls have changed since the optimizer was wrapped.
 
-        A rank that joins takes them: its script wraps the optimizer as it was wrapped at first. They can be pickled.
+        They can be pickled. A rank that joins takes them, since its script wraps the optimizer with the first settings.
         """
         return self.replica.settings_in_force()
 
     def take_settings(self, settings: dict[str, Any]) -> None:
-        """Take what ``settings_in_force`` has returned on another rank, before the ranks meet."""
+        """Take the settings that ``settings_in_force`` returned on another rank, before the ranks register."""
         self.replica.take_settings(settings)
 
     def check_commit(self) -> None:
-        """Refuse a commit of elastic training at which something of this rank would be lost.
+        """Refuse a commit of elastic training at which gradients of this rank could be lost.
 
         Raises:
-            ReplicaStateError: it is between two backward passes of a step.
+            ReplicaStateError: the call is between two backward passes of a step.
         """
         passed = self.replica.open_passes
         if passed:
@@ -157,18 +160,18 @@ class Driver(abc.ABC):
             )
 
     def count_lost(self, gradients: int) -> None:  # noqa: B027  most have none
-        """Count so many gradients of ranks that are gone as lost."""
+        """Add ``gradients``, a number of gradients of lost ranks, to those counted as lost."""
 
     @abc.abstractmethod
     def standing(self) -> Standing:
-        """Return how far this rank is."""
+        """Return this rank's progress."""
 
     def go_on(self, rounds: int, ended: int, apart: bool) -> None:
-        """Go on with the ranks that there are now, before they meet.
+        """Continue with the present ranks, before they register.
 
         Args:
-            rounds: as of ``Standing``, where they are most.
-            ended: steps that the rank which is furthest has ended; the next of all ranks is the one after.
+            rounds: ``Standing.rounds`` of the rank with most rounds.
+            ended: steps that the most advanced rank has ended; every rank continues with the step after these.
             apart: whether any rank has weights of its own.
         """
         self.rounds_before, self.steps_ended = rounds, ended
@@ -186,34 +189,38 @@ class Driver(abc.ABC):
 
     @abc.abstractmethod
     def names(self) -> list[str]:
-        """Return names of what its ranks have in common."""
+        """Return the names, equal on all ranks, that identify the optimizer: those of its parameters and settings."""
 
     @abc.abstractmethod
     def make_worker(self, engine: Any, finish: Callable[[bool], None]) -> Any:
-        """Return a worker for the optimizer's parameters as they are."""
+        """Return a worker for the optimizer's present parameters."""
 
     @abc.abstractmethod
     def register_worker(self, worker: Any, number: int | None) -> None:
-        """Have a new worker tell the others of this optimizer, by its number there if these have asked for it; it does
-        not wait for them."""
+        """Announce this optimizer to the other ranks by a new worker, without waiting for them.
+
+        Args:
+            worker: the new worker.
+            number: the optimizer's number on the other ranks, if they have requested it; else None.
+        """
 
     @abc.abstractmethod
     def finish(self, worker: Any, flush: bool) -> None:
-        """End a drain (``flush``) or a cut: all that was on its way has come."""
+        """End a drain (``flush``) or a cut, after everything in flight has arrived."""
 
     def on_registered(self) -> None:  # noqa: B027  some have nothing to do
-        """Go on from here: all ranks have registered, and fit together."""
+        """Continue after all ranks have registered and were found to match."""
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
-        """In it the model holds what stands for all ranks: all have the same after a drain. A collective."""
+        """Return a context in which the model holds the consensus: after a drain all ranks' weights. A collective."""
         self.end(True)
         with self.marked_consensus():
             yield
 
     @contextlib.contextmanager
     def marked_consensus(self) -> Iterator[None]:
-        """In it steps and ends are refused: the model holds the consensus."""
+        """Return a context in which steps and drains are refused, because the model holds the consensus."""
         worker: Worker = self.worker
         worker.in_consensus = True
         try:
@@ -222,7 +229,7 @@ class Driver(abc.ABC):
             worker.in_consensus = False
 
     def check_outside_consensus(self, what: str) -> None:
-        """Raise ReplicaStateError if the model holds the consensus now; ``what`` names the call."""
+        """Raise ReplicaStateError if the model holds the consensus at present; ``what`` names the call."""
         if self.worker is not None:
             self.worker.check_outside_consensus(what)
 
@@ -230,21 +237,21 @@ class Driver(abc.ABC):
     def consensus_distance(self) -> float:
         """Return the root mean square distance of the ranks' weights from their mean. A collective."""
 
-    # -- the worker of now --------------------------------------------------------------------------------------
+    # -- the present worker -------------------------------------------------------------------------------------
 
     @property
     def rounds(self) -> int:
-        """Rounds that this rank's weights have seen, those before a resumed checkpoint included."""
+        """Number of rounds that this rank's weights have seen, including those before a resumed checkpoint."""
         worker = self.worker
         return self.rounds_before + (0 if worker is None else int(worker.version))
 
     @property
     def is_registered(self) -> bool:
-        """Whether the coordinator knows of it."""
+        """Whether the coordinator knows the optimizer."""
         return self.worker is not None and not self.worker.engine.replaced
 
     def check_usable(self) -> None:
-        """Raise ReplicaStateError, if this rank can train no further with it."""
+        """Raise ReplicaStateError if this rank cannot continue to train with the optimizer."""
         self.replica.check_attached()
         if self.discarded:
             raise ReplicaStateError("discard() was called on this optimizer: wrap a new one")
@@ -255,7 +262,7 @@ class Driver(abc.ABC):
             )
 
     def register(self, number: int | None = None) -> Any:
-        """Tell the other ranks that this optimizer is there, without waiting for them; returns its worker."""
+        """Announce this optimizer to the other ranks, without waiting for them, and return its worker."""
         with self._lock:
             if not self.is_registered:
                 engine = self.engine or self.lifecycle.engine()
@@ -266,7 +273,7 @@ class Driver(abc.ABC):
             return self.worker
 
     def worker_now(self) -> Any:
-        """Return the worker; the first call, and the first after a shutdown(), meets the other ranks."""
+        """Return the worker. The first call, and the first after a shutdown(), waits for the other ranks."""
         with self._lock:
             self.check_usable()
             if self.worker is None or not self.worker.agreed or self.worker.engine.replaced:
@@ -274,21 +281,21 @@ class Driver(abc.ABC):
                 try:
                     self.worker.await_registration()
                 except ReplicaMismatchError:
-                    self.worker = None  # once it is mended, the next call meets anew
+                    self.worker = None  # once the cause is fixed, the next call registers again
                     raise
                 self.on_registered()
             self.replica.bind(self.worker.engine)
             return self.worker
 
     def is_asked_for(self, engine: Engine, asked: RegisterOptimizer) -> bool | None:
-        """Tell whether it is the optimizer that other ranks ask for; None if it may be, by its ranks alone."""
+        """Return whether this is the optimizer that other ranks request; None if only its ranks match."""
         other = self.is_registered or self.discarded or self.engine not in (None, engine)
         if other or list(self.rank_group.members) != asked.members:
             return False
         return self.names() == asked.names or None
 
     def count_from(self, rounds: int) -> None:
-        """Take it that so many rounds have been applied to this rank's weights so far."""
+        """Set the number of rounds that have been applied to this rank's weights so far."""
         self.rounds_before = rounds - (0 if self.worker is None else self.worker.version)
 
     def _new_worker(self, engine: Any) -> Any:
@@ -297,9 +304,9 @@ class Driver(abc.ABC):
 
         def finish(flush: bool) -> None:
             held = reference()
-            if held is not None:  # (else the others are told, and wait for this rank no more)
+            if held is not None:  # (else the other ranks are notified and no longer wait for this one)
                 driver = held._async
-                driver.worker_now()  # raises if this rank can go no further
+                driver.worker_now()  # raises if this rank cannot continue
                 driver.finish(worker, flush)
 
         self.replica.bind(engine)
@@ -312,7 +319,7 @@ class Driver(abc.ABC):
     # -- ends ---------------------------------------------------------------------------------------------------
 
     def end(self, flush: bool) -> int:
-        """Drain (``flush``) or cut, with all optimizers of the process set; returns the rank that was done last."""
+        """Drain (``flush``) or cut all optimizers of the process set, and return the rank that was done last."""
         refuse_nested_drain()
         self.check_outside_consensus("drain(), cut() or what begins with one")
         worker: Worker = self.worker_now()
@@ -320,35 +327,35 @@ class Driver(abc.ABC):
         return worker.last_done
 
     def drain_all(self, flush: bool = True) -> int:
-        """Drain or cut all optimizers of the process, of all process sets; returns the rank that was done last."""
+        """Drain or cut all optimizers of the process, in all process sets, and return the rank that was done last."""
         refuse_nested_drain()
         self.check_outside_consensus("drain() or what begins with one")
         self.check_usable()
         worker: Worker = self.register()
-        worker.engine.drain(flush)  # (not before the ranks have met over this one: they may wait for another first)
+        worker.engine.drain(flush)  # (without awaiting this registration: ranks may wait for another optimizer first)
         self.on_registered()
         return worker.last_done
 
     def discard(self) -> None:
-        """Forget the optimizer on this rank, at once: no collective."""
+        """Forget the optimizer on this rank immediately. Not a collective."""
         with self._lock:
             if not self.discarded:
-                with contextlib.suppress(NotInitializedError):  # (else nobody can be waiting for this rank)
+                with contextlib.suppress(NotInitializedError):  # (then no rank can be waiting for this one)
                     self.register().delete()
                 self.discarded = True
 
 
 def made_by(make: Callable[[], Any]) -> Any:
-    """Return the driver that ``make`` makes, and would make again for other ranks."""
+    """Return a driver made by ``make``, which also makes its successors after membership changes."""
     driver = make()
     driver.make = make
     return driver
 
 
 def derived(optimizer: Any, methods: type) -> Any:
-    """Return an optimizer with the same content, of a class that has ``methods`` before the optimizer's own."""
+    """Return an optimizer with the same attributes, of a class that puts ``methods`` before the optimizer's own."""
     wrapped_class = type(optimizer)
-    # Saved models name the optimizer by module and class: they must load where this package is unknown.
+    # Saved models name the optimizer by module and class, and must load where this package is not installed.
     made: Any = type(
         wrapped_class.__name__,
         (methods, wrapped_class),
@@ -360,7 +367,7 @@ def derived(optimizer: Any, methods: type) -> Any:
 
 
 def _call(reference: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Call a method whose object still lives."""
+    """Call a method if its object is still alive."""
     method = reference()
     if method is not None:
         method()

@@ -1,4 +1,4 @@
-"""The driver of partial allreduce, where gradients are averaged: rounds, checkpoints."""
+"""Driver of partial allreduce, whose rounds average gradients: registration, drains, checkpoints."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from hvd_async.stats import Stats
 
 
 class GradientReplica(Replica):
-    """The replica of a rank whose gradients travel: all ranks' weights are the same after the same rounds.
+    """Replica under partial allreduce: all ranks have the same weights after the same rounds.
 
     Attributes:
-        emptied: as of ``EagerWorker``. (It holds no parameters, since the worker may outlive the model.)
+        emptied: as in ``EagerWorker``. (It holds no parameters, since the worker may outlive the model.)
     """
 
     emptied: Callable[[], Sequence[int]] = tuple
 
     @abc.abstractmethod
     def gradient_format(self) -> GradientFormat:
-        """Return the format of the gradients of the present parameters, before a worker is made."""
+        """Return the format of the present parameters' gradients, before a worker is made."""
 
     def extrapolate(self, rounds: float) -> None:
-        """Extrapolate updates by a number of rounds, from now on."""
+        """Extrapolate later updates by a number of rounds."""
 
     @abc.abstractmethod
     def fingerprint(self) -> tuple[list[str], list[int]]:
@@ -47,39 +47,40 @@ class GradientReplica(Replica):
 
     @abc.abstractmethod
     def hyperparameters(self) -> Hyper:
-        """Return this rank's hyperparameters now, as its rounds carry them."""
+        """Return this rank's present hyperparameters, in the form in which rounds carry them."""
 
     @abc.abstractmethod
     def record_samples(self, samples: int) -> None:
-        """Note the samples of the next gradient."""
+        """Record the number of samples of the next gradient."""
 
     @abc.abstractmethod
     def apply(self, round_: ReducedRound) -> None:
-        """Apply a round outside of a step."""
+        """Apply a round outside a step."""
 
     def stop_hooks(self) -> None:
-        """Leave backward passes alone from now on: the optimizer is discarded."""
+        """Stop intercepting backward passes, since the optimizer is discarded."""
 
     @abc.abstractmethod
     def finish(self, worker: EagerWorker, flush: bool) -> None:
-        """End a drain (``flush``) or a cut: all rounds are applied. A collective where replicas are mended."""
+        """End a drain (``flush``) or a cut, after all rounds are applied. A collective if replicas are repaired."""
 
 
 class EagerDriver(Driver):
-    """The driver of an ``EagerOptimizer``.
+    """Driver of an ``EagerOptimizer``.
 
     Args:
-        lifecycle, rank_group, replica: as ``Driver``.
+        lifecycle, rank_group, replica: as in ``Driver``.
         buffers: how batch-norm statistics agree: "average", "local", or "root".
-        config: as the user has it, of ``EagerConfig`` but for the number of buckets.
+        config: the user's arguments of ``EagerConfig``, without the number of buckets.
         late_cap_mb: MiB of rounds that may wait for a late rank.
         auto_extrapolation: whether to extrapolate updates only where gradients may be late.
 
     Attributes:
-        restored: what an earlier run has left pending on this rank; None if nothing was loaded.
-        stats_before: among other ranks, before.
-        remains: this rank's gradients since before a reset, until the ranks have met; None if there are none.
-        config: of ``EagerConfig``, but for the number of buckets.
+        restored: gradients that an earlier run has left pending on this rank; None if no state was loaded.
+        stats_before: statistics from before the last membership change.
+        remains: this rank's gradients from before a membership change, until the ranks have registered; None if there
+            are none.
+        config: arguments of ``EagerConfig``, without the number of buckets.
     """
 
     worker: EagerWorker | None
@@ -101,13 +102,18 @@ class EagerDriver(Driver):
         self.remains: Remains | None = None
         self.stats_before = Stats()
         self._gradients: GradientCounts | None = None
-        """Of before a reset, until the ranks have agreed."""
+        """Counts from before a membership change, until the ranks have agreed."""
         self._late_cap_mb, self._said = late_cap_mb, False
         self._auto_extrapolation = auto_extrapolation
 
     def config_for(self, nbytes: Sequence[int]) -> EagerConfig:
-        """Return what the ranks must have in common, given each bucket's bytes: ``max_staleness`` is no more than
-        memory for late rounds allows."""
+        """Return the configuration that the ranks must have in common.
+
+        ``max_staleness`` is lowered to what ``late_cap_mb`` allows.
+
+        Args:
+            nbytes: bytes of each bucket.
+        """
         config = EagerConfig(**self.config, buckets=len(nbytes))
         rounds = self._late_cap_mb * 2**20 / max(1, sum(nbytes))
         if config.quorum == "all" or config.max_staleness + 1 <= rounds:
@@ -117,14 +123,15 @@ class EagerDriver(Driver):
             self._said = True
             warn(
                 f"a round takes {sum(nbytes) / 2**20:,.0f} MiB here, and late_cap_mb={self._late_cap_mb:g} of them may "
-                f"wait for a late rank: max_staleness is {lowered} in place of {config.max_staleness}"
+                f"wait for a late rank: max_staleness is {lowered} instead of {config.max_staleness}"
             )
         ahead = 0.0 if lowered == 0 and self._auto_extrapolation else config.weight_prediction
         return msgspec.structs.replace(config, max_staleness=lowered, weight_prediction=ahead)
 
     @property
     def met(self) -> EagerWorker | None:
-        """The worker, if gradients can be handed over to it now: the ranks have met and all is well."""
+        """The worker if it can accept gradients now; None if the ranks have not registered, or the rank is broken,
+        discarded or inside ``consensus()``."""
         worker = self.worker
         if worker is None or not worker.ready or worker.engine.replaced or worker.in_consensus:
             return None
@@ -153,32 +160,32 @@ class EagerDriver(Driver):
         return bool(self.config["weighting"] == "samples")
 
     def check_weighting(self) -> None:
-        """Raise ValueError, if no round asks for samples."""
+        """Raise ValueError if rounds are not weighted by samples."""
         if not self.weighted:
             raise ValueError(
-                "record_samples() says how much a gradient counts, and here all count alike: pass weighting='samples' "
-                "to EagerOptimizer, or leave the call out"
+                "record_samples() sets the weight of a gradient, and here all gradients have the same weight: pass "
+                "weighting='samples' to EagerOptimizer, or leave the call out"
             )
 
     def record_samples(self, samples: Any) -> None:
-        """Note of how many samples the next gradient is the mean.
+        """Record the number of samples over which the next gradient is the mean.
 
         Raises:
-            ValueError: as ``samples_of``.
-            ReplicaStateError: the gradient has left.
+            ValueError: as in ``samples_of``.
+            ReplicaStateError: the gradient was handed over already.
         """
         self.replica.record_samples(self.samples_of(samples))
 
     def samples_of(self, samples: Any) -> int:
-        """Return what was given as a number of samples.
+        """Return ``samples`` as an int.
 
         Raises:
-            ValueError: no whole number from 0, or rounds are not weighted by it.
+            ValueError: it is not an integer from 0 to below 2**SAMPLE_DIGITS, or rounds are not weighted by samples.
         """
         self.check_weighting()
         hint = (
-            f"record_samples({samples!r}): give a whole number of samples from 0 (an empty batch) to below "
-            f"2**{SAMPLE_DIGITS}, such as len(batch)"
+            f"record_samples() must get an integer from 0 (an empty batch) to below 2**{SAMPLE_DIGITS}, such as "
+            f"len(batch), got {samples!r}"
         )
         try:
             count = operator.index(samples)
@@ -188,14 +195,14 @@ class EagerDriver(Driver):
             raise ValueError(hint)
         return count
 
-    # -- the ranks' meeting and ends --------------------------------------------------------------------------------
+    # -- registration, drains and cuts ------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Return names of what its ranks have in common."""
+        """Return the names, equal on all ranks, that identify the optimizer: those of its parameters and settings."""
         return self.replica.fingerprint()[0]
 
     def worker_now(self) -> EagerWorker:
-        """Raise as ``Driver``'s does, and if a round was half applied here."""
+        """Return the worker, as in ``Driver``. Also raises if a round was applied only in part on this rank."""
         worker: EagerWorker = super().worker_now()
         worker.whole.check()
         return worker
@@ -204,19 +211,19 @@ class EagerDriver(Driver):
         """Return ``worker_now()``, before a step.
 
         Raises:
-            ReplicaStateError: as ``worker_now``; or it is inside ``consensus()``.
+            ReplicaStateError: as in ``worker_now``; or the call is inside ``consensus()``.
         """
         worker = self.worker_now()
         worker.check_outside_consensus("step()")
         return worker
 
     def make_worker(self, engine: Any, finish: Callable[[bool], None]) -> EagerWorker:
-        """Return a worker for the optimizer's parameters as they are."""
+        """Return a worker for the optimizer's present parameters."""
         reference = weakref.ref(self.replica.optimizer)
 
         def apply(round_: ReducedRound) -> None:
             optimizer = reference()
-            if optimizer is not None:  # else nobody holds its weights any more, but the other ranks still wait
+            if optimizer is not None:  # (else its weights are gone, and only the other ranks still need the round)
                 optimizer._async.replica.apply(round_)
 
         wire = self.replica.gradient_format()
@@ -225,7 +232,7 @@ class EagerDriver(Driver):
         return EagerWorker(engine, config, wire, finish, apply, self.replica.emptied)
 
     def register_worker(self, worker: EagerWorker, number: int | None) -> None:
-        """Tell the others of this optimizer, by a new worker."""
+        """Announce this optimizer to the other ranks by a new worker."""
         if self.remains is not None:
             worker.take_over(self.remains.counted_from(-self.rounds_before, 0))
         elif self.restored is not None:
@@ -233,12 +240,13 @@ class EagerDriver(Driver):
         worker.register(*self.replica.fingerprint(), self.replica.hyperparameters(), number)
 
     def on_registered(self) -> None:
-        """Forget what was loaded or kept: the worker has it."""
+        """Drop the loaded or kept gradients, which the worker has taken over."""
         self.restored = self.remains = None
 
     def finish(self, worker: EagerWorker, flush: bool) -> None:
-        """End a drain (``flush``) or a cut; after a drain replicas are compared, since something may have been changed
-        on one rank alone. A collective.
+        """End a drain (``flush``) or a cut. A collective.
+
+        A drain also compares the replicas, since user code may have changed one of them.
 
         Raises:
             ReplicaMismatchError: replicas differ.
@@ -253,13 +261,13 @@ class EagerDriver(Driver):
         super().discard()
         self.replica.stop_hooks()
 
-    # -- other ranks in the same process (elastic training) ---------------------------------------------------------
+    # -- membership changes (elastic training) ----------------------------------------------------------------------
 
     def leave(self) -> None:
         worker = self.worker
         if worker is not None and worker.agreed and not self.discarded:
             self.remains = worker.remains().counted_from(self.rounds_before, self.steps_ended)
-            orderly = worker.engine.failure is None  # (drained: whoever is gone holds nothing)
+            orderly = worker.engine.failure is None  # (after a drain, ranks that are gone hold no gradients)
             self._gradients = None if orderly else self._counts(worker, self.remains)
 
     def _counts(self, worker: EagerWorker, remains: Remains) -> GradientCounts:
@@ -301,13 +309,13 @@ class EagerDriver(Driver):
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def share(self, nbytes: Sequence[int]) -> dict[str, Any]:
-        """This rank's share of a checkpoint, apart from the wrapped optimizer's own: what is pending here.
+        """Return this rank's share of a checkpoint in addition to the wrapped optimizer's state: pending gradients.
 
         Args:
-            nbytes: of each bucket's vector.
+            nbytes: bytes of each bucket's vector.
 
         Raises:
-            ReplicaStateError: gradients may be on their way, on some rank or other.
+            ReplicaStateError: gradients may be in flight, on this rank or another.
         """
         worker = self.worker
         held: list[PendingGradient] = self.restored or []
@@ -327,20 +335,20 @@ class EagerDriver(Driver):
         }
 
     def take_share(self, share: dict[str, Any], nbytes: Sequence[int]) -> None:
-        """Take back what ``share`` gave, before the ranks meet.
+        """Load what ``share`` returned, before the ranks register.
 
         Args:
-            share: of this rank.
-            nbytes: of each bucket's vector now.
+            share: this rank's share.
+            nbytes: present bytes of each bucket's vector.
 
         Raises:
-            ValueError: it is of another rank, or of a job of another size or other buckets, and holds gradients.
-            ReplicaStateError: gradients of the present run are on their way.
+            ValueError: it holds gradients and belongs to another rank, another number of ranks or other buckets.
+            ReplicaStateError: gradients of the present run are in flight.
         """
         if share.get("cut"):
             raise ValueError(
-                "this state of a GossipOptimizer after cut() goes with this rank's own weights, and the replicas of an "
-                "EagerOptimizer are identical: save it after drain()"
+                "this state of a GossipOptimizer after cut() belongs to this rank's own weights, and the replicas of "
+                "an EagerOptimizer are identical: save it after drain()"
             )
         lost = max((len(versions) for versions in share.get("versions", ())), default=0)
         if self.worker is not None and not (self.worker.settled and self._nothing_pending(self.worker)):
@@ -370,7 +378,7 @@ class EagerDriver(Driver):
 
 
 def _would_be_lost(own: int) -> str:
-    """Why a state is not saved while gradients are on their way, ``own`` of them this rank's."""
+    """Return the error message for a state saved while gradients are in flight, ``own`` of them this rank's."""
     whose = (
         f"{own} of this rank's would be lost by saving its state now, and other ranks' too"
         if own

@@ -1,9 +1,9 @@
-"""Elastic training: ranks are lost and gained, and those that are left go on from where they are, without roll-back.
+"""Elastic training: after ranks are lost or join, the survivors continue from their present state, without roll-back.
 
-When the ranks change, each keeps what it has (``leave``), Horovod starts again, and every optimizer gets a driver for
-the ranks that there are then (``rejoin``). Before they train on, all say how far they are: weights come from the rank
-that has seen most rounds, or stay each rank's own, and the position in the data comes from the rank that has ended most
-steps.
+At a membership change each rank keeps its state (``leave``), Horovod starts again, and every optimizer gets a driver
+for the new ranks (``rejoin``). Before they continue to train, all ranks report their progress: weights come from the
+rank that has seen most rounds, or stay each rank's own, and the position in the data comes from the rank that has ended
+most steps.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from hvd_async.runtime.lifecycle import LOST, Lifecycle, drivers
 from hvd_async.runtime.log import warn
 
 MEETINGS = 20
-"""How often ranks try to meet: each failure is another loss."""
+"""Attempts to initialize Horovod after a membership change; each failed attempt is another lost rank."""
 INIT_FAILED = "Horovod initialization failed"
-"""The beginning of what Horovod's ``init()`` raises then, a ValueError."""
+"""First words of the ValueError that Horovod's ``init()`` raises if a rank is lost meanwhile."""
 
 
 class Report(NamedTuple):
-    """A rank's report when the ranks have changed.
+    """Report of a rank after a membership change.
 
     Attributes:
-        survivor: whether it has trained in this job before; else it is new, and has nothing.
-        optimizers: how far each of its optimizers is.
+        survivor: whether the rank has trained in this job before; a new rank has no state.
+        optimizers: progress of each of its optimizers.
     """
 
     survivor: bool
@@ -42,16 +42,16 @@ class Report(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """An optimizer's state that all ranks go on from.
+    """State of one optimizer from which all ranks continue.
 
     Attributes:
-        source: the rank whose weights, optimizer state and shared vectors are taken by those that lack them.
-        takers: these ranks: new ones, and, where ranks share their weights, those that have seen fewer rounds.
-        rounds: that the source has seen.
-        ended: steps that the rank which is furthest has ended.
+        source: the rank that sends its weights, optimizer state and shared vectors to the ranks that lack them.
+        takers: the ranks that lack them: new ranks and, if all ranks have the same weights, ranks with fewer rounds.
+        rounds: rounds that the source has seen.
+        ended: steps that the most advanced rank has ended.
         apart: whether ranks have weights of their own.
-        shared: names of vectors that all take from the source.
-        lost: gradients of ranks that are gone, which are in no round that the source has seen; None: nobody knows.
+        shared: names of the vectors that all ranks take from the source.
+        lost: gradients of lost ranks that are in no round the source has seen; None if unknown.
         seen: rounds that the source's weights have seen, as ``optimizer.rounds`` counts them.
     """
 
@@ -66,12 +66,12 @@ class Agreed(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The state that all ranks go on from.
+    """State from which all ranks continue.
 
     Attributes:
-        position: the rank whose position in the data, settings, hyperparameters and other attributes all take.
-        newcomers: ranks that have nothing.
-        optimizers: of each.
+        position: the rank whose position in the data, settings, hyperparameters and other attributes all ranks take.
+        newcomers: ranks without any state.
+        optimizers: the state of each optimizer.
     """
 
     position: int
@@ -80,10 +80,13 @@ class Plan(NamedTuple):
 
 
 def plan(reports: Sequence[Report]) -> Plan:
-    """Return the state that all ranks go on from, by all ranks' reports, in order. Pure: the same on each.
+    """Return the state from which all ranks continue. Pure, so every rank computes the same plan.
+
+    Args:
+        reports: all ranks' reports, in the order of the ranks.
 
     Raises:
-        ReplicaStateError: the ranks have different optimizers, or no rank has weights that can be gone on from.
+        ReplicaStateError: the ranks have different numbers of optimizers, or no rank has weights to continue from.
     """
     counts = {len(report.optimizers) for report in reports}
     if len(counts) > 1:
@@ -111,8 +114,15 @@ def plan(reports: Sequence[Report]) -> Plan:
 
 
 def _lost(survivors: Sequence[GradientCounts | None], source: GradientCounts | None, rounds: int) -> int | None:
-    """Return how many gradients of ranks that are gone are in none of so many rounds, which the source has seen: those
-    that they had handed over, less those in these rounds that are not survivors'. None: nobody knows."""
+    """Return the number of gradients of lost ranks that are in none of the first ``rounds`` rounds; None if unknown.
+
+    It is the number that the lost ranks had handed over, less the gradients in these rounds that are not survivors'.
+
+    Args:
+        survivors: counts of each survivor; None for one that has not trained since the last membership change.
+        source: counts of the rank from which all ranks continue.
+        rounds: rounds that the source has seen.
+    """
     counts = [own for own in survivors if own is not None]
     if source is None or len(counts) == source.size:
         return 0
@@ -127,42 +137,43 @@ def _lost(survivors: Sequence[GradientCounts | None], source: GradientCounts | N
 
 
 class WithoutRollBack:
-    """The part of an elastic state, over Horovod's, in which ours differs whatever the framework."""
+    """Mixin of elastic states, before Horovod's class: the differences from Horovod in every framework."""
 
     _lifecycle: Lifecycle
     _host_messages: queue.Queue[Any]
     _reset_callbacks: list[Callable[[], None]]
     reset: Callable[[], None]
-    """For subclasses: called when the ranks are others."""
+    """Called after a membership change; supplied by the class it is mixed into."""
     _interrupt: Callable[[bool], Exception]
     """Horovod's HostsUpdatedInterrupt."""
 
     @abc.abstractmethod
     def _ours(self) -> list[Any]:
-        """Return the state's optimizers that are ours."""
+        """Return the state's optimizers that this library has wrapped."""
 
     def save(self) -> None:
-        """Nothing to do: there is no roll-back. (``commit()`` also looks whether hosts have come or gone.)"""
+        """Do nothing, since there is no roll-back. (``commit()`` also checks whether hosts were added or removed.)"""
 
     def restore(self) -> None:
-        """Ranks were lost: stop what is on its way. Nothing is rolled back."""
-        self._lifecycle.abandon(f"{LOST}, and training goes on without them")
+        """Stop everything in flight, because ranks were lost. Nothing is rolled back."""
+        self._lifecycle.abandon(f"{LOST}, and training continues without them")
         self._hosts_changed()
 
     def on_reset(self) -> None:
-        """The ranks are others now. (Horovod's forgets here what it was told of hosts while they met, and then nobody
-        asks for these hosts again.)"""
+        """Call ``reset`` and the callbacks after a membership change. (Horovod's method also drops the messages about
+        hosts that arrived while the ranks met, and such hosts would never be added.)"""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def check_host_updates(self) -> None:
-        """Have all ranks stop at the same commit, if hosts have come or gone. Ranks do not wait for each other here,
-        unless the state has no optimizer of ours.
+        """Stop all ranks at the same commit if hosts were added or removed.
+
+        Ranks do not wait for each other here, unless the state has no optimizer that this library has wrapped.
 
         Raises:
             HostsUpdatedInterrupt: this is that commit.
-            ReplicaStateError: it is between two backward passes of a step.
+            ReplicaStateError: the call is between two backward passes of a step.
         """
         for optimizer in self._ours():
             optimizer._async.check_commit()
@@ -172,7 +183,7 @@ class WithoutRollBack:
             raise self._interrupt(False)
 
     def _hosts_changed(self) -> bool:
-        """Whether Horovod has told so (on rank 0), since the last call."""
+        """Return whether Horovod has reported a change of hosts (on rank 0) since the last call."""
         changed = False
         with contextlib.suppress(queue.Empty):
             while True:
@@ -182,30 +193,30 @@ class WithoutRollBack:
 
 
 class Exchange(abc.ABC):
-    """A binding's way to give one rank's state to others. Tensors are in the same order on all ranks."""
+    """Collectives by which a binding copies one rank's state to others. All ranks have tensors in the same order."""
 
     rank: int
     size: int
 
     @abc.abstractmethod
     def everyones(self, value: Any, name: str) -> list[Any]:
-        """Return all ranks' values, which can be pickled, in order. A collective."""
+        """Return all ranks' values, in the order of the ranks. Values can be pickled. A collective."""
 
     @abc.abstractmethod
     def object_of(self, root: int, value: Any, name: str) -> Any:
-        """Return a rank's value, which can be pickled. A collective."""
+        """Return rank ``root``'s value, which can be pickled. A collective."""
 
     @abc.abstractmethod
     def tensors_of(self, root: int, tensors: Sequence[Any], name: str) -> list[Any]:
-        """Return a rank's values of tensors, or variables, which are not changed. A collective."""
+        """Return rank ``root``'s values of tensors or variables, which do not change. A collective."""
 
     @abc.abstractmethod
     def vector_of(self, root: int, vector: Vector, name: str) -> Vector:
-        """Return a rank's vector. A collective."""
+        """Return rank ``root``'s vector. A collective."""
 
     @abc.abstractmethod
     def put(self, tensors: Sequence[Any], values: Sequence[Any]) -> None:
-        """Give tensors, or variables, these values."""
+        """Assign values to tensors or variables."""
 
     @abc.abstractmethod
     def weights(self, optimizer: Any) -> list[Any]:
@@ -213,31 +224,31 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def state_of(self, root: int, optimizer: Any, name: str) -> Any:
-        """Return the state of a rank's wrapped optimizer, apart from ours. A collective."""
+        """Return the state of the wrapped optimizer on rank ``root``, without this library's. A collective."""
 
     @abc.abstractmethod
     def put_state(self, optimizer: Any, state: Any) -> None:
-        """Give the wrapped optimizer this state."""
+        """Load a state into the wrapped optimizer."""
 
     @abc.abstractmethod
     def hyperparameters(self, optimizer: Any) -> Any:
-        """Return what the user and schedules set on an optimizer, learning rates and the like; it can be pickled."""
+        """Return what user code and schedules set on an optimizer, such as learning rates; it can be pickled."""
 
     @abc.abstractmethod
     def put_hyperparameters(self, optimizer: Any, values: Any) -> None:
-        """Set what ``hyperparameters`` has returned on another rank."""
+        """Set the hyperparameters that ``hyperparameters`` returned on another rank."""
 
 
 class Received:
-    """An optimizer's state as it has come from its source, for those that take it. Making it is a collective.
+    """State of an optimizer, received from its source. The constructor is a collective.
 
     Args:
-        exchange: the binding's.
-        optimizer: one of ours.
-        agreed: what all ranks go on from.
-        position: the rank whose settings and hyperparameters all ranks take: they belong to its position in the data,
-            as the schedules do that ranks take from it.
-        name: of the collectives.
+        exchange: the binding's exchange.
+        optimizer: an optimizer that this library has wrapped.
+        agreed: the state from which all ranks continue.
+        position: the rank whose settings and hyperparameters all ranks take. They belong to its position in the data,
+            as do the schedules that ranks take from it.
+        name: prefix of the collectives' names.
     """
 
     def __init__(self, exchange: Exchange, optimizer: Any, agreed: Agreed, position: int, name: str) -> None:
@@ -259,7 +270,7 @@ class Received:
                 self._shared[one] = exchange.vector_of(agreed.source, own, f"{name}.shared.{place}")
 
     def take(self) -> None:
-        """Go on from it, if this rank is one of those that take it. Does not communicate."""
+        """Load the state, as far as this rank lacks it. Does not communicate."""
         agreed, driver = self._agreed, self._optimizer._async
         driver.take_settings(self._settings)
         if self._exchange.rank in agreed.takers:
@@ -277,21 +288,21 @@ class Received:
 def sync(
     exchange: Exchange, survivor: bool, optimizers: Sequence[Any], others: Sequence[Any], attributes: Any
 ) -> tuple[Any, Callable[[], None]]:
-    """Agree with all ranks on what to go on from. A collective.
+    """Agree with all ranks on the state from which they continue. A collective.
 
     Args:
-        exchange: the binding's.
+        exchange: the binding's exchange.
         survivor: whether this rank has trained in this job before.
-        optimizers: ours.
-        others: tensors or variables that no optimizer of ours trains: ranks that have nothing take them.
-        attributes: that all ranks take from the one that has ended most steps; they can be pickled.
+        optimizers: the optimizers that this library has wrapped.
+        others: tensors or variables that none of these optimizers trains; new ranks take them.
+        attributes: attributes that all ranks take from the rank that has ended most steps; they can be pickled.
 
     Returns:
-        The attributes to go on with, and a function that takes the rest. It does not communicate: so a rank that is
-        lost in the middle leaves nothing half taken.
+        The attributes to continue with, and a function that loads the rest. That function does not communicate, so a
+        rank that is lost meanwhile cannot leave a state loaded in part.
 
     Raises:
-        ReplicaStateError: the ranks' states are not alike, or no rank has weights that can be gone on from.
+        ReplicaStateError: the ranks have different numbers of optimizers, or no rank has weights to continue from.
     """
     report = Report(survivor, [optimizer._async.standing() for optimizer in optimizers])
     reports = exchange.everyones(report, "hvd_async.elastic.reports")
@@ -303,7 +314,7 @@ def sync(
     values = exchange.tensors_of(found.position, others, "hvd_async.elastic.others") if found.newcomers else []
     attributes = exchange.object_of(found.position, attributes, "hvd_async.elastic.attributes")
     if exchange.rank == 0 and any(report.survivor for report in reports):
-        _tell(found, exchange.size)
+        _warn_of_change(found, exchange.size)
 
     def take() -> None:
         for one in received:
@@ -314,26 +325,25 @@ def sync(
     return attributes, take
 
 
-def _tell(found: Plan, size: int) -> None:
-    """Tell people that training goes on with others."""
+def _warn_of_change(found: Plan, size: int) -> None:
+    """Warn that training continues after a membership change."""
     lost = [agreed.lost for agreed in found.optimizers]
     rounds = ", ".join(str(agreed.rounds) for agreed in found.optimizers)
-    what = f"training goes on with {size} rank(s), {len(found.newcomers)} of them new, after round {rounds}"
+    what = f"training continues with {size} rank(s), {len(found.newcomers)} of them new, after round {rounds}"
     if None in lost:
         warn(f"{what}; how many gradients the lost ranks held is not known")
     elif any(lost):
-        warn(f"{what}; {sum(filter(None, lost))} gradient(s) of lost ranks are in none")
+        warn(f"{what}; {sum(filter(None, lost))} gradient(s) of lost ranks are in no round")
     else:
         warn(what)
 
 
 def reset(lifecycle: Lifecycle, shutdown: Callable[[], object], init: Callable[[], object]) -> None:
-    """Go on among the ranks that there are now: Horovod and the engine end and start again, and each optimizer keeps
-    what it has on this rank.
+    """Continue with the present ranks: restart Horovod and the engine, and keep each optimizer's state on this rank.
 
     Args:
-        lifecycle: the binding's.
-        shutdown, init: Horovod's.
+        lifecycle: the binding's lifecycle.
+        shutdown, init: Horovod's functions.
 
     Raises:
         SystemExit: this rank's host has left the job.
@@ -349,14 +359,14 @@ def reset(lifecycle: Lifecycle, shutdown: Callable[[], object], init: Callable[[
 
 
 def meet(shutdown: Callable[[], object], init: Callable[[], object]) -> None:
-    """Have Horovod meet the ranks that there are now; in an elastic job again, if one of them dies meanwhile.
+    """Initialize Horovod with the present ranks; in an elastic job, try again if one of them dies meanwhile.
 
     Args:
-        shutdown, init: Horovod's.
+        shutdown, init: Horovod's functions.
 
     Raises:
         SystemExit: this rank's host has left the job.
-        ValueError: Horovod's, if it cannot be initialized.
+        ValueError: Horovod cannot be initialized.
     """
     for left in reversed(range(MEETINGS if time_limits.in_elastic_job() else 1)):
         try:
@@ -365,19 +375,22 @@ def meet(shutdown: Callable[[], object], init: Callable[[], object]) -> None:
             if INIT_FAILED not in str(error):
                 raise
             if _horovods_rank() == "-1":
-                warn("this rank's host has left the job: the others go on without it")
+                warn("this rank's host has left the job: the other ranks continue without it")
                 raise SystemExit(0) from None
             if not left:
                 raise
-            warn(f"the ranks could not meet, as some are lost again, and meet anew ({error})")
+            warn(f"the ranks could not meet, since more of them were lost, and try again ({error})")
             shutdown()
         else:
             return
 
 
 def _horovods_rank() -> str:
-    """The rank that Horovod was given last, as its library has put it into the environment (Python has read that at its
-    start); "-1": none, in Horovod as ``scripts/install_horovod.sh`` builds it."""
+    """Return the last rank that Horovod was assigned, as a string; "-1" if none.
+
+    Horovod's library, as ``scripts/install_horovod.sh`` builds it, writes the rank into the environment of the process,
+    of which ``os.environ`` is a copy from Python's start.
+    """
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_char_p
     return bytes(getenv(b"HOROVOD_RANK") or b"").decode()

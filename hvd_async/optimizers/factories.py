@@ -1,4 +1,4 @@
-"""Drivers made from a factory's arguments: what both bindings do with the same ones. They are checked first."""
+"""Checks of the arguments of wrappers, and the drivers made from them; common to both bindings."""
 
 from __future__ import annotations
 
@@ -20,43 +20,44 @@ from hvd_async.optimizers.replica import WeightReplica
 from hvd_async.runtime.lifecycle import Lifecycle
 from hvd_async.runtime.process_sets import RankGroup, rank_group_of
 
-# -- arguments that all wrappers have from Horovod ---------------------------------------------------------------------
+# -- arguments that all wrappers share with Horovod --------------------------------------------------------------------
 
 
 def check_compression(compression: Any) -> None:
-    """Refuse what cannot compress.
+    """Check that ``compression`` can compress gradients.
 
     Raises:
-        ValueError: with a hint.
+        ValueError: it lacks ``compress`` or ``decompress``.
     """
     if not (callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None))):
         raise ValueError(
-            f"compression={compression!r} cannot compress gradients: take hvd.Compression.none, .fp16, .bf16, or a "
-            f"class with compress(tensor) and decompress(tensor, ctx)"
+            f"compression must be hvd.Compression.none, .fp16, .bf16, or a class with compress(tensor) and "
+            f"decompress(tensor, ctx), got {compression!r}, which cannot compress gradients"
         )
 
 
 def check_passes(backward_passes_per_step: int) -> None:
-    """Refuse what is no number of backward passes.
+    """Check the number of backward passes per step.
 
     Raises:
-        ValueError: with a hint.
+        ValueError: it is not an integer of at least 1.
     """
     passes = backward_passes_per_step
     if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
-        raise ValueError(f"backward_passes_per_step={passes!r} is not a number of backward passes: take 1 or more")
+        raise ValueError(f"backward_passes_per_step must be an integer of at least 1, got {passes!r}")
 
 
 def scales(op: Any, average: Any, total: Any, predivide: float, size: int) -> tuple[float, float]:
-    """By what a gradient is multiplied before the sum over the ranks, and the sum afterwards.
+    """Return the factor of a gradient before the sum over the ranks, and the factor of the sum.
 
     Args:
-        op: Horovod's, as the user gave it; ``average`` and ``total`` are ``hvd.Average`` and ``hvd.Sum``.
+        op: the user's ``op``, of Horovod.
+        average, total: ``hvd.Average`` and ``hvd.Sum``.
         predivide: Horovod's ``gradient_predivide_factor``.
-        size: ranks that are averaged over.
+        size: number of ranks whose gradients are averaged.
 
     Raises:
-        ValueError: an operation that a partial allreduce cannot do, or a factor that does not go with it.
+        ValueError: partial allreduce does not support the operation, or the factor is invalid with it.
     """
     if op not in (average, total):
         raise ValueError(
@@ -64,7 +65,7 @@ def scales(op: Any, average: Any, total: Any, predivide: float, size: int) -> tu
             f"need all ranks' gradients at once): take hvd.Average or hvd.Sum"
         )
     if isinstance(predivide, bool) or not isinstance(predivide, int | float) or not 0 < predivide < float("inf"):
-        raise ValueError(f"gradient_predivide_factor={predivide!r} is not a factor: take a number above 0")
+        raise ValueError(f"gradient_predivide_factor must be a finite number above 0, got {predivide!r}")
     if op == total:
         if predivide != 1.0:
             raise ValueError("gradient_predivide_factor splits the division of op=hvd.Average: leave it out with Sum")
@@ -73,18 +74,18 @@ def scales(op: Any, average: Any, total: Any, predivide: float, size: int) -> tu
 
 
 def check_local(given: Mapping[str, Any], average: Any, whose: str) -> None:
-    """Refuse those of Horovod's arguments that mean nothing where weights travel and gradients do not.
+    """Refuse arguments of Horovod that have no meaning if ranks exchange weights instead of gradients.
 
     Args:
-        given: as the user gave them.
+        given: the user's arguments, by name.
         average: ``hvd.Average``.
-        whose: for the messages.
+        whose: name of the method in messages.
 
     Raises:
-        ValueError: with a hint.
+        ValueError: such an argument was passed, or ``backward_passes_per_step`` is invalid.
     """
     if given["op"] != average:
-        raise ValueError(f"op={given['op']!r}: {whose} mixes weights, by averages; leave op out, or take hvd.Average")
+        raise ValueError(f"op must be hvd.Average, since {whose} averages weights, got {given['op']!r}: leave op out")
     if given["gradient_predivide_factor"] != 1.0:
         raise ValueError(f"gradient_predivide_factor: gradients stay on their rank in {whose}; leave it out")
     if given["groups"] or given["num_groups"]:
@@ -93,52 +94,53 @@ def check_local(given: Mapping[str, Any], average: Any, whose: str) -> None:
 
 
 def compression_name(compression: Any, known: Mapping[str, Any]) -> str:
-    """How gossip's messages travel, by name.
+    """Return the name of the compression of gossip's messages.
 
     Args:
         compression: a name, or one of the values of ``known``.
         known: the binding's compressors by name.
 
     Raises:
-        ValueError: another one; messages are coded by the library itself.
+        ValueError: it is not in ``known``. (The library encodes messages itself, without user classes.)
     """
     for name, compressor in known.items():
         if compression is compressor or compression == name:
             return name
     raise ValueError(
-        f"compression={compression!r} of messages is not known: take hvd.Compression.{', .'.join(known)}, or one of "
-        f"these names"
+        f"compression of messages must be hvd.Compression.{', .'.join(known)}, or one of these names, got "
+        f"{compression!r}"
     )
 
 
 def host_size(hierarchical: Any, hvd: Any, everyone: bool) -> int:
-    """Ranks of a host that step together, or are averaged before they gossip; 1 if none are.
+    """Return the number of ranks per host that step together, or are averaged before they gossip; 1 for none.
 
     Args:
         hierarchical: True for Horovod's local ranks, False for none, or a number of ranks, numbered host by host.
-        hvd: Horovod's module; asked about its hosts if it is True.
-        everyone: whether all ranks of the job share the optimizer, and no process set of them.
+        hvd: Horovod's module, which knows the hosts if ``hierarchical`` is True.
+        everyone: whether all ranks of the job share the optimizer, not only a process set.
 
     Raises:
-        ValueError: hosts of different sizes, ranks in another order, a process set, or no number of ranks.
+        ValueError: hosts have different sizes, ranks are not numbered host by host, ``hierarchical`` is True with a
+            process set, or it is neither a bool nor an integer of at least 1.
     """
     if isinstance(hierarchical, bool):
         return local_ranks(hvd, everyone, "hierarchical=True", "leave it out") if hierarchical else 1
     if not isinstance(hierarchical, int) or hierarchical < 1:
-        raise ValueError(f"hierarchical={hierarchical!r}: take True, False, or the number of ranks of a host")
+        raise ValueError(f"hierarchical must be True, False, or the number of ranks per host, got {hierarchical!r}")
     return hierarchical
 
 
 def local_ranks(hvd: Any, everyone: bool, asked: str, instead: str) -> int:
-    """Horovod's ranks of each host.
+    """Return Horovod's number of ranks per host.
 
     Args:
         hvd: Horovod's module.
-        everyone: whether all ranks of the job are meant, and no process set of them.
-        asked, instead: what the user said, and what else could be.
+        everyone: whether all ranks of the job are meant, not only a process set.
+        asked, instead: the user's argument, and the alternative to it, for messages.
 
     Raises:
-        ValueError: hosts of different sizes, ranks in another order, or a process set.
+        ValueError: hosts have different sizes, ranks are not numbered host by host, or a process set was passed.
     """
     if not everyone:
         raise ValueError(
@@ -148,8 +150,8 @@ def local_ranks(hvd: Any, everyone: bool, asked: str, instead: str) -> int:
     local, hosts = int(hvd.local_size()), int(hvd.cross_size())
     if local * hosts != hvd.size() or hvd.rank() != hvd.cross_rank() * local + hvd.local_rank():
         raise ValueError(
-            f"{asked} needs as many ranks on each host, numbered host by host: start them so (horovodrun -H a:4,b:4), "
-            f"or {instead}"
+            f"{asked} needs the same number of ranks on each host, numbered host by host: start them like this "
+            f"(horovodrun -H a:4,b:4), or {instead}"
         )
     return local
 
@@ -164,12 +166,12 @@ D = TypeVar("D", bound=EagerDriver)
 
 @dataclass(frozen=True)
 class Binding:
-    """A framework's binding, as its factories need it.
+    """Parts of a framework's binding that its factories need.
 
     Attributes:
         hvd: Horovod's module for the framework.
-        lifecycle: of the process's engine.
-        compression: the binding's class of compressors by name.
+        lifecycle: lifecycle of the process's engine.
+        compression: class with the binding's compressors as attributes.
     """
 
     hvd: Any
@@ -190,19 +192,19 @@ def eager_driver(
     """Return the driver of an ``EagerOptimizer``.
 
     Args:
-        binding: the factory's.
-        given: its arguments.
-        replica: makes the replica from the options, the ranks, by what a gradient and a round's sum are multiplied,
-            and what the user gave as groups.
-        driver: its class.
+        binding: the factory's binding.
+        given: the factory's arguments.
+        replica: makes the replica from the options, the ranks, the factors of a gradient and of a round's sum, and the
+            user's ``groups``.
+        driver: class of the driver.
 
     Raises:
-        ValueError: an argument that cannot be.
+        ValueError: an argument is invalid.
     """
     hvd, options, rank_group = binding.hvd, picked(EagerOptions, given), binding.rank_group(given)
     local = host_size(options.hierarchical, hvd, rank_group.process_set is None)
     options.check(rank_group.named, local)
-    if local == rank_group.named > 1:  # one host: its ranks wait for each other, and for nobody else
+    if local == rank_group.named > 1:  # (with a single host, its ranks wait only for each other)
         options = dataclasses.replace(options, quorum="all")
     auto_extrapolation = options.weight_prediction == AUTO
     options = options.resolved(1 if rank_group.size == 1 else rank_group.named // local)
@@ -214,7 +216,7 @@ def eager_driver(
         warnings.warn("num_groups is Horovod's older name: pass groups=", DeprecationWarning, stacklevel=3)
         groups = given["num_groups"]
     made = replica(options, rank_group, factors, groups)
-    config = options.config(local if rank_group.size == rank_group.named else 1)  # (a rank outside is by itself)
+    config = options.config(local if rank_group.size == rank_group.named else 1)  # (1: a rank outside the process set)
     return driver(binding.lifecycle, rank_group, made, options.buffers, config, options.late_cap_mb, auto_extrapolation)
 
 
@@ -222,12 +224,12 @@ def gossip_driver(binding: Binding, given: Given, replica: Callable[[RankGroup],
     """Return the driver of a ``GossipOptimizer``.
 
     Args:
-        binding: the factory's.
-        given: its arguments.
+        binding: the factory's binding.
+        given: the factory's arguments.
         replica: makes the replica.
 
     Raises:
-        ValueError: an argument that cannot be.
+        ValueError: an argument is invalid.
     """
     hvd, options, rank_group = binding.hvd, picked(GossipOptions, given), binding.rank_group(given)
     check_local(given, hvd.Average, "gossip")
@@ -242,18 +244,18 @@ def leader_driver(binding: Binding, given: Given, replica: Callable[[RankGroup],
     """Return the driver of a ``LeaderOptimizer``.
 
     Args:
-        binding: the factory's.
-        given: its arguments.
+        binding: the factory's binding.
+        given: the factory's arguments.
         replica: makes the replica.
 
     Raises:
-        ValueError: an argument that cannot be.
+        ValueError: an argument is invalid.
     """
     hvd, options, rank_group = binding.hvd, picked(LeaderOptions, given), binding.rank_group(given)
     check_local(given, hvd.Average, "LeaderOptimizer")
     options.check(rank_group.named)
     if given["compression"] is not binding.compression.none:
-        raise ValueError("compression: a leader's weights travel as they are; leave it out")
+        raise ValueError("compression: a leader's weights are sent uncompressed; leave it out")
 
     def ranks_of_a_host() -> int:
         return local_ranks(hvd, rank_group.process_set is None, "group='host'", "pass group=[[0, 1], ...]")

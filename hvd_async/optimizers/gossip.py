@@ -1,4 +1,4 @@
-"""The driver of a gossiping optimizer: settings and their changes, workers, checkpoints."""
+"""Driver of a gossiping optimizer: settings and their changes, workers, checkpoints."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.stats import GossipStats
 
 _IN_PLANS = {"topology": "graph", "mixing": "weights"}
-"""Names of ``make_plan``'s arguments that are not those of the options."""
+"""Arguments of ``make_plan`` whose names differ from those of the options, by option."""
 CORRECTION, RATES, UNITS = "correction of the momentum", "momentum_rates", "momentum_units"
 """Names of quasi-global momentum's state in a checkpoint."""
 
 
 class GossipDriver(LocalDriver):
-    """The driver of a ``GossipOptimizer``.
+    """Driver of a ``GossipOptimizer``.
 
     Args:
-        lifecycle, rank_group, replica: as ``LocalDriver``.
-        options: as the user has given them.
-        compression: how messages travel, by name.
-        local_size: ranks of a host, which ``options.hierarchical`` asks for.
+        lifecycle, rank_group, replica: as in ``LocalDriver``.
+        options: the user's options.
+        compression: name of the compression of messages.
+        local_size: number of ranks per host, as requested by ``options.hierarchical``.
 
     Attributes:
-        given: options of a plan, as the user has given them, for all algorithms that come in turn.
-        plan: who gossips with whom now.
-        epoch: the last that ``set_epoch`` was told.
-        begun: whether it was told one, or settings were switched, since the start or the last state that was loaded:
-            the first time needs no drain.
+        given: the user's options of a plan, for all algorithms of the schedule.
+        plan: the present plan: each rank's neighbours at each step.
+        epoch: the last epoch passed to ``set_epoch``.
+        begun: whether ``set_epoch`` was called, or settings were switched, since the start or since a state was loaded.
+            The first call needs no drain.
 
     Raises:
-        ValueError: settings, of now or of a later epoch, that cannot be.
+        ValueError: the settings of the present or of a later epoch are invalid.
     """
 
     worker: GossipWorker | None
@@ -76,23 +76,23 @@ class GossipDriver(LocalDriver):
         """Algorithms of any epoch, or switched to."""
         self.given: dict[str, Any] = {**given, **self._due(0)}
         self._given_rates: list[tuple[int, Any]] = []
-        """Learning rates of the step that has begun, as of ``WeightReplica.learning_rates``."""
+        """Learning rates of the step that has begun, as in ``WeightReplica.learning_rates``."""
         self._common: dict[str, Vector] = {}
-        """State that is the same on all ranks, of the last worker that has ended, or loaded."""
+        """State that is the same on all ranks, of the last worker that has ended or of a loaded checkpoint."""
         for epoch in sorted({*self._peers, *self._average_every, *self._schedule, 0}):
             self._planned({**self.given, **self._due(epoch)})
         self.epoch = 0
         self.plan = self._planned(self.given)
         self._correction = Correction(SMOOTHING)
-        """Of the momentum; it stays at its beginning while the plan has none."""
+        """Correction of the momentum; it keeps its initial state while the plan has none."""
         self._is_velocity = False
-        """Whether the correction was loaded from a checkpoint that has it in the optimizer's units."""
+        """Whether the correction was loaded from a checkpoint that stores it in the optimizer's units."""
 
     def attach(self, optimizer: Any) -> Any:
-        """Drive a wrapped optimizer from now on; returns it.
+        """Become the driver of a wrapped optimizer, and return that optimizer.
 
         Raises:
-            ValueError: its momentum cannot be corrected, and is to be.
+            ValueError: the options correct the momentum, and this optimizer's cannot be corrected.
         """
         if self.corrects_momentum:
             self.replica.attach(optimizer)
@@ -101,14 +101,14 @@ class GossipDriver(LocalDriver):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The algorithm in force, by ``schedule`` and ``switch()``, and its settings."""
+        """The present algorithm, by ``schedule`` and ``switch()``, and its settings."""
         names = ["algorithm", "max_staleness", "gossip_every", "max_local_steps", "average_every", "compression"]
         own = ALGORITHMS[self.plan.config.algorithm].options
         names += [name for name in (*OUTER_BOUNDS, "quasi_global") if name in own]
         return {**{name: getattr(self.plan.config, name) for name in names}, "topology": self.plan.topology.name}
 
     def _due(self, epoch: int) -> dict[str, Any]:
-        """Return what is given by epoch."""
+        """Return the settings that depend on the epoch."""
         return {
             "algorithm": _latest(self._schedule, epoch),
             "peers": _latest(self._peers, epoch, 1),
@@ -116,20 +116,20 @@ class GossipDriver(LocalDriver):
         }
 
     def _planned(self, given: Mapping[str, Any], named: Collection[str] = ()) -> GossipPlan:
-        """Return the plan by these options.
+        """Return the plan for these options.
 
         Args:
-            given: options, some of which may be for another algorithm that was used, or will be.
-            named: those that are for this one.
+            given: options, of which some may belong to an earlier or a later algorithm.
+            named: names of options that belong to the present algorithm.
 
         Raises:
-            ValueError: they cannot be.
+            ValueError: the options are invalid.
         """
         algorithm = given["algorithm"]
         several = self._algorithms | {algorithm}
         own = _options_of(algorithm)
         if len(several) > 1 and algorithm in ALGORITHMS and ALGORITHMS[algorithm].takes_the_place:
-            own = frozenset()  # alone it averages every so many steps; beside others it is what they take the place of
+            own = frozenset()  # (its average_every holds if it is the only algorithm, not as a phase between others)
         others = frozenset().union(*map(_options_of, several - {algorithm})) - own - set(named)
         return self._plan_of({**given, **{name: NOT_GIVEN[name] for name in others}})
 
@@ -145,35 +145,35 @@ class GossipDriver(LocalDriver):
     # -- changes of settings --------------------------------------------------------------------------------------
 
     def switch(self, changes: Mapping[str, Any]) -> None:
-        """Go on with other settings, from the average of all ranks, after a drain. A collective.
+        """Change settings after a drain, and continue from the average of all ranks. A collective.
 
         Raises:
-            ValueError: settings that cannot be; nothing has changed then.
+            ValueError: the settings are invalid; nothing has changed then.
         """
         named = dict(changes)
         unknown = sorted(named.keys() - {"algorithm", *BY_STEP})
         if unknown:
             raise ValueError(
-                f"switch() does not know {', '.join(unknown)}: take algorithm, {', '.join(BY_STEP[:-1])} or "
+                f"switch() does not know {', '.join(unknown)}: pass algorithm, {', '.join(BY_STEP[:-1])} or "
                 f"{BY_STEP[-1]}"
             )
         given = {**self.given, **named}
-        if not isinstance(given["mixing"], str):  # matrices say themselves who sends to whom
+        if not isinstance(given["mixing"], str):  # (matrices determine the topology)
             given |= {"mixing": "uniform"} if "topology" in named else {"topology": None, "peers": 1}
         if "topology" in named:
             given["peers"] = named.get("peers", 1)
         plan = self._planned(given, named.keys())
-        self.end(True)  # (also a rank that had no batch yet: others are in theirs)
-        self._go_on_with(given, plan)
+        self.end(True)  # (even on a rank without a batch so far: the other ranks are in this drain)
+        self._continue_with(given, plan)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let ``peers`` and ``schedule`` by epoch take effect. A collective where something changes.
+        """Apply ``peers``, ``average_every`` and ``schedule`` of an epoch. A collective if a setting changes.
 
         Raises:
-            ValueError: it is no epoch.
+            ValueError: ``epoch`` is not an integer of at least 0.
         """
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
-            raise ValueError(f"epoch={epoch!r} is not the number of an epoch: take 0 or more")
+            raise ValueError(f"epoch must be an integer of at least 0, got {epoch!r}")
         before, now = self._due(self.epoch), self._due(epoch)
         changes = {name: value for name, value in now.items() if value != before[name]}
         if changes:
@@ -181,21 +181,21 @@ class GossipDriver(LocalDriver):
             plan = self._planned(given)
             if self.worker is not None or self.begun:
                 self.end(True)
-            self._go_on_with(given, plan)
+            self._continue_with(given, plan)
         self.epoch, self.begun = epoch, True
 
-    def _go_on_with(self, given: Mapping[str, Any], plan: GossipPlan) -> None:
-        """Take other options, after a drain, or before the first step of all."""
+    def _continue_with(self, given: Mapping[str, Any], plan: GossipPlan) -> None:
+        """Replace the options and the plan, after a drain or before the very first step."""
         self.replace_worker()
         self.given, self.plan, self.begun = dict(given), plan, True
-        if self.restored is None:  # (else it is what was loaded, for the first step)
+        if self.restored is None:  # (else the correction was loaded, for the first step)
             self._correction = Correction(SMOOTHING)
         self._algorithms.add(given["algorithm"])
 
     # -- momentum ---------------------------------------------------------------------------------------------------
 
     def begin_step(self, loss: Any = None, changes_weights: bool = False) -> StepStart:
-        """Begin a step, as ``LocalDriver``, with the learning rates of now: Keras' schedules go on with the update."""
+        """Begin a step, as in ``LocalDriver``, and read the learning rates, which the update changes in Keras."""
         start = super().begin_step(loss, changes_weights)
         algorithm = ALGORITHMS[self.plan.config.algorithm]
         if self.plan.config.quasi_global or algorithm.exact or algorithm.outer is not None:
@@ -204,18 +204,18 @@ class GossipDriver(LocalDriver):
 
     @property
     def _rates(self) -> list[tuple[int, float]]:
-        """Learning rates of the step that has begun, as numbers. By the end of the step they need no wait."""
+        """Learning rates of the step that has begun, as numbers. At the end of the step reading them needs no wait."""
         return [(elements, float(rate)) for elements, rate in self._given_rates]
 
     def end_step(self, before: Vector | None, after: Vector, statistics: Statistics | None = None) -> StepEnd:
-        """End a step, as ``LocalDriver``; what mixing has changed corrects the momentum."""
+        """End a step, as in ``LocalDriver``, and correct the momentum by the change that mixing has made."""
         worker = self.worker
         if worker is None or not self.plan.config.quasi_global:
             return super().end_step(before, after, statistics)
         half, weight = after + 0, worker.weight
         end = super().end_step(before, after, statistics)
         mixed = end.weights
-        if weight != 1.0:  # (the optimizer moves the weights times this)
+        if weight != 1.0:  # (the optimizer updates the weights multiplied by this factor)
             half *= weight
             mixed = mixed * weight
         if self._is_velocity:
@@ -233,7 +233,7 @@ class GossipDriver(LocalDriver):
             self._correction.vector, self._correction.rates = vector / units, [rate for _, rate in self._rates]
 
     def finish(self, worker: Any, flush: bool) -> None:
-        """End a drain, which averages the momenta too, or a cut."""
+        """End a drain, which also averages the momenta, or a cut."""
         super().finish(worker, flush)
         if flush and self.plan.config.quasi_global:
             self.replica.write_momentum(self.united(self.replica.momentum(), "the momenta"))
@@ -242,7 +242,7 @@ class GossipDriver(LocalDriver):
     # -- workers ----------------------------------------------------------------------------------------------------
 
     def make_local_worker(self, engine: Any, finish: Callable[[bool], None]) -> GossipWorker:
-        """Return a worker by the plan of now."""
+        """Return a worker for the present plan."""
         if self.worker is not None:
             self._common = self.worker.common_state()
         plan, config = self.plan, self.plan.config
@@ -258,16 +258,16 @@ class GossipDriver(LocalDriver):
         return worker
 
     def replace_worker(self) -> None:
-        """Let the worker go, after a drain; its state that goes on is kept."""
+        """Delete the worker after a drain, and keep its state that all ranks have in common."""
         if self.worker is not None:
             self._common = self.worker.common_state()
         super().replace_worker()
 
     def begin_worker(self, worker: GossipWorker) -> None:
-        """Give a new worker the weights as they are."""
+        """Pass the present weights to a new worker."""
         worker.begin(self.replica.read())
 
-    # -- other ranks in the same process (elastic training) -----------------------------------------------------------
+    # -- membership changes (elastic training) ------------------------------------------------------------------------
 
     def go_on_from(self, before: GossipDriver) -> None:
         super().go_on_from(before)
@@ -289,7 +289,7 @@ class GossipDriver(LocalDriver):
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def pack(self, kept: SavedState | None) -> dict[str, Any]:
-        """Return what a worker has ``kept``, for a checkpoint."""
+        """Return the state that a worker has ``kept``, in the form of a checkpoint."""
         if kept is None:
             common = self._common if self.worker is None else self.worker.common_state()
             return {"weight": 1.0, "copies": dict(common), "base": 0}
@@ -302,7 +302,7 @@ class GossipDriver(LocalDriver):
         return found | {"copies": copies, RATES: correction.rates} | units
 
     def take_share(self, share: Mapping[str, Any]) -> None:
-        """Take back what ``share`` gave; as ``LocalDriver``."""
+        """Load what ``share`` returned, as in ``LocalDriver``."""
         super().take_share(share)
         self._common = {} if self.restored is not None else dict(share.get("copies", {}))
         self._correction = Correction(SMOOTHING)
@@ -311,7 +311,7 @@ class GossipDriver(LocalDriver):
             self._correction.vector, self._correction.rates = share["copies"][CORRECTION], list(share[RATES])
 
     def unpack(self, share: Mapping[str, Any]) -> SavedState:
-        """Return what ``pack`` was given."""
+        """Return the state that ``pack`` was called with."""
         copies = {name: copy for name, copy in share["copies"].items() if name != CORRECTION}
         return SavedState(share["weight"], copies, share["base"])
 
@@ -322,12 +322,12 @@ def _options_of(algorithm: str) -> frozenset[str]:
 
 
 def _by_epoch(name: str, given: Any) -> dict[int, Any]:
-    """A value, or values by the epoch from which they hold."""
+    """Return values by the epoch from which they hold, given such a mapping or a single value."""
     if not isinstance(given, Mapping):
         return {0: given}
     for epoch in given:
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
-            raise ValueError(f"{name}={dict(given)!r}: {epoch!r} is not the number of an epoch; take 0 or more")
+            raise ValueError(f"{name} must have epochs of at least 0 as keys, got {epoch!r} in {dict(given)!r}")
     return dict(given)
 
 

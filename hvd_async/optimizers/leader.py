@@ -1,4 +1,4 @@
-"""The driver of an optimizer that follows a leader, or a center: settings, losses, workers, checkpoints."""
+"""Driver of an optimizer that follows a leader or a center: settings, losses, workers, checkpoints."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from hvd_async.runtime.process_sets import RankGroup, SingleRank
 from hvd_async.stats import LeaderStats
 
 _WHEN = ("local_period", "global_period", "group", "loss_window")
-"""The options that say when who is pulled, and not how."""
+"""Options that determine when ranks are pulled and in which groups, not how strongly."""
 
 
 class LeaderDriver(LocalDriver):
-    """The driver of a ``LeaderOptimizer``.
+    """Driver of a ``LeaderOptimizer``.
 
     Args:
-        lifecycle, rank_group, replica: as ``LocalDriver``.
-        options: as the user has given them.
-        host_size: ranks of a host; asked for ``group="host"`` only.
+        lifecycle, rank_group, replica: as in ``LocalDriver``.
+        options: the user's options.
+        host_size: returns the number of ranks per host; called for ``group="host"`` only.
 
     Attributes:
         given: strengths of the pulls, and other options that the algorithm's rule reads, by name.
-        config: of all of them.
-        strengths: the same.
-        window: how many losses count.
-        losses: recorded since the last step.
-        steps_before: of this rank before this worker's first: strengths go by steps.
+        config: the settings that all ranks have in common.
+        strengths: strengths of the pulls, from ``given``.
+        window: number of losses in a rank's mean loss.
+        losses: losses recorded since the last step.
+        steps_before: steps of this rank before this worker's first step, since strengths may depend on the step.
 
     Raises:
-        ValueError: what cannot be, and what can.
+        ValueError: an option is invalid; the message says which values are valid.
     """
 
     worker: LeaderWorker | None
@@ -65,17 +65,17 @@ class LeaderDriver(LocalDriver):
         self.window = given.get("loss_window", 1)
         self.lr_factor = selection.lr_factor(options.lr_spread, rank_group.index)
         settings = {"lr_spread": options.lr_spread, "loss_window": self.window} | self.given
-        told = [f"{name} {'by step' if callable(value) else value}" for name, value in settings.items()]
+        described = [f"{name} {'by step' if callable(value) else value}" for name, value in settings.items()]
         grouped: Sequence[Sequence[int]] = [range(rank_group.size)]
         alone = isinstance(rank_group.process_set, SingleRank)
         if "group" in given and not alone:
             grouped = selection.groups(given["group"], rank_group.ranks, host_size)
         self.config = LeaderConfig(
-            algorithm=LeaderOptions.algorithm if alone else options.algorithm,  # alone it has no center to go to
+            algorithm=LeaderOptions.algorithm if alone else options.algorithm,  # (a single rank has no center)
             groups=[list(places) for places in grouped],
             local_period=given.get("local_period", given["global_period"]),
             global_period=given["global_period"],
-            settings=", ".join(told),
+            settings=", ".join(described),
             buffers=options.buffers,
             loss_window=self.window,
             local=_moves(self.strengths.local_pull, self.strengths.local_prox),
@@ -86,22 +86,22 @@ class LeaderDriver(LocalDriver):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The algorithm in force and its settings; strengths that are functions of the step as they were given."""
+        """The present algorithm and its settings. Strengths that depend on the step are returned as functions."""
         names = ("algorithm", "groups", "local_period", "global_period", "buffers")
         return {**{name: getattr(self.config, name) for name in names}, "loss_window": self.window, **self.given}
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def record_loss(self, loss: Any) -> None:
-        """Take note of a step's training loss, before that step.
+        """Record a step's training loss, before that step.
 
         Raises:
-            ValueError: it is several numbers.
+            ValueError: it has several elements.
         """
         self.losses.append(self.replica.number(loss))
 
     def on_step(self, worker: LeaderWorker, loss: Any) -> None:
-        """Hand over the losses that were recorded, else the one that the binding knows."""
+        """Pass the recorded losses to the worker, or ``loss``, which the binding knows, if none were recorded."""
         if loss is not None and not self.losses:
             self.record_loss(loss)
         recorded, self.losses = self.losses, []
@@ -109,14 +109,14 @@ class LeaderDriver(LocalDriver):
             worker.record_loss(float(one))
 
     def merged_statistics(self, own: Statistics | None) -> Vector | None:
-        """Return the batch-norm statistics to go on with after a pull; None: this rank's own."""
+        """Return the batch-norm statistics to continue with after a pull; None for this rank's own."""
         assert self.worker is not None  # (the step has begun)
         return None if own is None else self.worker.settle_statistics(own, self.replica.clip)
 
-    # -- the ranks' meeting and ends --------------------------------------------------------------------------------
+    # -- registration, drains and cuts ------------------------------------------------------------------------------
 
     def make_local_worker(self, engine: Any, finish: Callable[[bool], None]) -> LeaderWorker:
-        """Return a worker; where there are groups, after all ranks have the same."""
+        """Return a worker, after a check that all ranks have the same groups."""
         if self.worker is not None:
             self.steps_before = self.worker.steps
         group_set = self.rank_group.process_set
@@ -139,7 +139,7 @@ class LeaderDriver(LocalDriver):
         )
 
     def _compare_groups(self, engine: Any) -> None:
-        """Before process sets are made, which ranks with others would wait for without end. Waits for all ranks.
+        """Compare the ranks' groups before process sets are made: with different groups that would hang. A collective.
 
         Raises:
             ReplicaMismatchError: the ranks do not have the same groups.
@@ -154,7 +154,7 @@ class LeaderDriver(LocalDriver):
                 )
 
     def begin_worker(self, worker: LeaderWorker) -> None:
-        """Give a new worker the weights and the statistics as they are."""
+        """Pass the present weights and statistics to a new worker."""
         worker.begin(self.replica.read(), self.replica.statistics())
 
     def finish(self, worker: LeaderWorker, flush: bool) -> None:
@@ -165,11 +165,11 @@ class LeaderDriver(LocalDriver):
 
     @property
     def _centered(self) -> bool:
-        """Whether the ranks are pulled towards a center; a rank by itself never is."""
+        """Whether the ranks are pulled towards a center; False for a single rank."""
         return ALGORITHMS[self.config.algorithm].has_center
 
     def unify_buffers(self) -> None:
-        """Make batch-norm statistics fit what stands for all ranks: averages, or the leader's own. A collective."""
+        """Set batch-norm statistics to those of the consensus: averages, or the leader's own. A collective."""
         if self.buffers == "average":
             super().unify_buffers()
         elif not self._centered:
@@ -177,19 +177,19 @@ class LeaderDriver(LocalDriver):
             unify_buffers(worker, self.replica.buffers(), "root", worker.leader)
 
     def united(self, vector: Vector, what: str) -> Vector:
-        """Return what stands for all ranks' vectors after a drain: their leader's, or their mean. A collective."""
+        """Return the consensus of all ranks' vectors after a drain: their leader's, or their mean. A collective."""
         if self._centered or self.worker is None:
             return super().united(vector, what)
         return self.worker.broadcast(vector, self.worker.leader, what)
 
     def on_weights_replaced(self) -> None:
-        """No rank goes on before all have them: a pull of ranks that have not would move centers apart."""
+        """Continue from replaced weights once all ranks have them: earlier pulls would make the centers differ."""
         worker, weights = self.worker_now(), self.replica.read()
         signal = weights[:1] * 0
         worker.executor.start_from(weights)
         worker.sum(signal, "the start from other weights")
 
-    # -- other ranks in the same process (elastic training) -----------------------------------------------------------
+    # -- membership changes (elastic training) ------------------------------------------------------------------------
 
     def go_on_from(self, before: LeaderDriver) -> None:
         super().go_on_from(before)
@@ -204,7 +204,7 @@ class LeaderDriver(LocalDriver):
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def pack(self, kept: SavedState | None) -> dict[str, Any]:
-        """Return what a worker has ``kept``, for a checkpoint."""
+        """Return the state that a worker has ``kept``, in the form of a checkpoint."""
         if kept is None:
             steps = self.steps_before if self.worker is None else self.worker.steps
             return {"copies": {}, "steps": steps}
@@ -222,28 +222,31 @@ class LeaderDriver(LocalDriver):
         }
 
     def take_share(self, share: Mapping[str, Any]) -> None:
-        """Take back what ``share`` gave; raises as ``LocalDriver``'s."""
+        """Load what ``share`` returned. Raises as in ``LocalDriver``."""
         super().take_share(share)
         self.steps_before = int(share.get("steps", 0))
 
     def _follows(self) -> str:
-        """Return the settings that a state after a cut is bound to: whose targets are whose."""
+        """Return the settings that a state after a cut must match, since they assign targets to ranks."""
         config = self.config
         return config.algorithm if self._centered else f"{config.algorithm} in groups {config.groups}"
 
     def unpack(self, share: Mapping[str, Any]) -> SavedState:
-        """Return what ``pack`` was given."""
+        """Return the state that ``pack`` was called with."""
         copies, follows = share["copies"], share["follows"]
         if follows != self._follows():
             raise ValueError(
-                f"this state after cut() is of {follows}, and this optimizer is of {self._follows()}: take the "
-                f"same, or save it after drain()"
+                f"this state after cut() is of {follows}, and this optimizer is of {self._follows()}: use the same, or "
+                f"save it after drain()"
             )
         averages = ("statistics", "sent")
         elements = len(self.replica.read())
         wrong = [name for name, copy in copies.items() if name not in averages and len(copy) != elements]
         if wrong:
-            raise ValueError(f"this state after cut() is of another model: {wrong[0]} has another number of elements")
+            raise ValueError(
+                f"this state after cut() is of another model: {wrong[0]} must have {elements} elements, got "
+                f"{len(copies[wrong[0]])}"
+            )
         targets = {int(name.partition(".")[2]): copy for name, copy in copies.items() if name.startswith("target.")}
         fresh = {int(group): (int(number), int(leader)) for group, number, leader in share["fresh"]}
         results = PullResults(targets, fresh, copies.get("force"), *self._statistics_of(*map(copies.get, averages)))
@@ -251,10 +254,10 @@ class LeaderDriver(LocalDriver):
         return SavedState(results, [float(loss) for loss in share["losses"]], int(share["steps"]), standing)
 
     def _statistics_of(self, averaged: Vector | None, sent: Vector | None) -> tuple[Vector | None, Vector | None]:
-        """Return the averaged statistics of a checkpoint, and this rank's in them, as ``PullResults`` has them.
+        """Return the averaged statistics of a checkpoint, and this rank's part of them, as in ``PullResults``.
 
         Returns:
-            (None, None) if there are none, or they are of other buffers: a step then goes on with its own.
+            (None, None) if there are none, or they belong to other buffers; a step then continues with its own.
         """
         own = vector_of(self.replica.statistics())
         if own is None or averaged is None or sent is None:
@@ -264,7 +267,7 @@ class LeaderDriver(LocalDriver):
             return averaged, sent
         if (len(averaged), len(sent)) != (elements, elements + 1):
             return None, None
-        # 0.2.0 had one flag for all, of those that were sent
+        # Version 0.2.0 had a single flag for all buffers, in the vector that was sent.
         found = own * 0, own * 0
         for vector, values, flag in zip(found, (averaged, sent[:-1]), (1.0, sent[-1]), strict=True):
             vector[:elements], vector[elements:] = values, flag
@@ -272,5 +275,5 @@ class LeaderDriver(LocalDriver):
 
 
 def _moves(*strengths: Strength) -> bool:
-    """Whether a pull of these strengths may change anything."""
+    """Return whether a pull with these strengths may change the weights."""
     return any(callable(strength) or strength != 0 for strength in strengths)

@@ -1,4 +1,4 @@
-"""The driver of ranks with weights of their own: a step's two halves, consensus, ends, checkpoints."""
+"""Driver of ranks with weights of their own: the two halves of a step, consensus, drains, checkpoints."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from hvd_async.runtime.process_sets import RankGroup
 
 
 class WeightWorker(Protocol):
-    """The worker of an algorithm whose ranks have weights of their own, beside what every ``Worker`` has.
+    """Worker of an algorithm whose ranks have weights of their own: the members that a ``Worker`` does not have.
 
     Attributes:
-        keep: what must live until the next drain.
+        keep: object that must stay alive until the next drain.
         defers_sends: whether constraints or post-step hooks may change the weights that ``mix`` returns.
     """
 
@@ -38,14 +38,14 @@ class WeightWorker(Protocol):
 
     @property
     def wants_before(self) -> bool:
-        """Whether ``mix`` wants the weights as they were before the update: D-PSGD."""
+        """Whether ``mix`` needs the weights from before the update: D-PSGD."""
 
     @property
     def settled(self) -> bool:
         """Whether no step was taken since the last drain or cut."""
 
     def check_step(self) -> None:
-        """Raise, if no step can be taken now; before one changes any weight."""
+        """Raise if no step can be taken at present; called before a step changes any weight."""
 
     def mix(self, before: Vector, after: Vector) -> Vector:
         """Mix other ranks' weights into this rank's, and return the model's weights."""
@@ -54,28 +54,28 @@ class WeightWorker(Protocol):
         """Send what later steps of other ranks mix in; ``weights`` are the model's at the end of the step."""
 
     def consensus(self, weights: Vector) -> Vector:
-        """Return what stands for all ranks. A collective."""
+        """Return the consensus of all ranks' weights. A collective."""
 
     def gather(self, weights: Vector, flush: bool) -> Vector:
-        """Return the weights to go on with after a drain (``flush``) or a cut."""
+        """Return the weights to continue with after a drain (``flush``) or a cut."""
 
     def saved_state(self) -> Any:
-        """Return what a checkpoint needs beside the weights, after a cut; None: nothing."""
+        """Return the state that a checkpoint needs in addition to the weights, after a cut; None if there is none."""
 
     def stats(self) -> Any:
-        """Return a snapshot."""
+        """Return a snapshot of the statistics."""
 
     def leave(self, weights: Vector) -> Kept:
-        """Return what this rank keeps, whose model has these weights, now that the ranks will be others."""
+        """Return the state that this rank keeps at a membership change; ``weights`` are its model's."""
 
 
 class StepStart(NamedTuple):
-    """Terms that a step begins with.
+    """Values with which a step begins.
 
     Attributes:
-        scale: the factor of the weights while the wrapped optimizer's own update runs, and at no other time.
-        needs_pre_update: whether ``end_step`` needs the weights from before the update too.
-        updates: whether the wrapped optimizer is to step; else the update of this step is in the weights already, since
+        scale: factor of the weights during the wrapped optimizer's own update only.
+        needs_pre_update: whether ``end_step`` also needs the weights from before the update.
+        updates: whether the wrapped optimizer must step; False if the weights already contain this step's update, made
             before other ranks were lost.
     """
 
@@ -85,12 +85,13 @@ class StepStart(NamedTuple):
 
 
 class StepEnd(NamedTuple):
-    """Results that a step ends with.
+    """Results with which a step ends.
 
     Attributes:
-        weights: the mixed weights, shape (n,); not to be changed in place.
-        statistics: batch norm's, as of ``WeightReplica.statistics``; None, or 0 in the second half: this rank's own.
-        correction: what is to be added to the wrapped optimizer's momentum, shape (n,); None: nothing.
+        weights: the mixed weights, shape (n,); must not be changed in place.
+        statistics: batch-norm statistics, as in ``WeightReplica.statistics``. None, and elements with 0 in the second
+            half, mean this rank's own.
+        correction: vector to add to the wrapped optimizer's momentum, shape (n,); None if there is none.
     """
 
     weights: Vector
@@ -99,22 +100,22 @@ class StepEnd(NamedTuple):
 
 
 class LocalDriver(Driver):
-    """The driver of an optimizer whose ranks have weights of their own.
+    """Driver of an optimizer whose ranks have weights of their own.
 
     A binding's step is: ``begin_step``, the wrapped optimizer's update, ``end_step``, constraints or post-step hooks on
     the mixed weights, ``publish``.
 
     Args:
-        lifecycle, rank_group, replica: as ``Driver``.
+        lifecycle, rank_group, replica: as in ``Driver``.
         buffers: how batch-norm statistics agree: "average", "local", or "root".
-        nothing: of ``stats``.
+        nothing: statistics without any step, the initial value of ``stats()``.
 
     Attributes:
-        lr_factor: by what this rank's learning rate is multiplied within a step.
+        lr_factor: factor of this rank's learning rate within a step.
         corrects_momentum: whether any of its steps may end with a correction of the momentum.
-        stats_before: of workers before this one.
-        restored: what was loaded of an earlier run's cut.
-        begun: whether settings were chosen by the epoch, or switched, since the start or a state was loaded.
+        stats_before: statistics of earlier workers.
+        restored: state loaded from a checkpoint after a cut; None if there is none.
+        begun: whether settings were chosen by the epoch, or switched, since the start or since a state was loaded.
     """
 
     replica: WeightReplica
@@ -129,39 +130,39 @@ class LocalDriver(Driver):
         self.restored: Any = None
         self.begun = False
         self._in_step = False
+        """Whether a step has begun whose weights were not mixed yet."""
         self._set_aside: Vector | None = None
         """This rank's weights, while the model holds the consensus."""
-        """Whether a step has begun and its weights were not mixed yet."""
         self._begun = self._ended = 0
-        """Steps whose update is in the weights, and those that were mixed."""
+        """Steps whose update is in the weights, and those of them whose weights were mixed."""
         self._own_steps = 0
         """Steps of this rank that have ended."""
         self.kept: Kept | None = None
-        """State of before a reset, until the ranks have met."""
+        """State from before a membership change, until the ranks have registered."""
         self._shared_before = 0
-        """``Kept.version`` when the ranks were last others."""
+        """``Kept.version`` at the last membership change."""
 
     # -- what an algorithm supplies -----------------------------------------------------------------------------
 
     @abc.abstractmethod
     def begin_worker(self, worker: Any) -> None:
-        """Give a new worker the weights as they are."""
+        """Pass the present weights to a new worker."""
 
     @abc.abstractmethod
     def pack(self, kept: Any) -> dict[str, Any]:
-        """Return what a worker has ``kept``, for a checkpoint."""
+        """Return the state that a worker has ``kept``, in the form of a checkpoint."""
 
     @abc.abstractmethod
     def unpack(self, share: Mapping[str, Any]) -> Any:
-        """Return what ``pack`` was given."""
+        """Return the state that ``pack`` was called with."""
 
     # -- a step -------------------------------------------------------------------------------------------------
 
     def begin_step(self, loss: Any = None, changes_weights: bool = False) -> StepStart:
-        """Begin a step; the first meets the other ranks.
+        """Begin a step; the first one waits for the other ranks to register.
 
         Args:
-            loss: of this step, if the binding knows it.
+            loss: loss of this step, if the binding knows it.
             changes_weights: whether constraints or post-step hooks may change the mixed weights.
         """
         worker: WeightWorker = self.worker_now()
@@ -182,8 +183,8 @@ class LocalDriver(Driver):
 
         Args:
             before: the model's weights before the update, shape (n,), if the step needs them.
-            after: the model's weights after the update. Both belong to the driver from now on.
-            statistics: as of ``WeightReplica.statistics``.
+            after: the model's weights after the update, shape (n,). The driver takes over the ownership of both.
+            statistics: as in ``WeightReplica.statistics``.
 
         Raises:
             FloatingPointError: a weight is NaN or infinite; it was not sent.
@@ -202,10 +203,13 @@ class LocalDriver(Driver):
         return StepEnd(mixed, merged)
 
     def publish(self, weights: Vector) -> None:
-        """Send what later steps of other ranks mix in, after constraints and post-step hooks. The step ends with it.
+        """End the step: send what later steps of other ranks mix in, after constraints and post-step hooks.
 
         Args:
-            weights: the model's at the end of the step, shape (n,); not to be changed any more.
+            weights: the model's weights at the end of the step, shape (n,); must not be changed afterwards.
+
+        Raises:
+            FloatingPointError: constraints or hooks have made a weight NaN or infinite.
         """
         with self.updating():
             if self.worker.defers_sends and not self.replica.is_finite(weights):
@@ -215,31 +219,31 @@ class LocalDriver(Driver):
         self._own_steps += 1
 
     def merged_statistics(self, own: Statistics | None) -> Vector | None:
-        """Return the batch-norm statistics to go on with; None: this rank's own."""
+        """Return the batch-norm statistics to continue with; None for this rank's own."""
         return None
 
     def updating(self) -> _Updating:
-        """Return a context for a step or a part of one, which marks the rank as broken if it fails."""
+        """Return a context for a step or a part of one; an exception in it marks the rank as broken."""
         return _Updating(self)
 
     def break_off(self, error: BaseException) -> None:
-        """Note that a step was broken off: this rank's weights are not what the others take them for."""
+        """Mark the rank as broken after an interrupted step: its weights are not those that other ranks assume."""
         self.broken, self._in_step = f"a step was broken off: {type(error).__name__}: {error}", False
 
     def check_usable(self) -> None:
-        """Raise ReplicaStateError, if this rank can train no further with it."""
-        if self._in_step:  # (in a graph no ``with`` statement is around a step)
+        """Raise ReplicaStateError if this rank cannot continue to train with the optimizer."""
+        if self._in_step:  # (a step in a graph is not inside a ``with`` statement)
             self._in_step = False
             self.broken = self.broken or "a step was broken off: an op of the training step's graph failed"
         super().check_usable()
 
     def pin(self) -> None:
-        """Keep the optimizer, and so its weights, until the worker lets go of it at the end of a drain: other ranks
-        count on them, also where user code has deleted the optimizer."""
+        """Keep the optimizer, and with it the weights, alive until the worker releases it at the end of a drain: other
+        ranks need the weights even if user code has deleted the optimizer."""
         if self.worker is not None:
             self.worker.keep = self.replica.optimizer
 
-    # -- what stands for all ranks --------------------------------------------------------------------------------
+    # -- consensus ------------------------------------------------------------------------------------------------
 
     def stats(self) -> Any:
         """Return what this rank's optimizer has done so far."""
@@ -247,14 +251,14 @@ class LocalDriver(Driver):
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
-        """In it the model holds what stands for all ranks; afterwards its own weights again. A collective."""
+        """Return a context in which the model holds the consensus; on exit it gets its weights back. A collective."""
         self.end(False)
         with self.consensus_after_cut():
             yield
 
     @contextlib.contextmanager
     def consensus_after_cut(self) -> Iterator[None]:
-        """``consensus`` after a cut. A collective."""
+        """Return the context of ``consensus``, after a cut. A collective."""
         worker: WeightWorker = self.worker_now()
         own, put_back = self.replica.read(), self.replica.keep_buffers()
         forgotten = False
@@ -264,7 +268,7 @@ class LocalDriver(Driver):
             self._set_aside = own
             with self.marked_consensus():
                 yield
-        except GeneratorExit:  # it was never left, and is cleared away: who knows what the model holds by now
+        except GeneratorExit:  # (the context was never exited and is garbage-collected: the model may have changed)
             forgotten = True
             raise
         finally:
@@ -279,49 +283,49 @@ class LocalDriver(Driver):
         return consensus_distance(self.worker_now(), self.replica.read_double())
 
     def unify_buffers(self) -> None:
-        """Make batch-norm statistics fit the weights that stand for all ranks, by the policy. A collective."""
+        """Make batch-norm statistics agree by the policy, to match the consensus weights. A collective."""
         if self.buffers != "local":
             unify_buffers(self.worker_now(), self.replica.buffers(), self.buffers, self.rank_group.ranks[0])
 
     def united(self, vector: Vector, what: str) -> Vector:
-        """Return what stands for all ranks' vectors after a drain: their mean. A collective."""
+        """Return the consensus of all ranks' vectors after a drain: their mean. A collective."""
         total, ranks, _ = self.worker.sum(vector, what)
         return total / len(ranks)
 
     def on_weights_replaced(self) -> None:
-        """Go on from other weights, which all ranks have, right after a drain. A collective."""
+        """Continue from replaced weights, equal on all ranks, directly after a drain. A collective."""
         self.begin_worker(self.worker)
 
-    # -- the ranks' meeting and ends ------------------------------------------------------------------------------
+    # -- registration, drains and cuts ----------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Return names of what its ranks have in common."""
+        """Return the names, equal on all ranks, that identify the optimizer: those of its parameters and settings."""
         return self.replica.fingerprint(self.restored is not None)[0]
 
     def make_worker(self, engine: Any, finish: Callable[[bool], None]) -> Any:
-        """Return a worker for the optimizer's parameters as they are."""
+        """Return a worker for the optimizer's present parameters."""
         self.replica.prepare()
-        if self.worker is not None:  # of an engine that was shut down, and drained before
+        if self.worker is not None:  # (it belongs to an engine that was drained and shut down)
             self.stats_before = self.stats()
         return self.make_local_worker(engine, finish)
 
     @abc.abstractmethod
     def make_local_worker(self, engine: Any, finish: Callable[[bool], None]) -> Any:
-        """Return a worker, after all is prepared."""
+        """Return a worker; the replica is prepared."""
 
     def register_worker(self, worker: Any, number: int | None) -> None:
-        """Tell the others of this optimizer, by a new worker."""
+        """Announce this optimizer to the other ranks by a new worker."""
         self.pin()
         self.begin_worker(worker)
         worker.register(*self.replica.fingerprint(self.restored is not None), number=number)
 
     def on_registered(self) -> None:
-        """Forget what was loaded or kept: the worker has it."""
+        """Drop the loaded or kept state, which the worker has taken over."""
         self.restored = self.kept = None
 
     def finish(self, worker: Any, flush: bool) -> None:
         """End a drain (``flush``) or a cut."""
-        if self._set_aside is not None:  # (a cut with which another optimizer's consensus() begins)
+        if self._set_aside is not None:  # (in a cut at the start of another optimizer's consensus())
             self._set_aside = worker.gather(self._set_aside, flush)
             return
         if flush:
@@ -330,7 +334,7 @@ class LocalDriver(Driver):
         constrained = self.replica.constrained(weights)
         self.replica.write(constrained)
         if flush and constrained is not weights:
-            # (one rank's, to the bit: a norm may be rounded otherwise on another)
+            # (Broadcast one rank's result, since norms may be rounded differently on different ranks.)
             first = worker.broadcast(self.replica.read(), self.rank_group.ranks[0], "the constrained weights")
             self.replica.write(first)
             self.begin_worker(worker)
@@ -341,13 +345,13 @@ class LocalDriver(Driver):
                 self.replica.write_moving_averages(self.united(averages, "the moving averages of weights"))
 
     def replace_worker(self) -> None:
-        """Let the worker go, after a drain; what it has counted is kept."""
+        """Delete the worker after a drain, and keep its statistics."""
         if self.worker is not None:
             self.stats_before, self.rounds_before = self.stats(), self.rounds
             self.worker.delete()
             self.worker = None
 
-    # -- other ranks in the same process (elastic training) -------------------------------------------------------
+    # -- membership changes (elastic training) --------------------------------------------------------------------
 
     def leave(self) -> None:
         worker: WeightWorker | None = self.worker
@@ -376,7 +380,12 @@ class LocalDriver(Driver):
         self.stats_before = dataclasses.replace(stats, steps=before._own_steps, resets=stats.resets + 1)
 
     def share_vectors(self, shared: Mapping[str, Vector], version: int) -> None:
-        """Take vectors that all ranks are to have after so many averages or pulls, and what follows from them."""
+        """Take over vectors that all ranks share, and catch up on this rank's weights.
+
+        Args:
+            shared: the vectors by name, shape (n,).
+            version: number of averages or pulls that they include.
+        """
         kept = self.kept
         if kept is not None and kept.catch_up is not None:
             self.replica.write(kept.catch_up(shared, version - self._shared_before))
@@ -390,12 +399,12 @@ class LocalDriver(Driver):
 
     @abc.abstractmethod
     def restart(self, kept: Kept) -> Any:
-        """Return the state with which a worker begins, on all ranks, from weights of their own."""
+        """Return the state with which workers begin if ranks have weights of their own."""
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def share(self) -> dict[str, Any]:
-        """Return this rank's share of a checkpoint, apart from weights and the wrapped optimizer's own state.
+        """Return this rank's share of a checkpoint, without weights and the wrapped optimizer's own state.
 
         Raises:
             ReplicaStateError: a step was taken since the last drain or cut.
@@ -403,7 +412,7 @@ class LocalDriver(Driver):
         worker: WeightWorker | None = self.worker
         if worker is not None and not worker.settled:
             raise ReplicaStateError(
-                "messages between ranks are on their way, and this rank's state without them is not the whole of it. "
+                "messages between ranks are on their way, and this rank's state would be incomplete without them. "
                 "Call drain() on every rank first and save rank 0's state, or call cut() on every rank and save every "
                 "rank's."
             )
@@ -412,12 +421,12 @@ class LocalDriver(Driver):
         return common | self.pack(kept)
 
     def take_share(self, share: Mapping[str, Any]) -> None:
-        """Take back what ``share`` gave.
+        """Load what ``share`` returned.
 
         Raises:
-            ValueError: it is another rank's, after a cut, or of a job of another size, or an ``EagerOptimizer``'s with
-                gradients pending.
-            ReplicaStateError: messages of this run are on their way.
+            ValueError: it was saved after a cut on another rank or with another number of ranks, or by an
+                ``EagerOptimizer`` with pending gradients.
+            ReplicaStateError: messages of this run are in flight.
         """
         if self.worker is not None and not self.worker.settled:
             raise ReplicaStateError("messages of this run are on their way: call drain() before loading a state")
@@ -444,7 +453,8 @@ class LocalDriver(Driver):
 
 
 class _Updating:
-    """The context of a step. (A class, since a step enters three, and a generator makes three times as many calls.)"""
+    """Context of a step. (A class, since a step enters three of them, and a generator would need three times the
+    calls.)"""
 
     def __init__(self, driver: LocalDriver) -> None:
         self._driver = driver

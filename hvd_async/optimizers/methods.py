@@ -1,4 +1,4 @@
-"""The public methods that wrapped optimizers of both frameworks have: each calls the driver, which is ``_async``."""
+"""Public methods of wrapped optimizers in both frameworks. Each calls the driver, the attribute ``_async``."""
 
 from __future__ import annotations
 
@@ -13,82 +13,86 @@ class OptimizerMethods:
     _async: Any
 
     def drain(self) -> int:
-        """Say "I am done", and wait until every rank is and all that was on its way has come.
+        """Announce that this rank is done, and wait until every rank is done and nothing is in flight.
 
         Afterwards the replicas are identical, which is checked, and batch-norm statistics agree by the ``buffers=``
-        policy. (Of gossip nothing changes where no rank has stepped since the last drain: statistics computed anew
-        agree in ``consensus()``.) All optimizers of this process that have begun to train with the same process set,
-        here or on another rank, are drained together. A collective: every rank calls it equally often, also a rank that
-        had no batch; a rank that has left, or has the optimizer no more, is waited for no longer. Where one rank drains
-        and another cuts, all drain.
+        policy. (With gossip nothing changes if no rank has stepped since the last drain; statistics recomputed since
+        then agree in ``consensus()``.) All optimizers that have begun to train with the same process set, on this rank
+        or another, are drained together.
+
+        A collective: every rank calls it the same number of times, including a rank without batches. Ranks that have
+        left or discarded the optimizer are not waited for. If one rank drains and another cuts, all ranks drain.
 
         Returns:
-            The rank that was last to be done.
+            The rank that was done last.
 
         Raises:
-            GradientLossError: something was lost on its way, or counted twice.
-            ReplicaMismatchError: replicas differ: weights or state were changed on some ranks alone.
-            ReplicaStateError: an earlier step was broken off here.
+            GradientLossError: a gradient or weight was lost in flight, or counted twice.
+            ReplicaMismatchError: replicas differ: weights or state were changed on some ranks only.
+            ReplicaStateError: an earlier step was interrupted on this rank.
         """
         last: int = self._async.end(True)
         return last
 
     def cut(self) -> None:
-        """Stop at a point where nothing is on its way between ranks, and go on from there; for a checkpoint a rank.
+        """Wait until nothing is in flight between ranks, without making replicas equal; for one checkpoint per rank.
 
-        Afterwards each rank's state holds its own share: save every rank's, and load them into as many ranks. A
-        collective, like ``drain()``, and like it for all of this process's optimizers.
+        Afterwards each rank's state holds its own share: save every rank's state, and load them into the same number of
+        ranks. Like ``drain()``, a collective of all optimizers with the same process set.
 
         Raises:
-            ReplicaStateError: an earlier step was broken off here.
+            ReplicaStateError: an earlier step was interrupted on this rank.
         """
         self._async.end(False)
 
     def discard(self) -> None:
-        """Forget this optimizer on this rank, at once: no collective. It can be used no more.
+        """Forget this optimizer on this rank immediately; it cannot be used afterwards. Not a collective.
 
-        The other ranks go on without this one. Gradients that were handed over go with their next round; of gossip and
-        leaders, what this rank has learned since the last drain is lost. Deleting the optimizer does the same, whenever
-        Python gets to it (gossip's and leaders' is kept until it is drained, since others count on its weights).
+        The other ranks continue without this one. Gradients that were handed over go into the next round; with gossip
+        and leaders, this rank's progress since the last drain is lost. Deleting the optimizer has the same effect, as
+        soon as Python finalizes it. (Optimizers of gossip and leaders stay alive until they are drained, since other
+        ranks need their weights.)
         """
         self._async.discard()
 
     @property
     def rounds(self) -> int:
-        """Rounds that this rank's weights have seen, those before a resumed checkpoint included.
+        """Number of rounds that this rank's weights have seen, including those before a resumed checkpoint.
 
         A round of an ``EagerOptimizer`` is one partial allreduce; of a ``GossipOptimizer`` an exchange of messages or
-        an average over all ranks (also that of a ``drain()``); of a ``LeaderOptimizer`` a pull. A rank that has nobody
-        to exchange with counts the steps in which it would have: so ``while optimizer.rounds < n`` ends with any
-        algorithm and any number of ranks, also after other ranks have finished.
+        an average over all ranks (including that of a ``drain()``); of a ``LeaderOptimizer`` a pull. A rank without a
+        partner counts the steps in which it would have exchanged. So ``while optimizer.rounds < n`` ends with any
+        algorithm and any number of ranks, even after other ranks have finished.
         """
         rounds: int = self._async.rounds
         return rounds
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The algorithm in force, by ``schedule`` and ``switch()``, and its settings; strengths that are functions of
-        the step as they were given."""
+        """The present algorithm, by ``schedule`` and ``switch()``, and its settings. Strengths that are functions of
+        the step are returned as functions."""
         settings: dict[str, Any] = self._async.settings
         return settings
 
     def stats(self) -> Any:
-        """Return what this rank's optimizer has done so far."""
+        """Return this rank's statistics so far."""
         return self._async.stats()
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
-        """In it the model holds what stands for all ranks, for evaluation and export; afterwards its own weights again.
+        """Return a context in which the model holds the consensus of all ranks, for evaluation and export.
 
-        That is the average of all ranks' weights (of partial allreduce: all are equal after a ``drain()``); of ranks
-        that follow a leader, the weights of the one with the lowest mean loss (LSGD), or the center (EASGD).
+        The consensus is the average of all ranks' weights; with a leader, the weights of the rank with the lowest mean
+        loss (LSGD) or the center (EASGD). Under partial allreduce all ranks' weights are equal after a ``drain()``.
+        On exit the model gets its own weights back. In the context batch-norm statistics agree by the ``buffers=``
+        policy, and steps, drains and calls that begin with a drain are refused, including those of other optimizers
+        that would drain this one.
 
-        Batch-norm statistics agree in it by the ``buffers=`` policy. A collective, with a ``drain()`` at its start
-        where gradients travel, and a ``cut()`` where weights do. Steps, drains and what begins with one are refused
-        in it, also those of other optimizers that would drain this one.
+        A collective. It begins with a ``drain()`` if ranks exchange gradients, and with a ``cut()`` if they exchange
+        weights.
 
         Raises:
-            ReplicaStateError: an earlier step was broken off here.
+            ReplicaStateError: an earlier step was interrupted on this rank.
         """
         with self._async.consensus():
             yield
@@ -96,68 +100,68 @@ class OptimizerMethods:
     def consensus_distance(self) -> float:
         """Return sqrt(mean over ranks of |x_i - mean x|^2), x_i rank i's weights; 0 if all are equal.
 
-        A collective; where weights travel, with a ``cut()`` at its start. No rank gets all weights.
+        A collective; if ranks exchange weights, it begins with a ``cut()``. No rank gathers all weights.
         """
         distance: float = self._async.consensus_distance()
         return distance
 
 
 class EagerMethods(OptimizerMethods):
-    """Methods of every ``EagerOptimizer``, beside those of all."""
+    """Methods of every ``EagerOptimizer``, in addition to those of all optimizers."""
 
     def record_samples(self, samples: Any) -> None:
-        """Say of how many samples this step's gradient is the mean, with ``weighting="samples"``, on every rank.
+        """Record the number of samples over which this step's gradient is the mean, with ``weighting="samples"``.
 
-        Call it before ``backward()`` in torch, where gradients leave; of several backward passes before each, after
-        ``zero_grad()``, which begins the step. A step's gradient is what its passes have added up, as in Horovod, and
-        its samples are those of all passes: where each pass's loss is its part of the mean over all of them, the round
-        is that of one large batch.
+        Call it on every rank. In torch call it before ``backward()``, which hands gradients over; with several backward
+        passes per step, before each of them and after ``zero_grad()``, which begins the step. A step's gradient is the
+        sum over its passes, as in Horovod, and its samples are those of all passes. If each pass's loss is its part of
+        the mean over all passes, the round equals that of one large batch.
 
         Args:
-            samples: a whole number, 0 or more. 0: this rank takes part with an empty batch, which has no weight.
+            samples: an integer, at least 0. 0: this rank takes part with an empty batch, which has no weight.
 
         Raises:
-            ValueError: no such number; or rounds are not weighted by samples.
-            ReplicaStateError: gradients of this step have left.
+            ValueError: ``samples`` is not such a number, or rounds are not weighted by samples.
+            ReplicaStateError: gradients of this step were handed over already.
         """
         self._async.record_samples(samples)
 
 
 class GossipMethods(OptimizerMethods):
-    """Methods of every ``GossipOptimizer``, beside those of all."""
+    """Methods of every ``GossipOptimizer``, in addition to those of all optimizers."""
 
     def switch(self, **changes: Any) -> None:
-        """Go on with other settings, from the average of all ranks. A collective, with a ``drain()`` at its start.
+        """Change settings, and continue from the average of all ranks. A collective that begins with a ``drain()``.
 
         Args:
-            changes: of ``algorithm``, ``topology``, ``peers``, ``mixing``, ``max_staleness``, ``gossip_every``,
-                ``max_local_steps``, ``average_every``, ``fragments``, ``outer_lr``, ``outer_momentum``; what is not
-                named stays as it is, but for ``peers``, which is 1 on another topology, and matrices given as
-                ``mixing``, which are a topology.
+            changes: new values of ``algorithm``, ``topology``, ``peers``, ``mixing``, ``max_staleness``,
+                ``gossip_every``, ``max_local_steps``, ``average_every``, ``fragments``, ``outer_lr`` or
+                ``outer_momentum``. Other settings keep their values, with two exceptions: a new topology resets
+                ``peers`` to 1, and matrices passed as ``mixing`` also replace the topology.
 
         Raises:
-            ValueError: settings that cannot be; nothing has changed then.
+            ValueError: the settings are invalid; nothing has changed then.
         """
         self._async.switch(changes)
 
     def set_epoch(self, epoch: int) -> None:
-        """Call it at the start of each epoch, on every rank: ``peers`` and ``schedule`` by epoch take effect there.
+        """Apply the ``peers``, ``average_every`` and ``schedule`` of an epoch. Call it on every rank as epochs start.
 
-        A ``switch()`` where something changes; it does not communicate where nothing does, nor the first time.
+        It acts as ``switch()`` if a setting changes. Else, and at the first call, it does not communicate.
         """
         self._async.set_epoch(epoch)
 
 
 class LeaderMethods(OptimizerMethods):
-    """Methods of every ``LeaderOptimizer``, beside those of all."""
+    """Methods of every ``LeaderOptimizer``, in addition to those of all optimizers."""
 
     def record_loss(self, loss: Any) -> None:
-        """Say what this step's training loss was, before the step: the lowest mean of the last ones leads.
+        """Record this step's training loss, before the step. The rank with the lowest mean of recent losses leads.
 
         Args:
-            loss: a number, or a tensor of one. (torch: a closure's is recorded by ``step()``.)
+            loss: a number, or a tensor with one element. (torch: ``step()`` records the loss of a closure.)
 
         Raises:
-            ValueError: it is several numbers.
+            ValueError: it has several elements.
         """
         self._async.record_loss(loss)

@@ -1,4 +1,4 @@
-"""Which names a binding's modules export: Horovod's, in whose place they stand, and ours; nothing that they import."""
+"""Computes ``__all__`` of a binding's modules: the names of the Horovod module that each replaces, and its own."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ def public_names(own: Mapping[str, Any], horovods: ModuleType, ours: Iterable[An
     """Return a module's ``__all__``.
 
     Args:
-        own: the module's names.
-        horovods: the module in whose place it stands.
-        ours: what it has besides, or in place of Horovod's: classes, functions, modules.
+        own: the module's namespace.
+        horovods: the Horovod module that it replaces.
+        ours: classes, functions and modules that it adds, or that replace Horovod's.
     """
     theirs = {name for name in dir(horovods) if not name.startswith("_") and name in own}
     return sorted(theirs | {one.__name__.rpartition(".")[2] for one in ours})

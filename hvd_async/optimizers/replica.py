@@ -1,6 +1,7 @@
-"""A replica: the model and the wrapped optimizer of a rank, as its driver sees them. A binding supplies it.
+"""Replicas: interfaces through which a driver accesses a rank's model and wrapped optimizer. Bindings implement them.
 
-It reads, writes and describes; it decides nothing, waits for nobody by itself and keeps no algorithm's state.
+A replica reads, writes and describes. It makes no decisions, does not wait for other ranks unless its driver calls a
+collective, and keeps no state of an algorithm.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from hvd_async.runtime.log import users_line
 from hvd_async.runtime.process_sets import RankGroup
 
 STALE = (
-    "this step was traced, as a tf.function, before ranks were lost or joined, and is of no use among those of now: "
+    "this step was traced, as a tf.function, before ranks were lost or joined, and cannot run with the present ranks: "
     "make the tf.function in the function that hvd.elastic.run decorates"
 )
 
 
 def warn_of_open_passes(
-    done: int, passes: int, outcome: str = "stay on this rank and go on with its next ones"
+    done: int, passes: int, outcome: str = "stay on this rank and are added to its next ones"
 ) -> None:
-    """Warn that a drain leaves backward passes of a step that has not ended, if there are any.
+    """Warn if a drain leaves backward passes of a step that has not ended.
 
     Args:
         done: number of these passes.
         passes: backward passes per step.
-        outcome: what becomes of their gradients.
+        outcome: what happens to their gradients, for the message.
     """
     if done:
         warnings.warn(
@@ -43,78 +44,79 @@ def warn_of_open_passes(
 
 
 class Replica(abc.ABC):
-    """The replica of any wrapped optimizer. It does not keep its optimizer alive, which holds it by its driver."""
+    """Base class of replicas. The optimizer holds its replica through the driver; the replica does not keep the
+    optimizer alive."""
 
     _reference: Callable[[], Any] = staticmethod(lambda: None)
     _stale = False
 
     def attach(self, optimizer: Any) -> None:
-        """Belong to a wrapped optimizer from now on."""
+        """Become the replica of a wrapped optimizer."""
         self._reference = weakref.ref(optimizer)
 
     def detach(self) -> None:
-        """Another replica takes this one's place."""
+        """Mark this replica as replaced by another."""
         self._stale = True
 
     def check_attached(self) -> None:
-        """Raise ReplicaStateError, if another replica has taken this one's place."""
+        """Raise ReplicaStateError if this replica was replaced by another."""
         if self._stale:
             raise ReplicaStateError(STALE)
 
     @property
     def optimizer(self) -> Any:
-        """The wrapped optimizer; None if it is gone."""
+        """The wrapped optimizer; None if it was deleted."""
         return self._reference()
 
     def continue_from(self, before: Any) -> None:  # noqa: B027  some know nothing that their arguments do not say
-        """Take over what user code has told the replica of the same optimizer among other ranks."""
+        """Take over what user code has set on this optimizer's replica from before the membership change."""
 
     def settings_in_force(self) -> dict[str, Any]:
-        """Return what user code has set on the replica's optimizer, on all ranks alike; it can be pickled."""
+        """Return the settings, equal on all ranks, that user code has changed on the optimizer; they can be pickled."""
         return {}
 
     def take_settings(self, settings: dict[str, Any]) -> None:  # noqa: B027  some have none
-        """Take what ``settings_in_force`` has returned on another rank."""
+        """Take the settings that ``settings_in_force`` returned on another rank."""
 
     @property
     def open_passes(self) -> int:
-        """Backward passes of a step that has not ended, whose gradients would not outlive a change of the ranks."""
+        """Number of backward passes of a step that has not ended; a membership change would lose their gradients."""
         return 0
 
     def extra_state(self) -> dict[str, Any]:
-        """Return state of the optimizer beside the wrapped one's own, by its key in ``state_dict()``."""
+        """Return state in addition to the wrapped optimizer's own, by its keys in ``state_dict()``."""
         return {}
 
     def bind(self, engine: RankRuntime) -> None:  # noqa: B027  on a CPU there is nothing to bind
-        """Let the engine's work on vectors follow this thread's, from now on."""
+        """Order the engine's later work on vectors after this thread's."""
 
     @abc.abstractmethod
     def read_double(self) -> Vector:
-        """Return all weights that other ranks have too, shape (n,), float64, a new vector."""
+        """Return all weights that the ranks have in common, shape (n,), float64, a new vector."""
 
     @abc.abstractmethod
     def buffers(self) -> Buffers | None:
-        """Return the buffers that are to agree; None, on all ranks, if none were given."""
+        """Return the buffers that must agree; None, on all ranks, if the user passed none."""
 
 
 class WeightReplica(Replica):
-    """The replica of a rank that has weights of its own: gossip, leaders. A vector holds all weights that are mixed."""
+    """Replica of a rank with weights of its own (gossip, leaders). Vectors of shape (n,) hold all mixed weights."""
 
     # -- weights ----------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def prepare(self) -> None:
-        """Make sure that the weights can be read and mixed, before a worker is made.
+        """Check that the weights can be read and mixed, before a worker is made.
 
         Raises:
-            ValueError: there are none yet, or some that mixing would harm.
+            ValueError: there are no weights yet, or mixing would damage some of them.
         """
 
     def check(self) -> None:
-        """Refuse weights that have changed since, so that mixing would harm them; before a step.
+        """Check before a step that no weights have changed since ``prepare`` in a way that mixing would damage them.
 
         Raises:
-            ValueError: with a hint.
+            ValueError: some have; the message has a hint.
         """
 
     @abc.abstractmethod
@@ -123,38 +125,39 @@ class WeightReplica(Replica):
 
     @abc.abstractmethod
     def write(self, weights: Vector) -> None:
-        """Make these the model's weights."""
+        """Set the model's weights, shape (n,)."""
 
     @abc.abstractmethod
     def fingerprint(self, resumed: bool) -> tuple[list[str], list[int]]:
-        """Return names and checksums of what must be the same on all ranks; of ``resumed`` weights, names only."""
+        """Return names and checksums of everything that must be the same on all ranks; only names of ``resumed``
+        weights."""
 
     @abc.abstractmethod
     def message_format(
         self, compression: str, rank_group: RankGroup, parts: int, messages: int, plain: int, received: int
     ) -> MessageFormat:
-        """Return how vectors of weights travel.
+        """Return the format of messages with weights.
 
         Args:
-            compression: by name.
+            compression: name of the compression.
             rank_group: the ranks that gossip.
-            parts: a message holds one of so many parts of a vector.
-            messages: the most that a rank sends in one exchange.
-            plain: the most of these that may go as they are.
-            received: the most that come in one exchange; 0 where nobody knows.
+            parts: number of parts of a vector; a message holds one part.
+            messages: number of messages that a rank sends in an exchange, at most.
+            plain: number of these that may be sent uncompressed, at most.
+            received: number of messages that a rank receives in an exchange, at most; 0 if unknown.
         """
 
     @abc.abstractmethod
     def is_finite(self, weights: Vector) -> bool:
-        """Tell whether no weight is NaN or infinite."""
+        """Return whether all weights are finite."""
 
     @abc.abstractmethod
     def describe_nonfinite(self) -> str:
-        """Return which weights of the model are NaN or infinite, and what may help."""
+        """Return an error message that names the weights which are NaN or infinite, with a hint."""
 
     def constrained(self, weights: Vector) -> Vector:
-        """Return the weights, shape (n,), with the model's constraints applied: a new vector if there are any, else the
-        same one."""
+        """Return the weights, shape (n,), with the model's constraints applied: a new vector if there are constraints,
+        else ``weights`` itself."""
         return weights
 
     def sizes(self) -> list[int]:
@@ -162,50 +165,51 @@ class WeightReplica(Replica):
         return [len(self.read())]
 
     def frozen(self) -> list[slice]:
-        """Return the elements of frozen parameters."""
+        """Return the slices of the vector that hold frozen parameters."""
         return []
 
-    # -- beside the weights -----------------------------------------------------------------------------------
+    # -- state other than the weights -------------------------------------------------------------------------
 
     @abc.abstractmethod
     def keep_buffers(self) -> Callable[[], None]:
-        """Return a function that puts the values that buffers have now back."""
+        """Return a function that restores the present values of buffers."""
 
     @abc.abstractmethod
     def statistics(self) -> Statistics | None:
-        """Return the batch-norm statistics that travel with pulls, as they are now; None if none do.
+        """Return the present batch-norm statistics that pulls exchange; None if pulls exchange none.
 
         Returns:
-            float64, shape (2 m,): m values, then for each 1, or 0 if its buffer is not finite: all values of such a
-            buffer are 0. Or a function that makes this vector later, from the values read now.
+            A vector of float64, shape (2 m,): m values, then m flags, 1 if the value's buffer is finite, else 0. All
+            values of a buffer that is not finite are 0. Or a function that makes this vector later from the values read
+            now.
         """
 
     @abc.abstractmethod
     def clip(self, vector: Vector, one: Vector, other: Vector) -> Vector:
-        """Return ``vector``, each element moved between those of two others."""
+        """Return ``vector``, with each element clipped to the interval between those of ``one`` and ``other``."""
 
     def learning_rates(self) -> list[tuple[int, Any]]:
-        """Return (elements, learning rate now) of consecutive parts of the vector, one for each parameter group; always
-        of the same parts. A rate is an object that ``float()`` turns into a number at the end of the step."""
+        """Return (number of elements, present learning rate) of consecutive parts of the vector, one per parameter
+        group; the parts never change. ``float()`` converts a rate into a number at the end of the step."""
         return [(len(self.read()), 1.0)]
 
     def inertia(self) -> tuple[float, float]:
         """Return how an update depends on learning rates of earlier steps.
 
         Returns:
-            (beta, lead): with r the average of learning rates with weights (1 - beta) beta^age, an update is of the
-            size of (1 - lead) r + lead times the learning rate of now. (0, 0): it goes by that of now alone.
+            (beta, lead): let r be the average of learning rates with weights (1 - beta) beta^age. An update scales with
+            (1 - lead) r + lead times the present learning rate. (0, 0): it depends on the present one only.
         """
         return 0.0, 0.0
 
-    # -- momentum, of an optimizer that ``check_momentum`` has not refused ------------------------------------------
+    # -- momentum, for optimizers that ``check_momentum`` accepts ---------------------------------------------------
 
     @abc.abstractmethod
     def check_momentum(self) -> None:
-        """Refuse an optimizer whose momentum is not known to be that of SGD.
+        """Check that the optimizer's momentum is known to be that of SGD.
 
         Raises:
-            ValueError: with a hint.
+            ValueError: it is not; the message has a hint.
         """
 
     @abc.abstractmethod
@@ -214,36 +218,36 @@ class WeightReplica(Replica):
 
     @abc.abstractmethod
     def write_momentum(self, momentum: Vector) -> None:
-        """Make this the momentum."""
+        """Set the momentum, shape (n,)."""
 
     def velocity(self, momentum: Vector, rates: Sequence[tuple[int, float]]) -> Vector:
-        """Return a momentum in the units in which the optimizer keeps it; by default those of gradients.
+        """Return a momentum in the optimizer's units; by default those of gradients.
 
         Args:
-            momentum: in units of gradients, shape (n,).
-            rates: as of ``learning_rates``.
+            momentum: momentum in units of gradients, shape (n,).
+            rates: learning rates as in ``learning_rates``, as numbers.
         """
         return momentum
 
     def add_to_momentum(self, correction: Vector) -> None:
         """Add a vector, in the optimizer's units, to the momentum of parameters that had a gradient in this step."""
 
-    # -- what optimizers may have ---------------------------------------------------------------------------------
+    # -- optional parts -------------------------------------------------------------------------------------------
 
     def moving_averages(self) -> Vector | None:
         """Return the optimizer's moving averages of the weights, None if it has none."""
         return None
 
     def write_moving_averages(self, averages: Vector) -> None:
-        """Make these the moving averages."""
+        """Set the optimizer's moving averages."""
 
     def warn_before_drain(self) -> None:
-        """Warn of what a drain leaves on this rank."""
+        """Warn about backward passes that a drain leaves on this rank."""
 
     def number(self, loss: Any) -> Any:
-        """Return what ``float()`` makes a loss of later.
+        """Return an object that ``float()`` converts into the loss later.
 
         Raises:
-            ValueError: it is several numbers.
+            ValueError: the loss has several elements.
         """
         return loss

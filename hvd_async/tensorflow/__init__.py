@@ -1,4 +1,4 @@
-"""``import hvd_async.tensorflow as hvd``: all of ``horovod.tensorflow``, plus our optimizers."""
+"""``import hvd_async.tensorflow as hvd``: all of ``horovod.tensorflow``, plus this library's optimizers."""
 
 from importlib import import_module as _import_module
 
@@ -22,7 +22,7 @@ _install()
 # (an import statement could find Horovod's, here by the star)
 elastic = _import_module("hvd_async.tensorflow.elastic")
 elastic.install()
-globals().pop("keras", None)  # Horovod's, if it was imported before; ours is a submodule of the same name
+globals().pop("keras", None)  # Horovod's, if it was imported before; this package has a submodule of that name
 _ours = (
     Compression,
     DistributedGradientTape,

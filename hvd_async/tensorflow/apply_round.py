@@ -68,7 +68,7 @@ class Extrapolation:
     """The extrapolated updates of one optimizer, over its trainable variables.
 
     Args:
-        optimizer: ours, built.
+        optimizer: a wrapped optimizer, built.
         rounds: rounds to look ahead; 0: updates stay as they are.
         before: the extrapolation before a membership change, whose leads are kept; None at first.
 
@@ -162,7 +162,7 @@ def owners(optimizer: Any, variables: Sequence[Any]) -> dict[int, list[Any]]:
 
 
 class Update:
-    """Applies rounds, in a training graph or outside; made anew when the optimizer's settings change.
+    """Applies rounds, in a training graph or outside; replaced when the optimizer's settings change.
 
     TensorFlow rewrites entire graphs, so the same update rounds differently in different graphs, and replicas would
     diverge by bits. As a function of its own that is not inlined, called from a function in either case, the update is
@@ -170,7 +170,7 @@ class Update:
     RMSprop, Lamb, Adagrad, SGD with weight decay; this way by nothing.)
 
     Args:
-        optimizer: ours; ``optimizer._wrapped_class.apply`` does the work.
+        optimizer: a wrapped optimizer; ``optimizer._wrapped_class.apply`` does the work.
         layout: of the buckets.
         transform: see ``round_transform``.
         correct_momentum: scale velocities when a round changes the rate (Goyal et al., 2017, section 3).

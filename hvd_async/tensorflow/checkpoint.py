@@ -1,4 +1,4 @@
-"""A rank's pending state as NumPy arrays by name, for any kind of checkpoint, beside the variables."""
+"""A rank's pending state as NumPy arrays by name, for any kind of checkpoint, in addition to the variables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 def is_share(name: str) -> bool:
-    """Return whether the name of an array is one of ours."""
+    """Return whether ``name`` is that of an array which this library has saved."""
     return name.startswith(PREFIX)
 
 

@@ -1,4 +1,4 @@
-"""Methods that ``EagerOptimizer`` adds to the Keras optimizer's class: public ones, and those that Keras calls."""
+"""Methods that ``EagerOptimizer`` adds to the Keras optimizer's class: public methods, and methods that Keras calls."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class EagerMethods(methods.EagerMethods):
         for lead, value in zip(leads, checkpoint.unpack_leads(state, len(leads)), strict=True):
             lead.assign(tf.zeros_like(lead) if value is None else value)
 
-    # -- what Keras calls by name -------------------------------------------------------------------------------
+    # -- methods that Keras calls by name -----------------------------------------------------------------------
 
     def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
         with self._async.replica.extrapolation.around_update(trainable_variables):
@@ -119,8 +119,8 @@ class EagerMethods(methods.EagerMethods):
         """
         raise ReplicaStateError(
             f"{signature(variable)} cannot be local: a rank applies rounds that other ranks lead, at their pace and "
-            f"with their hyperparameters, so that all replicas stay the same, and a local variable is none. Leave it "
-            f"out of this optimizer and give it a plain Keras optimizer of its own."
+            f"with their hyperparameters, so that all replicas stay the same, and a local variable would differ. Leave "
+            f"it out of this optimizer and train it with a separate plain Keras optimizer."
         )
 
     def finalize_variable_values(self: Any, var_list: Any) -> None:
@@ -137,7 +137,7 @@ class EagerMethods(methods.EagerMethods):
 # runs the stateful ops of a function in the order of their creation, so no hand-over comes after the op that waits. The
 # same code runs eagerly.
 #
-# A call of a py_function takes 30 us, and 50 us more if it returns NumPy numbers, so ours return tensors or nothing.
+# A call of a py_function takes 30 us, and 50 us more if it returns NumPy numbers, so they return tensors or nothing.
 # None has an int32 argument or result, which would exclude it from GPUs: TensorFlow's kernel for accelerators supports
 # neither.
 
@@ -193,8 +193,8 @@ def note_samples(driver: EagerDriver, samples: Any) -> None:
         samples = tf.constant(driver.samples_of(samples), tf.int64)
     if not samples.dtype.is_integer or samples.shape.num_elements() not in (1, None):
         raise ValueError(
-            f"record_samples() takes one whole number, and this is a tensor of {samples.dtype.name} and shape "
-            f"{samples.shape}: give tf.shape(x)[0]"
+            f"record_samples() takes one integer, got a tensor of {samples.dtype.name} and shape {samples.shape}: "
+            f"pass tf.shape(x)[0]"
         )
 
     # (stateful: it runs before the ops of a step that follows)

@@ -1,7 +1,7 @@
 """``hvd.elastic`` for TensorFlow: Horovod's idiom, and survivors that continue from where they are.
 
 ``run`` is Horovod's. ``TensorFlowKerasState`` replaces Horovod's, which does not work on Keras 3, and whose
-``restore()`` goes back to the last commit: ours never goes back. ``TensorFlowState`` is Horovod's, with roll-back.
+``restore()`` goes back to the last commit: this one never does. ``TensorFlowState`` is Horovod's, with roll-back.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TensorFlowKerasState(elastic.WithoutRollBack, ObjectState):
 
     Args:
         model: built.
-        optimizer: one of ours; None: the one that the model was compiled with.
+        optimizer: a wrapped optimizer; None: the one that the model was compiled with.
         backend: as in Horovod; it has no effect here.
         kwargs: attributes that can be pickled.
 
@@ -84,7 +84,7 @@ class TensorFlowKerasState(elastic.WithoutRollBack, ObjectState):
         self._survivor = True
 
     def _ours(self) -> list[Any]:
-        """Return the optimizer if it is one of ours, built; a ``LossScaleOptimizer`` may be around it."""
+        """Return the optimizer if it is wrapped, and build it; a ``LossScaleOptimizer`` may be around it."""
         inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
         if not isinstance(inner, OptimizerMethods):
             return []
@@ -148,11 +148,11 @@ class _Exchange(elastic.Exchange):
 
 
 def _reset() -> None:
-    """Restart Horovod with our optimizers, when ranks were lost or gained, for ``hvd.elastic.run``."""
+    """Restart Horovod and this library's optimizers after a membership change, for ``hvd.elastic.run``."""
     elastic.reset(LIFECYCLE, hvd.shutdown, hvd.init)
 
 
 def install() -> None:
-    """Make Horovod's ``run`` continue with our optimizers."""
+    """Make Horovod's ``run`` continue with this library's optimizers."""
     time_limits.limit_gloo()
     horovods._reset = _reset

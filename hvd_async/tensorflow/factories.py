@@ -80,8 +80,8 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
     a rank that is late contributes nothing now, and its gradient is in the next round. Constructing it does not
     communicate. Compile the model with ``jit_compile=False`` (XLA cannot wait for other ranks).
 
-    In a graph a bucket leaves while backward still computes those of earlier layers (but for loss scaling and
-    ``nonfinite="raise"``, which look at all gradients first). With ``pace="rounds"`` the callback ``StopAtRounds`` ends
+    In a graph a bucket leaves while backward still computes those of earlier layers, except with loss scaling and
+    ``nonfinite="raise"``, which check all gradients first. With ``pace="rounds"`` the callback ``StopAtRounds`` ends
     ``fit()``.
 
     Args:
@@ -161,7 +161,7 @@ def _groups(groups: Any) -> Any:
         return groups
     if isinstance(groups, list | tuple) and all(isinstance(group, list | tuple) for group in groups):
         return [list(group) for group in groups]
-    raise ValueError(f"groups={groups!r} is neither a number of groups above 0 nor a list of lists of variables")
+    raise ValueError(f"groups must be an integer of at least 1 or a list of lists of variables, got {groups!r}")
 
 
 def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802  Horovod's name

@@ -1,4 +1,4 @@
-"""Names of ``horovod.tensorflow`` that would break or mislead beside our optimizers or Keras 3, made right."""
+"""Replacements of names of ``horovod.tensorflow`` that do not work with this library's optimizers or with Keras 3."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def broadcast_tensors(
         process_set: the ranks that take part.
     """
     given = [tf.convert_to_tensor(tensor) for tensor in tensors]
-    settings = (root_rank, name, process_set, process_set.process_set_id)  # (the id: a set may be registered anew)
+    settings = (root_rank, name, process_set, process_set.process_set_id)  # (the id: a set may be registered again)
     # (not called directly: TensorFlow would warn of several models' graphs in turn as if they were one's)
     values: list[tf.Tensor] = _graph.get_concrete_function(given, *settings)(given, *settings)
     return values
@@ -164,9 +164,9 @@ def DistributedGradientTape(*args: Any, **kwargs: Any) -> NoReturn:  # noqa: N80
 
 
 def join() -> int:
-    """Announce that this rank has no more batches: drain every optimizer of ours in this process.
+    """Announce that this rank has no more batches: drain every wrapped optimizer of this process.
 
-    Horovod's ``join`` would silence this rank's engine; it is called only in a job that has none of our optimizers.
+    Horovod's ``join`` would silence this rank's engine; it is called only in a job without wrapped optimizers.
 
     Returns:
         The last rank to join.
@@ -186,10 +186,10 @@ def init(*arguments: Any, **options: Any) -> None:
 
 
 def shutdown() -> None:
-    """Drain our optimizers, stop the engine, then shut Horovod down. All ranks call it."""
+    """Drain wrapped optimizers, stop the engine, then shut Horovod down. All ranks call it."""
     LIFECYCLE.shutdown()
     _horovods_shutdown()
-    timeline.merge()  # now, since hvd.init() would begin Horovod's timeline anew
+    timeline.merge()  # now, since hvd.init() would start Horovod's timeline again
 
 
 # -- Horovod's own modules ---------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ BROKEN = (
     callbacks.LearningRateScheduleCallback,
     callbacks.LearningRateWarmupCallback,
 )
-IMPORT = "'import hvd_async.tensorflow.keras as hvd' in place of 'import horovod.tensorflow.keras as hvd'"
+IMPORT = "'import hvd_async.tensorflow.keras as hvd' instead of 'import horovod.tensorflow.keras as hvd'"
 _horovods_broadcast = hvd.broadcast_variables
 
 
@@ -216,14 +216,14 @@ def _refuse(self: Any, model: Any) -> NoReturn:
 
 
 def _broadcast_variables(variables: Any, root_rank: int, **options: Any) -> Any:
-    """Call Horovod's function, or ours if there are Keras variables."""
+    """Call Horovod's function, or this module's if there are Keras variables."""
     listed = list(variables)
     known = not any(isinstance(one, keras.Variable) for one in listed)
     return (_horovods_broadcast if known else broadcast_variables)(listed, root_rank, **options)
 
 
 def install() -> None:
-    """Put these into Horovod's modules, in this process."""
+    """Put these functions into Horovod's modules, in this process."""
     for broken in BROKEN:
         if issubclass(broken, keras.callbacks.Callback):  # (with Keras 2 in TensorFlow's place of Keras they work)
             broken.set_model = _refuse

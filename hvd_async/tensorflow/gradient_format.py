@@ -256,13 +256,13 @@ class Codec:
     """The form of vectors on the wire.
 
     Args:
-        compression: a class with ``compress(tensor) -> (tensor, context)`` and ``decompress(tensor, context)``. Sums of
-            what it makes must be what it would make of the sums, and the context must follow from the dtype alone.
-        dtypes: in which gradients are accumulated.
+        compression: a class with ``compress(tensor) -> (tensor, context)`` and ``decompress(tensor, context)``.
+            Compression must commute with sums, and the context must depend on the dtype alone.
+        dtypes: dtypes in which gradients are accumulated.
         size: number of ranks that share the optimizer.
         max_staleness: in rounds.
         after: factor of sums.
-        index: of this rank, among those that share the optimizer.
+        index: position of this rank among the ranks that share the optimizer.
         weighted: whether samples are counted.
 
     Raises:

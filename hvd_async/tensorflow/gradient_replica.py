@@ -1,4 +1,4 @@
-"""The Keras replica of a rank whose gradients travel: buckets, gradients out, rounds in, what ranks have in common."""
+"""The Keras replica under partial allreduce: buckets, gradients out, rounds in, and what all ranks have in common."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hvd_async.tensorflow.variables import (
     signature,
 )
 
-# -- gradients on their way from the training graph to the worker ------------------------------------------------------
+# -- gradients between the training graph and the worker ---------------------------------------------------------------
 # A step is several calls of ``give``, then one of ``take``. A ``give`` never blocks, so a graph may have one for each
 # bucket, as soon as backward has filled it; only its last op waits, in ``take``. (An op that waits holds one of
 # TensorFlow's inter-op threads, of which there may be only one.)
@@ -46,7 +46,7 @@ class _Sum(NamedTuple):
 
 
 class Feed:
-    """Gradients of one rank on their way from the training graph to the worker.
+    """Gradients of one rank between the training graph and the worker.
 
     Args:
         layout: of the buckets.
@@ -93,7 +93,7 @@ class Feed:
             worker.hand_over(bucket, self._whole(bucket, self._given.pop(bucket), samples))
 
     def keep(self, bucket: int, vector: tf.Tensor, samples: int | None = None) -> None:
-        """Keep a bucket for ``take``; arguments as of ``give``."""
+        """Keep a bucket for ``take``; arguments as in ``give``."""
         if samples == 0:
             vector = self._layout.nothing(bucket)  # (the mean of nothing is NaN)
         if not vector.device.endswith("CPU:0"):
@@ -126,7 +126,7 @@ class Feed:
         if spoilt and self._raises and not scaled:
             raise FloatingPointError(
                 f"NaN or infinity in this rank's gradients (bucket {spoilt[0]} of {len(self._layout)}); "
-                f'nonfinite="skip" would leave them out and go on'
+                f'nonfinite="skip" would leave them out and continue'
             )
         if spoilt and scaled:
             given = dict.fromkeys(range(len(self._layout)))
@@ -139,8 +139,8 @@ class Feed:
         gone = worker.gone
         if gone & given.keys():
             warn(
-                f"a step was broken off when buckets {sorted(gone)} of its gradient had gone: this one brings the "
-                f"others, and its own of these are left out"
+                f"a step was broken off when buckets {sorted(gone)} of its gradient had gone: this step hands over the "
+                f"other buckets, and leaves its own gradients of these out"
             )
         left = [bucket for bucket in range(len(self._layout)) if bucket not in gone]
         vectors = {bucket: self._whole(bucket, self._of(given, bucket), samples) for bucket in left}
@@ -273,7 +273,7 @@ class GradientReplica(eager.GradientReplica):
         if overwritten:
             raise ValueError(
                 f"{signature(overwritten[0])} is overwritten by its gradient (float8 training), which cannot be "
-                f"averaged with late ones: take another dtype policy"
+                f"averaged with late ones: use another dtype policy"
             )
         buckets = partition([raw(v) for v in variables], self.cap_bytes, self.groups)
         dtypes = dict.fromkeys(accumulated(v) for v in variables)
@@ -330,7 +330,7 @@ class GradientReplica(eager.GradientReplica):
 
     @property
     def leads(self) -> list[tf.Variable]:
-        """State of the optimizer beside its own variables: see ``Extrapolation``."""
+        """State of the optimizer in addition to its own variables: see ``Extrapolation``."""
         return [] if self.extrapolation is None else self.extrapolation.leads
 
     def hyperparameters(self) -> Hyper:

@@ -1,4 +1,4 @@
-"""Methods that a wrapped Keras optimizer's class gains: public ones, and those that Keras calls by name; no state."""
+"""Methods that a wrapped Keras optimizer's class gains: public methods, and methods that Keras calls; no state."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class WeightMethods(methods.OptimizerMethods):
         for name, variable in own.items():
             variable.assign(state[name])
 
-    # -- what Keras calls by name -------------------------------------------------------------------------------
+    # -- methods that Keras calls by name -----------------------------------------------------------------------
 
     def build(self, variables: Any) -> None:
         """Create the wrapped optimizer's variables, and the sums of several passes, before a step is traced."""
@@ -167,7 +167,7 @@ def take_step(optimizer: Any, grads: Sequence[Any], variables: list[Any]) -> Non
     """Take a step of a wrapped optimizer, or add its gradients up.
 
     Args:
-        optimizer: ours.
+        optimizer: a wrapped optimizer.
         grads: one a variable, at least one; None where there is none.
         variables: the optimizer's own, or some of them.
 
@@ -272,7 +272,7 @@ def _step(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
     eager = tf.executing_eagerly()
     # (no step begins before the one before it has been mixed, also in a graph of several)
     ready = [flat.variables[0].read_value(), *(g for g in grads if g is not None), *_loss_recorded(replica)]
-    # (read here, as an op: the update increases the iterations, by which a schedule goes)
+    # (read here, as an op: the update increases the iterations, on which a schedule depends)
     rate = tf.cast(raw(optimizer._get_current_learning_rate()), tf.float64)
     with contextlib.nullcontext() if eager else tf.control_dependencies(ready):
         (begun,) = call_or_op(lambda rate: [_begin(driver, rate)], [rate], [tf.float64], [3])

@@ -51,9 +51,9 @@ def call_or_op(
 
 
 # -- tracebacks --------------------------------------------------------------------------------------------------------
-# An error of ours that is raised while a graph runs comes out of TensorFlow with a hundred lines around it: where each
-# op was made, and how Python got there. If it ends the process, the user's own lines and the error itself are shown
-# instead.
+# An error that this library raises while a graph runs comes out of TensorFlow with a hundred lines around it: where
+# each op was made, and how Python got there. If it ends the process, the user's own lines and the error itself are
+# shown instead.
 
 
 _previous = sys.excepthook
@@ -63,7 +63,7 @@ LIBRARIES = ("site-packages", "dist-packages")
 
 
 def remember(error: BaseException) -> None:
-    """Remember an error that an op of ours raises, which TensorFlow will wrap."""
+    """Remember an error that an op of this library raises, which TensorFlow will wrap."""
     global _previous
     _raised[:] = [error]
     if sys.excepthook is not show:

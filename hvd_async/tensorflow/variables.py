@@ -73,7 +73,7 @@ def signature(variable: Any) -> str:
 
 
 def own_name(variable: Any) -> str:
-    """Return a variable's name without that of its optimizer, which Keras numbers anew in each process."""
+    """Return a variable's name without that of its optimizer, which Keras numbers separately in each process."""
     return str(variable.path).rpartition("/")[2]
 
 
@@ -98,10 +98,10 @@ def _last_part(variable: Any) -> str:
 
 def statistics(model: Any) -> list[Any]:
     """Return the running statistics of a model's batch-norm layers."""
-    return [v for v in _beside_weights(model) if is_statistic(v)]
+    return [v for v in _other_variables(model) if is_statistic(v)]
 
 
-def _beside_weights(model: Any) -> list[Any]:
+def _other_variables(model: Any) -> list[Any]:
     """Return the variables of a model that are neither weights, frozen ones included, nor random seeds."""
     weights = {id(raw(v)) for layer in model._flatten_layers() for v in layer._trainable_variables}
     others = [v for v in model.non_trainable_variables if id(raw(v)) not in weights and not is_seed(v)]
@@ -116,13 +116,13 @@ def buffers_of(model: Any) -> Buffers:
     Without a model there are none, and the rank still takes part in the comparison: another rank may know its model,
     which Keras' callbacks set while it trains.
     """
-    variables = [] if model is None else _beside_weights(model)
+    variables = [] if model is None else _other_variables(model)
     return Buffers([_KerasBuffer(str(place), v) for place, v in enumerate(variables)], lambda array: array)
 
 
 def keep_buffers(model: Any) -> Callable[[], None]:
     """Return a function that restores the present values of a model's variables besides the weights."""
-    kept = [(raw(v), raw(v).numpy()) for v in ([] if model is None else _beside_weights(model))]
+    kept = [(raw(v), raw(v).numpy()) for v in ([] if model is None else _other_variables(model))]
 
     def put_back() -> None:
         for variable, value in kept:
@@ -132,7 +132,7 @@ def keep_buffers(model: Any) -> Callable[[], None]:
 
 
 class _KerasBuffer(agreement.Buffer):
-    """A variable of a Keras model on one rank, identified by position: Keras numbers names anew in each process."""
+    """A variable of a Keras model on one rank, identified by position, since names differ between processes."""
 
     def __init__(self, key: str, variable: Any) -> None:
         self.key, self._variable, self.is_statistic = key, raw(variable), is_statistic(variable)

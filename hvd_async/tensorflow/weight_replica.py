@@ -143,8 +143,8 @@ class WeightReplica(replica.WeightReplica):
                 overwritten = [v for v in every if optimizer._overwrite_variable_with_gradient(v)]
                 if overwritten:
                     raise ValueError(
-                        f"{signature(overwritten[0])} is overwritten by its gradient (float8 training), which other "
-                        f"ranks' cannot be mixed with: take another dtype policy"
+                        f"{signature(overwritten[0])} is overwritten by its gradient (float8 training), which cannot "
+                        f"be mixed with other ranks': use another dtype policy"
                     )
                 self.flat = Flat(self._trained(), self._memory)
         if self.averaged is None and self.model is not None and self._averages_statistics:
@@ -244,7 +244,7 @@ class WeightReplica(replica.WeightReplica):
     def read_double(self) -> Array:
         return flat_double(self.mixed().variables)
 
-    # -- beside the weights -----------------------------------------------------------------------------------
+    # -- state other than the weights -------------------------------------------------------------------------
 
     def learning_rates(self) -> list[tuple[int, float]]:
         return [(self.mixed().elements, self.rate)]
@@ -291,7 +291,7 @@ class WeightReplica(replica.WeightReplica):
 
         Args:
             correction: shape (n,).
-            indices: of the variables among those that are mixed; None: all.
+            indices: indices of the variables among the mixed ones; None: all.
         """
         self.velocities().add(correction, indices)
 

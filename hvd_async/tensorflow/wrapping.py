@@ -1,4 +1,4 @@
-"""How a Keras optimizer is wrapped, which cannot be, and what this binding supplies to its factories.
+"""Wrapping of Keras optimizers, optimizers that cannot be wrapped, and this binding's part of the factories.
 
 A ``LossScaleOptimizer`` stays around a wrapped optimizer: ``ScaleMethods`` and its subclasses have the methods of that.
 """
@@ -54,11 +54,13 @@ def check_optimizer(optimizer: Any) -> None:
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if not isinstance(inner, keras.optimizers.Optimizer):
-        raise ValueError(f"{type(optimizer).__name__} is no Keras 3 optimizer: pass one of keras.optimizers")
+        raise ValueError(
+            f"optimizer must be a Keras 3 optimizer, got {type(optimizer).__name__}. Pass one of keras.optimizers"
+        )
     if type(inner).__module__ == "horovod._keras":
         raise ValueError(
             "this is Horovod's own DistributedOptimizer, which does not average on Keras 3: wrap the plain Keras "
-            "optimizer in its place"
+            "optimizer instead"
         )
     if isinstance(optimizer, OptimizerMethods) or isinstance(inner, OptimizerMethods):
         raise ValueError("this optimizer averages over ranks already: wrap the plain one")
@@ -116,7 +118,7 @@ def wrap(optimizer: Any, driver: Driver, methods: type, scale_methods: type, nam
 
 
 class ScaleMethods(methods.OptimizerMethods):
-    """Methods of every ``LossScaleOptimizer`` whose ``inner_optimizer`` is one of ours: they call that one's driver.
+    """Methods of every ``LossScaleOptimizer`` whose ``inner_optimizer`` is wrapped: they call that optimizer's driver.
     Under partial allreduce overflows are in ``stats().gradients_skipped``."""
 
     inner_optimizer: Any

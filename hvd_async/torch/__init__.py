@@ -1,7 +1,7 @@
-"""``import hvd_async.torch as hvd``: all of ``horovod.torch``, plus our optimizers.
+"""``import hvd_async.torch as hvd``: all of ``horovod.torch``, plus this library's optimizers.
 
-On Horovod, names of ``horovod.torch`` itself work beside them from here on, see ``functions``. Without Horovod the same
-names are our own, on torch.distributed, see ``horovod_api``.
+On Horovod, this import makes the names of ``horovod.torch`` itself work with them, see ``functions``. Without Horovod
+the same names are this library's own, on torch.distributed, see ``horovod_api``.
 """
 
 from importlib import import_module as _import_module

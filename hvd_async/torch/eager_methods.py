@@ -27,7 +27,7 @@ class TorchEagerDriver(EagerDriver):
 
 
 class EagerMethods(OptimizerMethods, methods.EagerMethods):
-    """Methods of a wrapped torch optimizer whose gradients travel."""
+    """Methods of a wrapped torch optimizer whose ranks exchange gradients."""
 
     _async: TorchEagerDriver
     _step_supports_amp_scaling = True
@@ -102,8 +102,8 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
         driver, replica = self._async, self._async.replica
         if replica.scaler is not None and replica.scaler.is_enabled():
             raise ReplicaStateError(
-                "synchronize() cannot know how a GradScaler has scaled the gradients: do what you do after it in "
-                "round_transform=, and call scaler.step(optimizer)"
+                "synchronize() cannot know how a GradScaler has scaled the gradients: move the code that follows it "
+                "into round_transform=, and call scaler.step(optimizer)"
             )
         worker = driver.worker_to_step()
         rounds = worker.finish_step(replica.left(worker, None, False), replica.hyperparameters(), 1)
@@ -127,7 +127,7 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
             replica.skip = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set the number of backward passes per step from now on, on all ranks, as in Horovod."""
+        """Set the number of backward passes per later step. Call it on all ranks, as in Horovod."""
         self._async.replica.set_passes(passes)
 
     def state_dict(self) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def _scaling_hidden(optimizer: Any, scaler: Any) -> Iterator[tuple[torch.Tensor 
         if not mine and scaler is not None and scaler.is_enabled():
             raise ReplicaStateError(
                 "this optimizer was wrapped with scaler=, so its gradients are scaled: call scaler.step(optimizer) "
-                "and scaler.update() in place of optimizer.step()"
+                "and scaler.update() instead of optimizer.step()"
             )
         yield mine.get("grad_scale"), bool(mine.get("found_inf", False))
     finally:

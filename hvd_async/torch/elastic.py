@@ -1,7 +1,7 @@
 """``hvd.elastic`` for torch: Horovod's idiom, and survivors that continue from where they are.
 
 ``run`` and ``ElasticSampler`` are Horovod's. ``TorchState`` replaces Horovod's, whose ``restore()`` goes back to the
-last commit: ours never goes back, since every survivor has weights that the others can continue from.
+last commit. This one never goes back, since every survivor has weights from which the others can continue.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ class TorchState(elastic.WithoutRollBack, ObjectState):
 
     Args:
         model: a module.
-        optimizer: wrapped by one of ours.
-        kwargs: more of these, samplers (``ElasticSampler``), and what has ``state_dict()`` and ``load_state_dict()``,
-            such as learning rate schedules; anything else must be picklable. All become attributes.
+        optimizer: an optimizer that this library has wrapped.
+        kwargs: more models and optimizers, samplers (``ElasticSampler``), and objects with ``state_dict()`` and
+            ``load_state_dict()``, such as learning rate schedules; anything else must be picklable. All become
+            attributes.
     """
 
     _interrupt = HostsUpdatedInterrupt

@@ -46,11 +46,13 @@ def check_optimizer(optimizer: Any, wrapper: str) -> None:
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
-            f"{type(optimizer).__name__} is no torch optimizer: pass one, as in "
+            f"optimizer must be a torch optimizer, got {type(optimizer).__name__}. Pass one, as in "
             f"{wrapper}(torch.optim.SGD(model.parameters(), lr=0.1))"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS evaluates its closure several times a step, and ranks meet once a step: take another")
+        raise ValueError(
+            "LBFGS evaluates its closure several times a step, and ranks meet once a step: use another optimizer"
+        )
     if callable(getattr(optimizer, "first_step", None)) and callable(getattr(optimizer, "second_step", None)):
         kind = type(optimizer).__name__
         raise ValueError(
@@ -113,7 +115,7 @@ def parameter_names(
         return None
     pairs = list(named)
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
-        raise ValueError("named_parameters wants pairs (name, parameter): pass model.named_parameters()")
+        raise ValueError("named_parameters must be pairs (name, parameter): pass model.named_parameters()")
     names = {id(parameter): name for name, parameter in pairs}
     if len({name for name, _ in pairs}) < len(pairs):
         raise ValueError("named_parameters repeats a name: names must be unique")
@@ -165,8 +167,8 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         optimizer: any torch optimizer whose step needs one gradient (not LBFGS). It is not changed; the result shares
             its parameter groups and state and replaces it.
         named_parameters: ``model.named_parameters()``; names appear in error messages.
-        compression: how gradients travel: ``hvd.Compression.none``, ``fp16``, ``bf16`` (of ours, summed in float32), or
-            a class with ``compress(tensor)`` and ``decompress(tensor, ctx)``, ``ctx`` depending on the dtype alone.
+        compression: of gradients in flight: ``hvd.Compression.none``, ``fp16``, ``bf16`` (summed in float32), or a
+            class with ``compress(tensor)`` and ``decompress(tensor, ctx)``, ``ctx`` depending on the dtype alone.
             Pending gradients stay float32.
         backward_passes_per_step: number of backward() calls before step(); gradients add up, as in Horovod.
         op: ``hvd.Average`` or ``hvd.Sum``, over the ranks.
@@ -199,7 +201,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         options: EagerOptions, rank_group: RankGroup, factors: tuple[float, float], groups: Any
     ) -> GradientReplica:
         if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
-            raise ValueError(f"scaler={scaler!r} does not scale losses: pass the torch.amp.GradScaler that does")
+            raise ValueError(f"scaler must be the torch.amp.GradScaler that scales the loss, got {scaler!r}")
         own = {"scales": factors, "groups": 0 if groups is None else groups}
         return GradientReplica(rank_group, names_of(given, "EagerOptimizer"), options.config(), given | own)
 

@@ -1,4 +1,4 @@
-"""Names of ``horovod.torch`` that would break or mislead beside our optimizers, made right."""
+"""Replacements of names of ``horovod.torch`` that do not work with this library's optimizers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     as it is, so all ranks may call it before the first step.
 
     Args:
-        optimizer: one of ours, or any torch optimizer (then Horovod's function is called).
+        optimizer: a wrapped optimizer, or any torch optimizer (then Horovod's function is called).
         root_rank: the rank whose state is sent.
         model: as in Horovod; not needed.
     """
@@ -100,9 +100,9 @@ def receive_state(
     """Return the state of the wrapped optimizer on ``root_rank``. A collective.
 
     Args:
-        optimizer: this rank's, one of ours; it is not changed.
+        optimizer: this rank's wrapped optimizer; it does not change.
         root_rank: the rank whose state is returned.
-        name: of the collectives.
+        name: prefix of the collectives' names.
         object_of, tensors_of: collectives that return a rank's value, and its tensors.
     """
     state = {**optimizer._wrapped_class.state_dict(optimizer), **optimizer._async.replica.extra_state()}
@@ -142,9 +142,9 @@ def _map(value: Any, change: Any) -> Any:
 
 
 def join(device: int = -1) -> int:
-    """Announce that this rank has no more batches: drain every optimizer of ours in this process.
+    """Announce that this rank has no more batches: drain every wrapped optimizer of this process.
 
-    Horovod's ``join`` would silence this rank's engine; it is called only in a job that has none of our optimizers.
+    Horovod's ``join`` would silence this rank's engine; it is called only in a job without wrapped optimizers.
 
     Returns:
         The last rank to join.
@@ -164,19 +164,20 @@ def init(*arguments: Any, **options: Any) -> None:
 
 
 def shutdown() -> None:
-    """Drain our optimizers, stop the engine, then shut Horovod down. All ranks call it."""
+    """Drain wrapped optimizers, stop the engine, then shut Horovod down. All ranks call it."""
     LIFECYCLE.shutdown()
     hvd.shutdown()
-    timeline.merge()  # now, since hvd.init() would begin Horovod's timeline anew
+    timeline.merge()  # now, since hvd.init() would start Horovod's timeline again
 
 
 # -- Horovod's own modules ---------------------------------------------------------------------------------------------
-# Scripts may use horovod.torch's own names beside one of our optimizers. Horovod numbers collectives without a name by
-# the number that the process has submitted, including the engine's, which differs between ranks: the ranks would wait
-# for each other forever. Its ``join`` would silence the engine, its ``shutdown`` would lose rounds. All of these calls,
-# by whatever name a script has imported them, use one reference to Horovod's library, which ``_Library`` replaces.
-# ``broadcast_optimizer_state``, which steps an optimizer to create its state, and ``broadcast_parameters``, which
-# supports few dtypes, are Python only: ours replace them in Horovod's modules. ``TorchState`` drains first.
+# Scripts may use horovod.torch's own names together with a wrapped optimizer. Horovod numbers collectives without a
+# name by the number that the process has submitted, including the engine's, which differs between ranks: the ranks
+# would wait for each other forever. Its ``join`` would silence the engine, its ``shutdown`` would lose rounds. All of
+# these calls, by whatever name a script has imported them, use one reference to Horovod's library, which ``_Library``
+# replaces. ``broadcast_optimizer_state``, which steps an optimizer to create its state, and ``broadcast_parameters``,
+# which supports few dtypes, are Python only: the functions above replace them in Horovod's modules. ``TorchState``
+# drains first.
 
 
 JOINED = -1
@@ -213,7 +214,7 @@ class _Library:
         return f"unnamed.{next(self._numbers)}"
 
     def horovod_torch_join(self, output: torch.Tensor, device: int) -> int:
-        """Drain our optimizers if there are any: this rank still takes part in rounds."""
+        """Drain wrapped optimizers if there are any, since this rank still takes part in rounds."""
         last = LIFECYCLE.join()
         if last is None:
             return int(self._library.horovod_torch_join(output, device))
@@ -225,7 +226,7 @@ class _Library:
             self._library.horovod_torch_wait_and_clear(handle)
 
     def horovod_torch_reset(self) -> None:
-        """Drain our optimizers and stop the engine before Horovod shuts down."""
+        """Drain wrapped optimizers and stop the engine before Horovod shuts down."""
         LIFECYCLE.shutdown()
         self._numbers = itertools.count()  # (a rank that an elastic job has gained begins with 0)
         self._library.horovod_torch_reset()
@@ -244,7 +245,7 @@ def _settled(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reset() -> None:
-    """Restart Horovod with our optimizers, when ranks were lost or gained, for ``hvd.elastic.run``."""
+    """Restart Horovod and this library's optimizers after a membership change, for ``hvd.elastic.run``."""
     elastic.reset(LIFECYCLE, hvd.shutdown, hvd.init)
 
 
@@ -262,7 +263,7 @@ def _rolling_back(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Put these into Horovod's modules, where Horovod is the data plane; once a process."""
+    """Put these functions into Horovod's modules, if Horovod is the data plane; once per process."""
     from horovod.torch import elastic as horovods_elastic
     from horovod.torch import functions, mpi_ops
     from horovod.torch.elastic import state as elastic_state

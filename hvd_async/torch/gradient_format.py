@@ -32,7 +32,7 @@ SETS_KEPT = 2
 
 
 class Bucket:
-    """Parameters whose gradients travel together, of one device and accumulation dtype.
+    """Parameters whose gradients are sent together, of one device and accumulation dtype.
 
     Half-precision gradients accumulate and travel as float32.
     """
@@ -260,7 +260,7 @@ def _groups(
     number = isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0
     lists = isinstance(groups, list | tuple) and all(isinstance(group, list | tuple) for group in groups)
     if not (number or lists):
-        raise ValueError(f"groups={groups!r} is no number of groups: take 0 (none) or more, or lists of parameters")
+        raise ValueError(f"groups must be an integer of at least 0 (none) or lists of parameters, got {groups!r}")
     if isinstance(groups, int):
         if groups == 0:
             return [(backwards, cap)]
@@ -272,7 +272,9 @@ def _groups(
     if len({id(p) for p in listed}) < len(listed):
         raise ValueError("groups names a parameter twice: each may be in one group only")
     if any(not isinstance(p, torch.Tensor) or id(p) not in known for p in listed):
-        raise ValueError("groups names something that is no parameter of this optimizer")
+        raise ValueError(
+            "groups must list parameters of this optimizer, and an entry is no parameter of this optimizer"
+        )
     grouped = {id(p) for p in listed}
     rest = [p for p in backwards if id(p) not in grouped]
     parts = [(list(group)[::-1], float("inf")) for group in list(groups)[::-1] if group]

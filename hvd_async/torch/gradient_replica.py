@@ -1,4 +1,4 @@
-"""The torch replica of a rank whose gradients travel: gradients out by bucket, rounds in, what ranks have in common.
+"""The torch replica under partial allreduce: gradients out by bucket, rounds in, and what all ranks have in common.
 
 A gradient passes this file from top to bottom: ``Overlap`` notices that the backward pass has filled its bucket,
 ``Checks`` looks for NaN and infinities on a GPU, ``Watch`` finds later changes. ``GradientReplica`` drives them all.
@@ -95,7 +95,7 @@ class Overlap:
         return max(self._passed, default=0) if self._armed else 0
 
     def arm(self, handed: Collection[int]) -> None:
-        """Take the gradients of backward passes from now on for the next step's: ``zero_grad()`` was called.
+        """Count the gradients of later backward passes as the next step's, since ``zero_grad()`` was called.
 
         Args:
             handed: buckets of this step that have been handed over.
@@ -151,7 +151,7 @@ class Overlap:
         return hook
 
     def disarm(self) -> None:
-        """Ignore backward passes from now on: ``step()`` was called, or a drain or cut has ended."""
+        """Ignore later backward passes, since ``step()`` was called, or a drain or cut has ended."""
         self._armed = False  # (first: an interrupt may leave what hooks count as it was)
         self._due[:] = [0] * len(self._due)
         self._handed[:] = [False] * len(self._handed)
@@ -393,7 +393,7 @@ def _weights(device: torch.device) -> torch.Tensor:
 
 
 RoundTransform = Callable[[Sequence[torch.Tensor]], object]
-INSTEAD = "pass what you do between synchronize() and step() as round_transform=, so that it runs on every round"
+INSTEAD = "pass the code between synchronize() and step() as round_transform=, so that it runs on every round"
 
 
 class GradientReplica(eager.GradientReplica):
@@ -402,8 +402,8 @@ class GradientReplica(eager.GradientReplica):
     Args:
         rank_group: the ranks that share the optimizer.
         named: parameters' names by id; None if none were given.
-        config: as of ``EagerDriver``.
-        options: as the user gave them.
+        config: as in ``EagerDriver``.
+        options: the user's options.
 
     Attributes:
         before, after: factors of a gradient when it is handed over, and of a round's sum when it is applied.
@@ -442,7 +442,7 @@ class GradientReplica(eager.GradientReplica):
         self.extrapolation = Extrapolation()
 
     def attach(self, optimizer: Any) -> None:
-        """Belong to a wrapped optimizer from now on."""
+        """Become the replica of a wrapped optimizer."""
         super().attach(optimizer)
         self.lay_out()
 
@@ -547,10 +547,10 @@ class GradientReplica(eager.GradientReplica):
         self.recorded.clear()
 
     def record_samples(self, samples: int) -> None:
-        """Note the samples of a backward pass that follows.
+        """Record the samples of a backward pass that follows.
 
         Raises:
-            ReplicaStateError: gradients of the step have left without them.
+            ReplicaStateError: gradients of the step were handed over without them.
         """
         worker = self.optimizer._async.met
         if worker is not None and worker.gone:
@@ -574,7 +574,7 @@ class GradientReplica(eager.GradientReplica):
         return sum(self.recorded)
 
     def _bucket_ready(self, index: int) -> None:
-        """Hand over a bucket, from a backward hook: all of its gradients are there."""
+        """Hand over a complete bucket, from a backward hook."""
         if torch.is_grad_enabled():  # (a backward pass with create_graph=True)
             with torch.no_grad():
                 self._bucket_ready(index)
@@ -701,7 +701,7 @@ class GradientReplica(eager.GradientReplica):
             self._take_over(worker, worker.mend)
             warnings.warn(
                 f"ranks had different numbers of steps with synchronize(), so all take over the weights of rank "
-                f"{worker.mend}, which had most: {INSTEAD} of every rank",
+                f"{worker.mend}, which had most: {INSTEAD} on every rank",
                 stacklevel=users_line(),
             )
         elif left and self.one_by_one and self.round_transform is None:
@@ -710,7 +710,7 @@ class GradientReplica(eager.GradientReplica):
             )
         passed = 0 if self.overlap is None else self.overlap.passed
         if flush:
-            outcome = "stay in p.grad: they go with the next step, unless zero_grad() comes first"
+            outcome = "stay in p.grad and are added to the next step, unless zero_grad() is called first"
             warn_of_open_passes(passed, self.passes, outcome)
         if self.overlap is not None and not passed:
             self.overlap.disarm()  # (until zero_grad() the next backward pass may belong to another optimizer)

@@ -21,8 +21,8 @@ from hvd_async.torch.weight_replica import WeightReplica
 
 
 def refuse_a_step_for_state() -> None:
-    """Refuse a ``step()`` that Horovod's own ``broadcast_optimizer_state`` takes, which a script may have imported by
-    name before ours replaced it.
+    """Refuse a ``step()`` by Horovod's own ``broadcast_optimizer_state``, which a script may have imported by name
+    before this library replaced it.
 
     Raises:
         ReplicaStateError: it is such a step.
@@ -41,7 +41,7 @@ def refuse_a_step_for_state() -> None:
 
 
 class OptimizerMethods(methods.OptimizerMethods, torch.optim.Optimizer):
-    """Methods in which every wrapped torch optimizer differs from the plain one."""
+    """Methods of every wrapped torch optimizer that differ from the plain one's."""
 
     _wrapped_class: ClassVar[type[torch.optim.Optimizer]]
 
@@ -62,7 +62,7 @@ class OptimizerMethods(methods.OptimizerMethods, torch.optim.Optimizer):
         if driver is not None and driver.worker is not None:
             raise ReplicaStateError(
                 "add_param_group() after the first step: other ranks may be applying rounds without it. Add all groups "
-                "before training and freeze what is not to move yet, or call shutdown() and wrap a new optimizer."
+                "before training and freeze parameters that must not move yet, or call shutdown() and wrap a new one."
             )
         super().add_param_group(param_group)
 
@@ -92,8 +92,8 @@ class WeightMethods(OptimizerMethods):
         """Step with this rank's gradients, and let other ranks' weights move this one's.
 
         Gossip sends the weights to neighbours and mixes in theirs. sgp and dpsgd wait for the neighbours' messages of
-        this step; osgp for those that are ``max_staleness`` steps old; adpsgd only after ``max_local_steps`` without an
-        averaging; local, slowmo and diloco for an average that is more than ``max_staleness`` steps late. Ranks that
+        this step; osgp for messages that are ``max_staleness`` steps old; adpsgd only after ``max_local_steps`` without
+        an averaging; local, slowmo and diloco for an average that is more than ``max_staleness`` steps late. Ranks that
         follow a leader do not wait.
 
         ``register_step_pre_hook`` hooks run first and see this rank's weights. ``register_step_post_hook`` hooks run
@@ -149,7 +149,7 @@ class WeightMethods(OptimizerMethods):
         """Return the wrapped optimizer's state, and under "hvd_async" what this rank needs to resume.
 
         After ``drain()`` the state of rank 0 is complete and resumes at any number of ranks; after ``cut()`` each
-        rank's state is its own share, for the same number of ranks, beside the model's weights on that rank.
+        rank's state is its own share, for the same number of ranks, to be saved with the model's weights on that rank.
 
         Raises:
             ReplicaStateError: a step was taken since the last drain or cut.

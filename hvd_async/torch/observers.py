@@ -35,7 +35,7 @@ class AttachedMonitor(Monitor):
 
 
 def attach_monitor(optimizer: Any, **options: Any) -> AttachedMonitor:
-    """Watch a wrapped torch optimizer from now on, without a call in the loop; return the monitor, to close it.
+    """Watch a wrapped torch optimizer without a call in the loop, and return the monitor, to close it.
 
     Args:
         optimizer: of ``EagerOptimizer``, ``GossipOptimizer`` or ``LeaderOptimizer``. It keeps the monitor alive.

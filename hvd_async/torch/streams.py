@@ -1,4 +1,4 @@
-"""CUDA streams, by which engine and training thread work beside each other without waiting for the device.
+"""CUDA streams, by which engine and training thread work concurrently without waiting for the device.
 
 The engine's kernels go to the training thread's stream (``bind_training_stream``), so work on shared tensors is in
 order. But a collective must not wait for work that the training thread has queued since its vector was computed. So it
@@ -77,7 +77,7 @@ class Gpu:
         return torch.cuda.default_stream(device)
 
     def set_stream(self, stream: Any) -> None:
-        """Send this thread's kernels to ``stream`` from now on."""
+        """Send this thread's later kernels to ``stream``."""
         torch.cuda.set_stream(stream)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
@@ -143,7 +143,7 @@ def _on_engine_stream_after(vector: torch.Tensor) -> Iterator[None]:
     elif event is not None:
         own.wait_event(event)
     gpu.record_stream(vector, own)
-    if EARLY:  # (Horovod lets go of it before NCCL has read it; by then the default stream waits for that)
+    if EARLY:  # (Horovod releases it before NCCL has read it; by then the default stream waits for NCCL)
         gpu.record_stream(vector, gpu.default_stream(vector.device))
     with on_engine_stream(vector.device):
         yield
@@ -196,7 +196,7 @@ class Later:
         self._numbers: list[float] | None = None
 
     def numbers(self) -> list[float]:
-        """Return the numbers, once they are there."""
+        """Return the numbers; wait until they are copied."""
         if self._numbers is None:
             self._copied.synchronize()
             self._numbers = self._there.double().tolist()
@@ -209,8 +209,8 @@ class Later:
 
 
 def bind_training_stream(engine: RankRuntime, tensors: Iterable[torch.Tensor]) -> bool:
-    """Send the engine's kernels to this thread's current streams on the devices of these tensors, from now on; return
-    whether any is on a GPU."""
+    """Send the engine's later kernels to this thread's current streams on the devices of these tensors; return whether
+    any is on a GPU."""
     devices = sorted({tensor.device for tensor in tensors if gpu.holds(tensor)}, key=str)
     if not devices:
         return False
@@ -225,7 +225,7 @@ def bind_training_stream(engine: RankRuntime, tensors: Iterable[torch.Tensor]) -
 
 def _follow(streams: Sequence[Any]) -> None:
     for stream in streams:
-        stream.wait_stream(gpu.current_stream(stream.device))  # (what this thread has left on the one before)
+        stream.wait_stream(gpu.current_stream(stream.device))  # (which may still have this thread's work)
         gpu.set_stream(stream)
 
 

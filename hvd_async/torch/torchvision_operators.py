@@ -1,4 +1,4 @@
-"""Imports of torchvision beside a torch that its compiled operators were not built for."""
+"""Imports of torchvision with a torch that its compiled operators were not built for."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _declared: list[torch.library.Library] = []
 def declare_torchvision_operators() -> bool:
     """Let torchvision be imported where its compiled operators cannot be loaded.
 
-    PyPI's torchvision is built for CUDA's torch. Beside a torch for CPUs its import, and that of packages that import
-    it (Lightning, Transformers, timm), ends in "operator torchvision::nms does not exist". After this call the import
-    succeeds: models, transforms and data sets work, and what needs a compiled operator (``torchvision.ops.nms``) raises
-    an error when it is called. Call it before the first import of any of these packages. The better remedy, where it is
-    to be had, is a torchvision of the same build as torch.
+    PyPI's torchvision is built for CUDA's torch. With a torch for CPUs its import, and that of packages that import it
+    (Lightning, Transformers, timm), ends in "operator torchvision::nms does not exist". After this call the import
+    succeeds: models, transforms and data sets work, and functions with a compiled operator (``torchvision.ops.nms``)
+    raise an error when they are called. Call it before the first import of any of these packages. If a torchvision of
+    the same build as torch is available, install that instead.
 
     Returns:
-        Whether the operators had to be declared; False where torchvision is not installed, is imported already, or
-        loads its own.
+        Whether the operators had to be declared; False if torchvision is not installed, is imported already, or loads
+        its own.
     """
     spec = importlib.util.find_spec("torchvision")
     if _declared or "torchvision" in sys.modules or spec is None or spec.origin is None:
@@ -34,7 +34,7 @@ def declare_torchvision_operators() -> bool:
             ctypes.CDLL(str(library))
     except OSError:
         declared = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):  # (those that torchvision registers something for, whether they exist or not)
+        for name in ("nms", "qnms"):  # (torchvision registers implementations of these even if they do not exist)
             declared.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         _declared.append(declared)
         return True

@@ -1,7 +1,7 @@
 """The torch replica of a rank with weights of its own: reads and writes them as one vector on their device.
 
 ``WeightVectors`` is the order of a vector's elements and its memory, ``Codec`` and ``RowFormat`` are its form in
-messages, ``WeightReplica`` is what the driver sees.
+messages, ``WeightReplica`` is the driver's interface.
 """
 
 from __future__ import annotations
@@ -80,15 +80,15 @@ class WeightVectors:
     when they meet.
 
     Args:
-        parameters: those that are mixed, on one device.
-        dtype: of the vectors, float32 or float64.
+        parameters: the parameters that are mixed, on one device.
+        dtype: dtype of the vectors, float32 or float64.
         orders: ``memory_order`` of each parameter.
 
     Attributes:
-        dtypes: of the parameters.
+        dtypes: dtypes of the parameters.
         sizes: number of elements of each parameter.
-        elements: their sum.
-        device: of the parameters, and of the vectors.
+        elements: number of elements of all parameters.
+        device: device of the parameters and of the vectors.
         on_gpu: whether it is a GPU.
     """
 
@@ -164,7 +164,7 @@ class WeightVectors:
 
 
 def orders_of(parameters: Sequence[torch.Tensor], known: Mapping[int, str]) -> dict[int, str]:
-    """Return ``memory_order`` of each parameter by its id; where it is known, that of before."""
+    """Return ``memory_order`` of each parameter by its id; the earlier one if it is in ``known``."""
     return {id(p): known[id(p)] if id(p) in known else memory_order(p) for p in parameters}
 
 
@@ -407,7 +407,7 @@ class WeightReplica(replica.WeightReplica):
         self.prepare()
 
     def attach(self, optimizer: Any) -> None:
-        """Belong to a wrapped optimizer from now on.
+        """Become the replica of a wrapped optimizer.
 
         Raises:
             ValueError: its weights cannot be mixed.
@@ -444,7 +444,8 @@ class WeightReplica(replica.WeightReplica):
         devices = {str(p.device) for p in parameters}
         if len(devices) > 1:
             raise ValueError(
-                f"parameters on {', '.join(sorted(devices))}: ranks' weights travel as one vector: keep them on one"
+                f"parameters must be on one device, since weights are sent as one vector, got "
+                f"{', '.join(sorted(devices))}"
             )
         self._orders = orders_of(parameters, self._orders)
         self._vectors = WeightVectors(parameters, kind, [self._orders[id(p)] for p in parameters])
@@ -463,8 +464,8 @@ class WeightReplica(replica.WeightReplica):
         kind, before = self._dtype(), self._vectors.dtype
         if kind != before:
             raise ValueError(
-                f"weights travel as {before}, and parameters have become {kind} since the ranks met: convert the model "
-                f"before it trains"
+                f"weights are sent as {before}, and parameters have become {kind} since the ranks met: convert the "
+                f"model before it trains"
             )
 
     def _dtype(self) -> torch.dtype:
@@ -534,7 +535,7 @@ class WeightReplica(replica.WeightReplica):
     def read_double(self) -> torch.Tensor:
         return flat_double(self.parameters)
 
-    # -- beside the weights -----------------------------------------------------------------------------------
+    # -- state other than the weights -------------------------------------------------------------------------
 
     def learning_rates(self) -> list[tuple[int, Any]]:
         rates = [group.get("lr") for group in self.optimizer.param_groups]
@@ -557,9 +558,9 @@ class WeightReplica(replica.WeightReplica):
         copies, orders = share.get("copies", {}), self._vectors.orders
         if copies and share.get("orders", [""] * len(orders)) != orders:
             raise ValueError(
-                "this state has vectors of parameters that lie in memory otherwise than this model's: bring the model "
-                "into the memory format of then (without channels_last it is torch.contiguous_format), wrap the "
-                "optimizer, and only then bring the model into the format that you like"
+                "this state has vectors of parameters that lie in memory otherwise than this model's: convert the "
+                "model to the memory format of the state (without channels_last it is torch.contiguous_format), wrap "
+                "the optimizer, and only then convert the model to another format"
             )
         device = self.parameters[0].device
         return {**share, "copies": {name: copy.to(device) for name, copy in copies.items()}}
@@ -589,7 +590,7 @@ class WeightReplica(replica.WeightReplica):
     @torch.no_grad()
     def write_momentum(self, momentum: torch.Tensor) -> None:
         for p, own, part in self._with_parts(momentum):
-            if own is None:  # (SGD's next step makes the same of zeros as of none, but for its dampening)
+            if own is None:  # (SGD's next step treats zeros like a missing buffer, except for dampening)
                 self.optimizer.state[p]["momentum_buffer"] = own = torch.zeros_like(p)
             own.copy_(part)
 
@@ -633,7 +634,7 @@ class WeightReplica(replica.WeightReplica):
         """Write the batch-norm statistics that a pull has brought; keep the others.
 
         Args:
-            averaged: as of ``statistics``, shape (2 m,).
+            averaged: as in ``statistics``, shape (2 m,).
         """
         held = self.named_buffers.statistics()
         values, known = (half.split(list(self._averaged.values())) for half in averaged.view(2, -1))

@@ -76,7 +76,7 @@ def test_what_cannot_be_is_refused(binding):
     with pytest.raises(ValueError, match="pass weighting='samples'"):
         plain.opt.record_samples(3)
     for wrong in (-1, 1.5, True, 2**32, "3"):
-        with pytest.raises(ValueError, match="give a whole number of samples"):
+        with pytest.raises(ValueError, match=r"record_samples\(\) must get an integer from 0"):
             weighted.opt.record_samples(wrong)
 
     def forgets(rank: int) -> str:

@@ -234,7 +234,7 @@ def test_a_rank_that_had_no_batch_goes_on_with_the_others(binding, epochs):
 
 
 REFUSED = [
-    ({"algo": "sgp"}, r"does not know algo: take algorithm, topology, peers, mixing"),
+    ({"algo": "sgp"}, r"does not know algo: pass algorithm, topology, peers, mixing"),
     ({"compression": "fp16", "lr": 1}, r"does not know compression, lr"),
     ({"algorithm": "global"}, r"algorithm must be one of 'sgp'.*, got 'global'"),
     ({"topology": topology.ring(4)}, r"one of 4 ranks, and there are 3"),
@@ -255,7 +255,7 @@ def test_settings_that_cannot_be_change_nothing(binding):
                 with pytest.raises(ValueError, match=hint):
                     one.opt.switch(**changes)
             for epoch in (-1, 1.0, True, "1"):
-                with pytest.raises(ValueError, match="is not the number of an epoch"):
+                with pytest.raises(ValueError, match="epoch must be an integer of at least 0, got"):
                     one.opt.set_epoch(epoch)
             assert held == (one.opt.settings, one.weights().tobytes())
         return one.train(2).drained(), one.opt.stats().messages_sent

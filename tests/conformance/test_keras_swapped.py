@@ -57,7 +57,7 @@ def test_integer_variables_are_left_alone(make: Any) -> None:
 def test_horovods_own_callbacks_say_which_import_to_change(make: Any) -> None:
     model = conv_model()
     model.compile(optimizer=SGD(0.1), loss=LOSS)
-    with pytest.raises(ReplicaStateError, match=r"'import hvd_async.tensorflow.keras as hvd' in place of"):
+    with pytest.raises(ReplicaStateError, match=r"'import hvd_async.tensorflow.keras as hvd' instead of"):
         model.fit(*batch(0, 0), verbose=0, callbacks=[make()])
 
 

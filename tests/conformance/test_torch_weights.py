@@ -274,7 +274,7 @@ def test_weights_converted_to_a_wider_dtype_after_the_ranks_met_are_refused():
         one = TorchRank(TorchRank.least_squares(1), rank, **STAR).train(1)
         for parameter in one.parameters:
             parameter.data = parameter.data.double()
-        with pytest.raises(ValueError, match=r"travel as torch\.float32.*have become torch\.float64"):
+        with pytest.raises(ValueError, match=r"sent as torch\.float32.*have become torch\.float64"):
             one.train(1)
 
     Cluster(1).run(train)
@@ -295,7 +295,7 @@ def test_vectors_in_a_checkpoint_load_only_with_the_same_memory_order(loads):
     def resume(rank: int) -> list[bytes] | None:
         one = Shaped(rank, INT8, loads)
         if loads is PLAIN:
-            with pytest.raises(ValueError, match="only then bring the model into the format that you like"):
+            with pytest.raises(ValueError, match="only then convert the model to another format"):
                 one.resume(saved[rank])
             return None
         one.resume(saved[rank])

@@ -32,7 +32,7 @@ def test_the_bound_fits_the_memory(megabytes, cap, staleness, capfd):
         assert config.buckets == 2
         assert staleness == 0 or (staleness + 1) * megabytes <= cap
     said = capfd.readouterr().err
-    assert said.count(f"max_staleness is {staleness} in place of 16") == (staleness != 16)
+    assert said.count(f"max_staleness is {staleness} instead of 16") == (staleness != 16)
     assert "late_cap_mb" in said or staleness == 16
 
 

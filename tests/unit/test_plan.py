@@ -295,7 +295,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
         "averages over all ranks are not compressed",
     ),
     "fragments of SGP": ({"fragments": 2}, "sgp does not average the weights in parts; omit it, or use local"),
-    "no fragments": ({"algorithm": "local", "fragments": 0}, "fragments=0: take 1 or more"),
+    "no fragments": ({"algorithm": "local", "fragments": 0}, "fragments must be a whole number, at least 1, got 0"),
     "many fragments": (
         {"algorithm": "local", "fragments": 9},
         "fragments must be at most average_every, got 9 and 8",
@@ -305,7 +305,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
         "outer_lr: local has no outer",
     ),
     "outer momentum of SGP": ({"outer_momentum": 0.5}, "outer_momentum: sgp has no outer optimizer; omit it, or"),
-    "an outer rate": ({"algorithm": "slowmo", "outer_lr": 0.0}, "outer_lr=0.0 must be a number, above 0"),
+    "an outer rate": ({"algorithm": "slowmo", "outer_lr": 0.0}, "outer_lr must be a number, above 0, got 0.0"),
     "outer momentum": ({"algorithm": "diloco", "outer_momentum": 1}, "must be a number, at least 0 and below 1"),
     "hosts of local SGD": ({"algorithm": "local", "local_size": 2}, "local does not average hosts first; omit it, or"),
     "a graph of local SGD": (
@@ -320,8 +320,8 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "a directed matrix": ({"algorithm": "dpsgd", "weights": TURN, "size": 3}, "gets no answer; dpsgd needs a symm"),
     "uniform D-PSGD on a star": ({"algorithm": "dpsgd", "graph": "star"}, "every row must sum to 1; dpsgd .*metropol"),
     "lopsided": ({"algorithm": "dpsgd", "weights": LOPSIDED, "size": 3}, r"W\[0, 1\] = 0.2 and W\[1, 0\] = 0.3; dps"),
-    "hosts of other sizes": ({"local_size": 3}, "3 ranks a host do not divide 4 ranks into hosts of equal size"),
-    "empty hosts": ({"local_size": 0}, "0 ranks a host do not divide"),
+    "hosts of other sizes": ({"local_size": 3}, "3 ranks per host do not divide 4 ranks into hosts of equal size"),
+    "empty hosts": ({"local_size": 0}, "0 ranks per host do not divide"),
     "hosts of averages": ({"algorithm": "allreduce", "local_size": 2}, "use sgp, osgp, dpsgd or adpsgd"),
     "a graph of ranks for hosts": ({"graph": topology.ring(4), "local_size": 2}, "one of 4 hosts, and there are 2"),
 }

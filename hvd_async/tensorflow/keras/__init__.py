@@ -1,4 +1,4 @@
-"""``import hvd_async.tensorflow.keras as hvd``: all of ``horovod.tensorflow.keras``, plus our optimizers."""
+"""``import hvd_async.tensorflow.keras as hvd``: all of ``horovod.tensorflow.keras``, plus this library's optimizers."""
 
 from importlib import import_module as _import_module
 from typing import Any
@@ -29,7 +29,7 @@ def load_model(
 ) -> Any:
     """Load a Keras model and wrap its optimizer, with the state that was saved.
 
-    Rounds of an ``EagerOptimizer`` continue from ``iterations``; exchanges and pulls are counted anew.
+    Rounds of an ``EagerOptimizer`` continue from ``iterations``; the counts of exchanges and pulls start at 0.
 
     Args:
         filepath: a ``.keras`` file.

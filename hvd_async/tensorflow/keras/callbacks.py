@@ -1,4 +1,4 @@
-"""Horovod's Keras callbacks for Keras 3 and our optimizers.
+"""Horovod's Keras callbacks for Keras 3 and this library's optimizers.
 
 All make the ranks meet before they communicate, before evaluation inside ``fit()``, at the end of each epoch and of
 ``fit()``, so that ranks may have different numbers of batches: they drain the optimizer, or all of a model with several
@@ -84,7 +84,7 @@ class BroadcastGlobalVariablesCallback(Draining):
             broadcast_variables([v for key, v in unique.items() if key not in self._local], root_rank=self.root_rank)
 
     def _optimizers(self) -> list[Any]:
-        """Return the optimizers whose state is sent: the model's own, built; of a model with several, ours."""
+        """Return the optimizers whose state is sent: the model's own, built; of several, those this library wraps."""
         own, ours = getattr(self.model, "optimizer", None), our_optimizers(self.model)
         if ours and our_optimizer(self.model) is None:
             return ours
@@ -95,7 +95,7 @@ class BroadcastGlobalVariablesCallback(Draining):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """Save the whole model whenever the monitored metric is the best so far; on rank 0, after our other callbacks.
+    """Save the whole model whenever the monitored metric is the best so far; on rank 0, after the other callbacks here.
 
     Args:
         monitor: the metric, as in ``keras.callbacks.ModelCheckpoint``.
@@ -209,7 +209,7 @@ class StopAtRounds(Draining):
     def __init__(self, rounds: int) -> None:
         super().__init__()
         if rounds < 1:
-            raise ValueError(f"rounds={rounds!r} is not a number of rounds: take 1 or more")
+            raise ValueError(f"rounds must be at least 1, got {rounds!r}")
         self.rounds = rounds
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:

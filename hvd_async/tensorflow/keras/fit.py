@@ -19,20 +19,20 @@ from hvd_async.tensorflow.variables import raw
 
 
 def our_optimizer(model: Any) -> Any:
-    """Return the model's optimizer if it is one of ours (also inside a LossScaleOptimizer), else None."""
+    """Return the model's optimizer if it is wrapped (also inside a LossScaleOptimizer), else None."""
     found = _ours(getattr(model, "optimizer", None))
     return found[0] if found else None
 
 
 def our_optimizers(model: Any) -> list[Any]:
-    """Return all optimizers of ours that train a model: its ``optimizer`` and those among its attributes, as a GAN has
-    them; if there are none, those of this process that have begun to train."""
+    """Return all wrapped optimizers that train a model: its ``optimizer`` and those among its attributes, as in a GAN;
+    if there are none, the optimizers of this process that have begun to train."""
     held = [getattr(model, "optimizer", None), *vars(model).values()]
     return list({id(one): one for each in held for one in _ours(each)}.values()) or begun()
 
 
 def begun() -> list[Any]:
-    """Return the optimizers of ours in this process that have begun to train, in the order of their wrapping."""
+    """Return the wrapped optimizers of this process that have begun to train, in the order of their wrapping."""
     return [one for one in _in_process() if one._async.is_registered]
 
 
@@ -42,7 +42,7 @@ def _in_process() -> list[Any]:
 
 
 def _ours(held: Any) -> list[Any]:
-    """Return the optimizers of ours in an attribute's value: one, or several in a list or a dictionary."""
+    """Return the wrapped optimizers in an attribute's value: one, or several in a list or a dictionary."""
     if isinstance(held, dict):
         held = list(held.values())
     if isinstance(held, list | tuple):
@@ -54,7 +54,7 @@ def _ours(held: Any) -> list[Any]:
 
 
 def weighted(model: Any) -> list[Any]:
-    """Return the optimizers of ours that train a model and weight rounds by samples."""
+    """Return the wrapped optimizers that train a model and weight rounds by samples."""
     return [one for one in our_optimizers(model) if isinstance(one, EagerMethods) and one._async.weighted]
 
 
@@ -191,9 +191,9 @@ class Draining(keras.callbacks.Callback):
             return  # (the model's train_step() may use it)
         self._meeting.warned = True
         warnings.warn(
-            f"the model's optimizer is a plain {type(plain).__name__}, which averages nothing: the ranks train apart. "
-            f"Wrap it: model.compile(optimizer=hvd.EagerOptimizer(...)). (keras.models.load_model() gives back a plain "
-            f"one; hvd.load_model() of hvd_async.tensorflow.keras wraps it.)",
+            f"the model's optimizer is a plain {type(plain).__name__}, which averages nothing: the ranks train "
+            f"separately. Wrap it: model.compile(optimizer=hvd.EagerOptimizer(...)). (keras.models.load_model() "
+            f"returns a plain one; hvd.load_model() of hvd_async.tensorflow.keras wraps it.)",
             stacklevel=2,
         )
 

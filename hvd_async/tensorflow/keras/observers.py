@@ -158,7 +158,7 @@ class RecordCallback(keras.callbacks.Callback):
         """Begin, at the first ``fit()``.
 
         Raises:
-            ValueError: the model's optimizer is none of ours or of a process set, or Keras takes several steps at once.
+            ValueError: the model's optimizer is not wrapped, or of a process set, or Keras takes several steps at once.
             OSError: the folder cannot be written.
         """
         optimizer = our_optimizer(self.model)

@@ -135,7 +135,7 @@ def _in_place(targets: Tensors) -> Callable[[list[torch.Tensor]], list[torch.Ten
     return write
 
 
-def _beside(tensors: Tensors) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+def _to_device_of(tensors: Tensors) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
     """Return a function that moves results to the tensors' device."""
     return lambda results: [one.to(tensors[0].device) for one in results]
 
@@ -145,7 +145,7 @@ def _first(results: list[torch.Tensor]) -> torch.Tensor:
 
 
 class _Differentiable(torch.autograd.Function):
-    """A collective of tensors whose gradients are those that another collective returns."""
+    """A collective of tensors, whose gradients another collective returns."""
 
     @staticmethod
     def forward(ctx: Any, run: Any, backward: Any, *tensors: torch.Tensor) -> Any:
@@ -193,7 +193,7 @@ def grouped_allreduce_async(
 ) -> Handle:
     """Begin to reduce tensors over the ranks; the result are new tensors."""
     handle = _allreduce(tensors, average, name, op, prescale_factor, postscale_factor, process_set, copy=True)
-    return _one(handle, _beside(tensors))
+    return _one(handle, _to_device_of(tensors))
 
 
 def grouped_allreduce_async_(
@@ -304,7 +304,7 @@ def grouped_allgather_async(
     def run(queue: Queue, here: list[torch.Tensor], requests: list[Request]) -> list[torch.Tensor]:
         return [_gathered(queue, one, [each.shapes[i][0] for each in requests]) for i, one in enumerate(here)]
 
-    return _one(_begin("allgather", tensors, name, process_set, run), _beside(tensors))
+    return _one(_begin("allgather", tensors, name, process_set, run), _to_device_of(tensors))
 
 
 def grouped_allgather(
@@ -362,7 +362,7 @@ def broadcast_async(
 ) -> Handle:
     """Begin to send the tensor of ``root_rank``, a rank of the job, to all ranks."""
     handle = _broadcast(tensor, root_rank, name, process_set, copy=True)
-    return _one(_one(handle, _beside([tensor])), _first)
+    return _one(_one(handle, _to_device_of([tensor])), _first)
 
 
 def broadcast_async_(
@@ -493,7 +493,7 @@ def grouped_reducescatter_async(
         return outputs
 
     options = [chosen, prescale_factor, postscale_factor]
-    return _one(_begin("reducescatter", tensors, name, process_set, run, options), _beside(tensors))
+    return _one(_begin("reducescatter", tensors, name, process_set, run, options), _to_device_of(tensors))
 
 
 def grouped_reducescatter(

@@ -6,7 +6,7 @@ from hvd_async.torch.distributed.world import refusal
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 NOT_HERE = (
-    "Elastic training goes on without lost ranks only under horovodrun --host-discovery-script. Under torchrun the end "
+    "Elastic training needs horovodrun --host-discovery-script to continue without lost ranks. Under torchrun the end "
     "of a rank ends the job: save checkpoints, and start it with torchrun --max-restarts=N, which restarts all ranks."
 )
 run, TorchState, ElasticSampler = (

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 FIRST_PORT, PORTS = 20000, 20000
-"""Range of the ports at which the ranks of SLURM's and Open MPI's jobs meet, below those that Linux hands out."""
+"""Range of the ports at which the ranks of SLURM's and Open MPI's jobs meet, below Linux' ephemeral ports."""
 
 
 class Launch(NamedTuple):
