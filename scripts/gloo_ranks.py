@@ -25,7 +25,7 @@ def assign(hosts: Mapping[str, int]) -> list[Any]:
 
 @contextlib.contextmanager
 def rendezvous(slots: Sequence[Any]) -> Iterator[int]:
-    """Horovod's rendezvous server, for as long as this goes on; yields its port, on all interfaces."""
+    """Horovod's rendezvous server, while the block runs; yields its port, on all interfaces."""
     server = RendezvousServer()
     port = int(server.start())
     server.init(slots)

@@ -6,7 +6,7 @@ Drawn is what they tell: loss and accuracy over epochs and over time, how step t
 ranks were apart, staleness, who led when. Runs are named by their quorum or algorithm, or by their folders where these
 are the same or unknown.
 
-A benchmark: give the JSON file that scripts/bench.py --json has written, by itself; it is drawn as --plot draws it.
+A benchmark: give the JSON file that scripts/bench.py --json has written, and no other; it is drawn as --plot draws it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def draw_benchmark(path: Path, content: dict[str, Any], picture: Path) -> None:
     try:
         plot.save(case, content, picture)
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        told = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path}: its rows are not those of {content['case']} ({told}): run the case again") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path}: its rows do not fit {content['case']} ({reason}): run the case again") from error
 
 
 def draw_runs(paths: Sequence[Path], ranks: int | None, picture: Path) -> None:
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         contents = {path: runs.read_json(path) for path in given.files if path.suffix == ".json" and path.is_file()}
         benchmarks = [path for path, content in contents.items() if "case" in content and "rows" in content]
         if benchmarks and len(given.files) > 1:
-            raise ValueError(f"{benchmarks[0]} is a benchmark's: give it by itself")
+            raise ValueError(f"{benchmarks[0]} is a benchmark's: pass no other file with it")
         if benchmarks:
             draw_benchmark(benchmarks[0], contents[benchmarks[0]], given.plot)
         else:

@@ -1,6 +1,6 @@
 """Bar charts for docs/results.md, drawn from the tables of that page as SVG.
 
-``python scripts/result_pictures.py`` writes them anew; a test compares them with the tables.
+``python scripts/result_pictures.py`` writes them again; a test compares them with the tables.
 """
 
 from __future__ import annotations

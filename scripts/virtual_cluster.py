@@ -101,7 +101,7 @@ class Cluster:
     bridge: str
 
     def limit(self, mbit: float) -> None:
-        """Let a host send, and be sent, so many Mbit/s.
+        """Limit each host's link to ``mbit`` Mbit/s in each direction.
 
         Where all hosts send and receive at a time, acknowledgements that wait behind data keep TCP at 75 to 80% of a
         plain token bucket's limit. So that it is the limit that counts, packets without data go first here, and senders
@@ -119,7 +119,7 @@ class Cluster:
         _do("ip", "link", "set", self.hosts[host].outer, "down")
 
     def restore(self, host: int) -> None:
-        """Mend a host's link."""
+        """Restore a host's link."""
         _do("ip", "link", "set", self.hosts[host].outer, "up")
 
 
@@ -129,7 +129,7 @@ def _limit(where: Sequence[str], device: str, mbit: float) -> None:
     def tc(command: str) -> None:
         _do(*where, "tc", *command.split())
 
-    burst = max(65536, round(mbit * 1e6 / 8 / 250))  # bytes: those of a timer's tick at the least
+    burst = max(65536, round(mbit * 1e6 / 8 / 250))  # bytes: at least those of a timer's tick
     most = f"ceil {mbit:g}mbit burst {burst} cburst {burst} quantum 60000"
     with contextlib.suppress(ClusterError):  # (there is no limit yet)
         tc(f"qdisc delete dev {device} root")
@@ -171,7 +171,7 @@ class Cut:
 
 @contextlib.contextmanager
 def cutting(cluster: Cluster, cuts: Sequence[Cut]) -> Iterator[None]:
-    """Cut links, and restore them, at their times, for as long as this goes on; at its end none is cut.
+    """Cut links, and restore them, at their times, while the block runs; at its end none is cut.
 
     Raises:
         ClusterError: a link could not be cut or restored.
@@ -205,7 +205,7 @@ def cutting(cluster: Cluster, cuts: Sequence[Cut]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def virtual_cluster(count: int, mbit: float | None = None) -> Iterator[Cluster]:
-    """Virtual hosts, for as long as this goes on; they are gone afterwards, whatever happens.
+    """Make virtual hosts for the duration of the block; they are removed afterwards, even after an error.
 
     Args:
         count: how many.
@@ -407,7 +407,7 @@ def main() -> int:
         action="append",
         default=[],
         metavar="HOST:AFTER:SECONDS",
-        help="cut a host's link (0 is the first) so many seconds after the start, and restore it so many later; "
+        help="cut a host's link (0 is the first) AFTER seconds after the start, and restore it SECONDS later; "
         "may be given several times",
     )
     parser.add_argument(

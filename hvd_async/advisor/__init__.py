@@ -1,1 +1,1 @@
-"""Advice from the trace of a run: its stragglers, and by simulation the speed of each mode."""
+"""Advice from the trace of a run: its stragglers, and the simulated speed of each mode."""

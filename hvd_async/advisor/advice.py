@@ -1,4 +1,4 @@
-"""Advice from a trace: its stragglers, the speed of each mode, and which mode to take. Pure."""
+"""Advice from a trace: its stragglers, the speed of each mode, and the recommended mode. Pure."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from hvd_async.simulation.network import Network, ring_bytes
 from hvd_async.traces.format import DDP, FSDP, SYNCHRONOUS, Header, Trace
 
 # -- stragglers --------------------------------------------------------------------------------------------------------
-# They follow from each rank's own work, so that a rank that is late because it had to wait is not blamed: in a step in
-# which all ranks wait for all, the others wait for the rank with the most work of its own.
+# Stragglers follow from each rank's own work, so that a rank that is late because it had to wait is not blamed: if all
+# ranks wait for all in a step, they wait for the rank with the most work of its own.
 
 
 Times = NDArray[np.float64]
 BALANCED = 0.05
 """Share of a step lost to waiting below which ranks count as balanced."""
 ALWAYS = 0.6
-"""Share of the lost time from which on one rank counts as a permanent straggler."""
+"""Share of the lost time at or above which a rank counts as a permanent straggler."""
 
 
 class Culprits(NamedTuple):
-    """The ranks that others wait for.
+    """Ranks that others wait for.
 
     Attributes:
-        work: mean seconds of a rank's own work in a step, by rank.
+        work: mean seconds of a rank's own work per step, by rank.
         last: share of the steps in which each rank had the most work.
-        held: [culprit, waiting rank]: seconds per step that the one delays the other, if all wait for all.
-        lost: share of the slowest rank's time that the mean rank would wait.
+        held: [culprit, waiting rank]: seconds per step by which the culprit delays the other, if all wait for all.
+        lost: share of the slowest rank's time that an average rank would wait.
         waited: mean seconds per step that each rank has waited in the trace.
         slow: the permanent straggler; None where stragglers are random, or there are none.
     """
@@ -49,7 +49,7 @@ class Culprits(NamedTuple):
 
     @property
     def blame(self) -> Times:
-        """Share of all waiting that each rank causes; zeros where nobody waits."""
+        """Share of all waiting that each rank causes; zeros if no rank waits."""
         total = self.held.sum()
         shares: Times = self.held.sum(axis=1) / total if total else np.zeros(len(self.work))
         return shares
@@ -102,19 +102,19 @@ def find_culprits(work: Times, waits: Times) -> Culprits:
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
-# Latency and bandwidth of the network: given, or fitted from a trace in which all ranks wait for all.
+# Latency and bandwidth of the network are given, or fitted from a trace in which all ranks wait for all.
 
 
 LATENCY = 0.0003
 """Default seconds of a message between a rank and the coordinator, one way."""
 CYCLE = 0.001
-"""Seconds of Horovod's cycle, in which it starts collectives (``HOROVOD_CYCLE_TIME``)."""
+"""Default period, s, in which Horovod starts collectives (``HOROVOD_CYCLE_TIME``)."""
 SMALL = 1_000_000
 """Bytes of gradients up to which the time of an allreduce is attributed to software, not to the link."""
 
 
 class Given(msgspec.Struct, frozen=True):
-    """A user's knowledge of the network; None: unknown.
+    """Parameters of the network that the user knows; None: unknown.
 
     Attributes:
         latency_s: of a message, one way.
@@ -126,12 +126,12 @@ class Given(msgspec.Struct, frozen=True):
 
 
 class Link(NamedTuple):
-    """The network that is simulated.
+    """Simulated network.
 
     Attributes:
         network: its parameters.
-        allreduce_s: seconds that an allreduce of the gradients took in the trace; None: unknown.
-        origin: where the parameters come from, in words.
+        allreduce_s: seconds of an allreduce of the gradients in the trace; None: unknown.
+        origin: source of the parameters, human-readable.
     """
 
     network: Network
@@ -143,12 +143,12 @@ def read_given(file: Path) -> Given:
     """Read a JSON file with ``latency_s`` and ``bandwidth_bytes_s``; other fields are ignored.
 
     Raises:
-        ValueError: it is no such file, or a number is not above 0.
+        ValueError: the file does not have these fields, or a number is not above 0.
     """
     try:
         given = msgspec.json.decode(file.read_bytes(), type=Given)
     except msgspec.MsgspecError as error:
-        raise ValueError(f"{file} tells nothing of a network: {error}") from error
+        raise ValueError(f"{file} must be JSON with latency_s or bandwidth_bytes_s: {error}") from error
     return checked(given)
 
 
@@ -160,14 +160,14 @@ def checked(given: Given) -> Given:
     """
     for name, value in (("latency", given.latency_s), ("bandwidth", given.bandwidth_bytes_s)):
         if value is not None and not value > 0:
-            raise ValueError(f"the network's {name} is {value:g}: give a number above 0, or leave it out")
+            raise ValueError(f"the network's {name} must be above 0, got {value:g}: correct it, or leave it out")
     return given
 
 
 def allreduce_seconds(trace: Trace) -> float | None:
-    """Return the seconds of an allreduce of a trace's gradients: the median wait of the rank that came last.
+    """Return the seconds of an allreduce of a trace's gradients: the median wait of the rank that arrived last.
 
-    None where ranks do not all wait for all.
+    None if ranks do not all wait for all.
     """
     return float(np.median(trace.waits.min(axis=1))) if trace.synchronous and trace.ranks > 1 else None
 
@@ -177,7 +177,7 @@ def fit(trace: Trace, given: Given = Given()) -> Link:  # noqa: B008  immutable
 
     Args:
         trace: of the job.
-        given: what is known already.
+        given: known parameters.
     """
     size, ranks = trace.headers[0].parameter_bytes, trace.ranks
     latency = LATENCY if given.latency_s is None else given.latency_s
@@ -185,40 +185,40 @@ def fit(trace: Trace, given: Given = Given()) -> Link:  # noqa: B008  immutable
     sent = ring_bytes(size, ranks)
     bandwidth = float("inf") if given.bandwidth_bytes_s is None else given.bandwidth_bytes_s
     cycle = 0.0 if trace.headers[0].algorithm in BASES else CYCLE
-    told = f"latency {1e3 * latency:.3g} ms ({'assumed' if given.latency_s is None else 'given'})"
+    origin = f"latency {1e3 * latency:.3g} ms ({'assumed' if given.latency_s is None else 'given'})"
     operation = 0.0
     if found is None:
-        known = "given" if given.bandwidth_bytes_s is not None else "unknown: taken for free, so gains are optimistic"
-        told += f"; bandwidth {known} (the trace is of a mode whose waits do not tell it)"
+        known = "given" if given.bandwidth_bytes_s is not None else "unknown: assumed infinite, so gains are optimistic"
+        origin += f"; bandwidth {known} (it cannot be fitted from the waits of this mode)"
     else:
-        # What came first of the wait: messages to and from the coordinator, or half of Horovod's cycle.
+        # The wait begins with messages to and from the coordinator, or with half of Horovod's cycle.
         rest = max(found - (cycle / 2 + (2 * latency if trace.headers[0].options else 0.0)), 0.0)
         if given.bandwidth_bytes_s is not None:
             operation = max(rest - sent / bandwidth, 0.0)
-            told += f"; bandwidth {bandwidth / 1e6:.4g} MB/s (given)"
+            origin += f"; bandwidth {bandwidth / 1e6:.4g} MB/s (given)"
         elif size > SMALL and rest > 0:
             bandwidth = sent / rest
-            told += f"; bandwidth {bandwidth / 1e6:.4g} MB/s (fitted: an allreduce took {1e3 * found:.3g} ms)"
+            origin += f"; bandwidth {bandwidth / 1e6:.4g} MB/s (fitted: an allreduce took {1e3 * found:.3g} ms)"
         else:
             operation = rest
-            told += f"; {1e3 * found:.3g} ms an allreduce, whatever its size (fitted)"
+            origin += f"; {1e3 * found:.3g} ms per allreduce of any size (fitted)"
     network = Network(latency=latency, bandwidth=bandwidth, cycle=cycle, operation=operation)
-    return Link(network, found, told)
+    return Link(network, found, origin)
 
 
 # -- the advice --------------------------------------------------------------------------------------------------------
 
 
 WORTH = 1.1
-"""Factor of speed that a mode must gain for the next risk."""
+"""Factor of speed that a mode of a higher risk must gain."""
 
 
 class Choice(NamedTuple):
-    """A mode to take.
+    """Recommended mode.
 
     Attributes:
-        prediction: of it.
-        reason: in a sentence.
+        prediction: of the mode.
+        reason: for the recommendation, in a sentence.
     """
 
     prediction: Prediction
@@ -230,13 +230,12 @@ class Advice(NamedTuple):
 
     Attributes:
         trace: of the run.
-        culprits: the ranks that others wait for.
+        culprits: ranks that others wait for.
         link: the simulated network.
-        predictions: of the yardstick (see ``base``), then of the other modes, from the fastest on.
-        own: of the mode that the trace was recorded under; None where it cannot be simulated.
-        choices: the best mode of each risk that is worth it, the last of which is the fastest; none where the
-            yardstick is as fast.
-        unknown: what is not known, in sentences.
+        predictions: of the yardstick (see ``base``), then of the other modes, fastest first.
+        own: of the mode that the trace was recorded under; None if it cannot be simulated.
+        choices: best mode of each risk that is worth it, fastest last; empty if the yardstick is as fast.
+        unknown: limits of the advice, in sentences.
     """
 
     trace: Trace
@@ -249,12 +248,12 @@ class Advice(NamedTuple):
 
     @property
     def base(self) -> str:
-        """Name of what all modes are compared with, in which ranks wait for all: Horovod, or what the job runs."""
+        """Name of the yardstick of all modes, in which ranks wait for all: Horovod, or the job's own library."""
         return base_of(self.trace)
 
     @property
     def bound(self) -> float:
-        """Gain over the yardstick if no rank waited: each at its own pace."""
+        """Gain over the yardstick if no rank waited: the upper bound."""
         return float((1 / self.culprits.work).mean() / self.predictions[0].steps_per_s.mean)
 
 
@@ -270,15 +269,15 @@ def advise(
 
     Args:
         trace: of a run.
-        given: a user's knowledge of the network.
-        modes: names of those to try, separated by commas.
+        given: known parameters of the network.
+        modes: names of the modes to try, separated by commas.
         steps, resamples, seed: see ``predict``.
 
     Raises:
-        ValueError: there is no such mode, or fewer than two ranks.
+        ValueError: a mode is unknown, or there are fewer than two ranks.
     """
     if trace.ranks < 2:
-        raise ValueError("the trace is of a single rank: nobody waits for anybody, record a job of several")
+        raise ValueError("the trace is of a single rank, which waits for no other: record a job of several ranks")
     link, tried = fit(trace, given), named_modes(trace.ranks, modes)
     recorded = mode_of(trace.headers[0])
     known = recorded is None or any(recorded.is_as(mode) for mode in (YARDSTICK, *tried))
@@ -326,9 +325,9 @@ def mode_of(header: Header) -> Mode | None:
 
 
 def choose(base: Prediction, others: Sequence[Prediction], name: str = "Horovod") -> list[Choice]:
-    """Return the best mode of each risk, from the least on, as long as it is ``WORTH`` more than those before.
+    """Return the best mode of each risk, least risk first, if it is ``WORTH`` times as fast as modes of lower risk.
 
-    It must be so in every resample: the least of its gains counts.
+    It must be so in every resample: the lowest gain counts.
 
     Args:
         base: of the yardstick.
@@ -351,9 +350,9 @@ def unknown(trace: Trace, link: Link) -> list[str]:
     """Return the limits of the advice, in sentences."""
     algorithm = trace.headers[0].algorithm
     found = [
-        "Accuracy: steps a second are not seconds to an accuracy. What modes cost there was measured in other trainings"
-        " (docs/choosing.md); try two seeds of yours.",
-        f"The spread is over resamples of these {trace.steps} steps. What is rarer, or begins later, is not in it.",
+        "Accuracy: steps per second are not seconds to an accuracy. The cost of modes in accuracy was measured in other"
+        " trainings (docs/choosing.md); train yours with two seeds.",
+        f"The spread is over resamples of these {trace.steps} steps. Rarer or later events are not in it.",
         "Other loads: ranks that share cores, disks or links with each other, or with other jobs, are faster or slower"
         " under another mode, since they then compute at other times.",
         f"Communication is simulated after the computation, in one piece: what {base_of(trace)} or EagerOptimizer hides"

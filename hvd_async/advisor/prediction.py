@@ -1,4 +1,4 @@
-"""Predictions of each mode's speed: the simulation of a trace's computation, resampled in blocks of steps. Pure."""
+"""Predictions of each mode's speed, from a simulation of resampled blocks of a trace's computation. Pure."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hvd_async.simulation.network import Network
 from hvd_async.traces.format import DDP, FSDP
 
 # -- modes -------------------------------------------------------------------------------------------------------------
-# The modes to try: how each is simulated, the line of the script that chooses it, and its risk. Data.
+# For each mode: how it is simulated, the line of the script that chooses it, and its risk.
 
 
 class Risk(IntEnum):
-    """The changes that a mode makes in training, least first."""
+    """Change that a mode makes to training, least first."""
 
     NONE = 0
     LATE = 1
@@ -28,7 +28,7 @@ class Risk(IntEnum):
 
     @property
     def text(self) -> str:
-        """In words."""
+        """Human-readable text."""
         return RISKS[self]
 
 
@@ -40,14 +40,14 @@ RISKS: Mapping[Risk, str] = {
 
 
 class Mode(NamedTuple):
-    """A mode to try.
+    """Mode to simulate.
 
     Attributes:
         name: for reports and messages.
-        arm: as ``hvd_async.simulation.arms`` has it.
+        arm: name in ``hvd_async.simulation.arms``.
         line: the call in the script that replaces Horovod's ``hvd.DistributedOptimizer(opt, ...)``.
-        risk: what it changes in training.
-        remark: further notes for the user.
+        risk: the change that it makes to training.
+        remark: further note for the user.
         options: of ``job_of``.
     """
 
@@ -59,16 +59,16 @@ class Mode(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
 
     def is_as(self, other: Mode) -> bool:
-        """Return whether both are simulated alike."""
+        """Return whether both modes have the same simulation."""
         return (self.arm, dict(self.options)) == (other.arm, dict(other.options))
 
 
 YARDSTICK = Mode("horovod", "horovod", "hvd.DistributedOptimizer(opt)", Risk.NONE)
-"""The mode that all others are compared with."""
+"""Mode that all others are compared with."""
 BASES: Mapping[str, str] = {DDP: "DDP", FSDP: "FSDP"}
-"""Name of the yardstick by a trace's algorithm, where that also waits for all ranks in every step."""
+"""Name of the yardstick, by algorithms of a trace that also wait for all ranks in every step."""
 EVERY = "every"
-"""Name of all modes together."""
+"""Name that selects all modes."""
 OWN_CLASSES = "loses accuracy where ranks see different classes"
 MODES: Sequence[Mode] = (
     Mode("all", "all", 'hvd_async.EagerOptimizer(opt, quorum="all")', Risk.NONE),
@@ -111,7 +111,7 @@ MODES: Sequence[Mode] = (
         "lsgd",
         'hvd_async.LeaderOptimizer(opt, algorithm="lsgd")',
         Risk.OWN,
-        "waits for nobody, and is the least accurate in short trainings; slow ranks take fewer steps; call "
+        "never waits, and is the least accurate in short trainings; slow ranks take fewer steps; call "
         "opt.record_loss(loss) before each step",
     ),
     Mode(
@@ -119,7 +119,7 @@ MODES: Sequence[Mode] = (
         "easgd",
         'hvd_async.LeaderOptimizer(opt, algorithm="easgd")',
         Risk.OWN,
-        "waits for nobody, and is the least accurate in short trainings; slow ranks take fewer steps",
+        "never waits, and is the least accurate in short trainings; slow ranks take fewer steps",
     ),
 )
 
@@ -137,7 +137,7 @@ def named_modes(ranks: int, names: str = EVERY) -> list[Mode]:
         names: separated by commas; ``k3`` is a quorum of three.
 
     Raises:
-        ValueError: there is no such mode.
+        ValueError: a mode is unknown.
     """
     offered = [MODES[0], *([quorum(ranks - 1)] if ranks > 2 else []), *MODES[1:]]
     known = {mode.name: mode for mode in offered}
@@ -150,7 +150,7 @@ def named_modes(ranks: int, names: str = EVERY) -> list[Mode]:
         elif name in known:
             found.append(known[name])
         else:
-            raise ValueError(f"there is no mode {name!r} for {ranks} ranks: say some of {', '.join(known)}, or k3")
+            raise ValueError(f"there is no mode {name!r} for {ranks} ranks: pass some of {', '.join(known)}, or k3")
     return found
 
 
@@ -159,11 +159,11 @@ def named_modes(ranks: int, names: str = EVERY) -> list[Mode]:
 
 Times = NDArray[np.float64]
 WARM_UP = 5
-"""First steps of a simulated job, which do not count: ranks begin together."""
+"""First steps of a simulated job that do not count, since all ranks begin together."""
 
 
 class Spread(NamedTuple):
-    """Mean, minimum and maximum over the resamples."""
+    """Mean, minimum and maximum of a figure over the resamples."""
 
     mean: float
     low: float
@@ -171,13 +171,13 @@ class Spread(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """Expected figures of a job under a mode.
+    """Predicted figures of a job under a mode.
 
     Attributes:
         mode: the mode.
-        steps_per_s: of a rank, the mean over the ranks.
+        steps_per_s: steps per second of a rank, the mean over the ranks.
         gain: ratio of steps per second to Horovod's, resample by resample.
-        staleness, staleness_most: mean and longest, in the mode's own unit: rounds, steps, averagings.
+        staleness, staleness_most: mean and maximum, in the mode's own unit: rounds, steps, averagings.
         megabytes: sent by a rank per step.
         wait_s: seconds that a rank waits per step.
     """
@@ -192,10 +192,10 @@ class Prediction(NamedTuple):
 
 
 def resampled(work: Times, steps: int, random: np.random.Generator) -> Times:
-    """Return a series of ``steps`` steps, made of random blocks of ``work``, [steps, ranks].
+    """Return ``steps`` steps drawn as random blocks of ``work``, [steps, ranks].
 
-    A block has the same steps of all ranks; its length is the square root of the length of ``work``. So correlations
-    between ranks, and over a few steps, remain.
+    A block has the same steps of all ranks, and sqrt(length of ``work``) steps. This keeps correlations between ranks
+    and over a few steps.
     """
     block = max(1, round(len(work) ** 0.5))
     starts = random.integers(len(work), size=-(-steps // block))
@@ -243,7 +243,7 @@ def simulated(
     """Simulate jobs under Horovod, then under each mode; figures are the means over the jobs.
 
     Args:
-        jobs: seconds that ranks compute in each, [steps, ranks].
+        jobs: seconds of computation in each job, [steps, ranks].
         network, parameter_bytes, modes: see ``predict``.
         untimed: first steps that do not count.
         seed: of the modes' random draws.

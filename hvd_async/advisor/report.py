@@ -1,4 +1,4 @@
-"""Advice as tables of rich, plain text, or JSON."""
+"""Advice as rich's tables, plain text, or JSON."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hvd_async.advisor.advice import Advice
 from hvd_async.advisor.prediction import YARDSTICK, Prediction, Risk, Spread
 
 WIDTH = 110
-"""Characters to which text is wrapped."""
+"""Width of wrapped text, characters."""
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
-"""A title, names of columns, rows."""
+"""Title, names of columns, and rows."""
 
 
 def as_json(advice: Advice) -> dict[str, Any]:

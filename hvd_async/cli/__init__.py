@@ -1,1 +1,1 @@
-"""The command line, ``hvd_async COMMAND``: a module for each command."""
+"""Command line ``hvd_async COMMAND``: a module per command."""

@@ -1,6 +1,6 @@
 """Will Horovod and hvd_async work here, and what must be fixed? Exit status 1 if there is a problem.
 
-With --hosts, or under horovodrun: how quick is the network between the hosts?
+With --hosts, or under horovodrun: how fast is the network between the hosts?
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _finish_network(measure_hosts(arguments.hosts, arguments.limit, options), arguments)
     if in_a_job():
         rank, measured = measure_here()
-        # (A launcher ends all ranks when one has failed: also rank 0, which prints.)
+        # (If a rank fails, a launcher ends all ranks, including rank 0, which prints.)
         return _finish_network(measured, arguments) if rank == 0 else 0
     if arguments.network or arguments.horovodrun:
         raise ValueError("--network and --horovodrun are for a measurement: name the hosts, --hosts node1:1,node2:1")

@@ -1,4 +1,4 @@
-"""The command line: chooses the command, a module of this package that is imported when its command is called."""
+"""Entry point of the command line. A command is a module of this package, imported when the command is called."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import hvd_async
 from hvd_async.errors import HvdAsyncError
 
 COMMANDS: dict[str, str] = {
-    "doctor": "will Horovod and hvd_async work on this machine, and how quick is its network?",
+    "doctor": "will Horovod and hvd_async work on this machine, and how fast is its network?",
     "record": "run a training script and record when each rank computes and when it waits",
     "advise": "learn from a recorded run which ranks are stragglers, and what each mode would bring",
     "simulate": "simulate a job under several modes",
     "plot": "draw a recorded run: when each rank computed, and when it waited",
 }
-"""Line of ``--help`` for each command.
+"""Line of ``--help`` per command.
 
 A command is the module of its name: ``add_arguments(parser)`` adds its options, ``run(arguments)`` runs it and returns
 the exit status. The first paragraph of its docstring is its description.
@@ -31,7 +31,7 @@ def module_of(command: str) -> Any:
 
 
 def make_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of all commands; only ``command`` has its options."""
+    """Return the parser of all commands, with the options of ``command`` only."""
     about = "Optimizers on Horovod that do not wait: check a machine, record a job, learn what would make it faster."
     parser = argparse.ArgumentParser("hvd_async", description=about)
     parser.add_argument("--version", action="version", version=f"hvd_async {hvd_async.__version__}")

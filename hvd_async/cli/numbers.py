@@ -1,4 +1,4 @@
-"""Numbers on the command line: each is a ``type=`` of an argument."""
+"""Converters of numbers on the command line: each is a ``type=`` of an argument."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Number = TypeVar("Number", int, float)
 
 
 def number(kind: type[Number], is_valid: Callable[[Number], bool], rule: str) -> Callable[[str], Number]:
-    """Return a converter of text to a number; ``rule``: which numbers are valid, in words."""
+    """Return a converter of text to a number; ``rule``: human-readable description of valid numbers."""
 
     def number(text: str) -> Number:
         value = kind(text)

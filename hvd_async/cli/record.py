@@ -1,8 +1,8 @@
 """Run a torch training script, unchanged, and record when each rank computes and when it waits.
 
 Run it on every rank: ``torchrun --nproc-per-node 4 -m hvd_async record --out trace train.py --its --own options``, or
-``horovodrun -np 4 --gloo python -m hvd_async record ...``. The first optimizer is recorded: of Horovod's
-DistributedOptimizer, of ours, or of a script for torchrun, under DDP, FSDP2 or its own collectives.
+``horovodrun -np 4 --gloo python -m hvd_async record ...``. The first optimizer is recorded: Horovod's
+DistributedOptimizer, one of this library, or that of a script for torchrun, under DDP, FSDP2 or its own collectives.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the script; return 1 if it fails.
 
     Raises:
-        ValueError: there is no such script, or it made no optimizer that can be recorded.
+        ValueError: the script does not exist, or made no optimizer that can be recorded.
     """
     script: Path = arguments.script
     if not script.is_file():
@@ -47,8 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     if not made:
         raise ValueError(
-            "nothing was recorded: the script made no optimizer by hvd.DistributedOptimizer in torch or by ours, and "
-            "none stepped after torch.distributed.init_process_group(). Launch it by torchrun or horovodrun; in "
-            "Keras take RecordCallback, in a loop of your own a Recorder (docs/advisor.md)"
+            "nothing was recorded: the script made no optimizer by hvd.DistributedOptimizer in torch or by hvd_async, "
+            "and none stepped after torch.distributed.init_process_group(). Launch it by torchrun or horovodrun; in "
+            "Keras use RecordCallback, in your own loop a Recorder (docs/advisor.md)"
         )
     return 0

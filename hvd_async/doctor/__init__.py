@@ -1,1 +1,1 @@
-"""A look at a machine: will Horovod and hvd_async work here, and how quick is the network?"""
+"""Checks of a machine: will Horovod and hvd_async work here, and how fast is the network?"""

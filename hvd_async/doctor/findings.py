@@ -1,4 +1,4 @@
-"""Findings of the checks: a verdict, the fact and what to do about it; and how they are shown."""
+"""Findings of the checks, each with a verdict, a fact and advice, and their output."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 FORMAT = 1
-"""Version of the JSON; raised when a field changes its meaning."""
+"""Version of the JSON format; increased when a field changes its meaning."""
 WIDTH = 100
-"""Characters to which advice is wrapped."""
+"""Width of wrapped advice, characters."""
 
 
 class Verdict(enum.Enum):
@@ -20,7 +20,7 @@ class Verdict(enum.Enum):
 
     OK = "ok"
     NOTE = "note"
-    """Works, but slower than it could, or not for every use."""
+    """Works, but more slowly than possible, or not for every use."""
     PROBLEM = "problem"
     """Jobs will fail."""
 
@@ -31,9 +31,9 @@ class Finding(msgspec.Struct, frozen=True):
     Attributes:
         name: of the check.
         verdict: its result.
-        fact: in words, with its unit.
-        advice: what to do about it; empty if there is nothing to do.
-        values: the same fact for programs; names end in their unit (``_bytes``, ``_s``).
+        fact: human-readable, with its unit.
+        advice: recommended action; empty if none is needed.
+        values: the same fact, machine-readable; names end in their unit (``_bytes``, ``_s``).
     """
 
     name: str
@@ -49,7 +49,7 @@ def ok(name: str, fact: str, /, **values: Any) -> Finding:
 
 
 def note(name: str, fact: str, advice: str, /, **values: Any) -> Finding:
-    """Return a finding that the user should know of."""
+    """Return a finding that the user should know about."""
     return Finding(name, Verdict.NOTE, fact, advice, values)
 
 

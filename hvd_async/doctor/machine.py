@@ -1,4 +1,4 @@
-"""This machine: cores, memory, open files, processor, addresses and ports."""
+"""Checks of this machine: cores, memory, open files, processor, addresses and ports."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from hvd_async.runtime.descriptors import needed_for
 
 GIB = 2**30
 ENOUGH = 2 * GIB
-"""Bytes of memory per rank below which a real model may not fit beside the framework."""
+"""Bytes of memory per rank below which the framework may leave too little for a real model."""
 LEAST = GIB // 2
 """Bytes of memory per rank that a framework needs for itself."""
 FEW_PORTS = 2000
 ROOT, CGROUP = Path("/"), "sys/fs/cgroup"
 PORT_LIMIT = 3.0
-"""Seconds in which a port of this machine must take a connection from it."""
+"""Seconds in which a port of this machine must accept a connection from it."""
 
 
 # -- facts -------------------------------------------------------------------------------------------------------------
@@ -48,19 +48,19 @@ def free_memory(root: Path = ROOT) -> int:
 
 
 def processor_flags(root: Path = ROOT) -> set[str]:
-    """Return the instruction sets of an x86 processor, as Linux names them; none of others."""
+    """Return the instruction sets of an x86 processor, by Linux' names; empty for other processors."""
     lines = _read(root / "proc/cpuinfo").splitlines() if platform.machine() in ("x86_64", "AMD64") else []
     return set(next((line for line in lines if line.startswith("flags")), "").partition(":")[2].split())
 
 
 def free_ports(root: Path = ROOT) -> int | None:
-    """Return the number of ports that the kernel chooses from; None if it does not say."""
+    """Return the number of ports that the kernel chooses from; None if unknown."""
     ends = _read(root / "proc/sys/net/ipv4/ip_local_port_range").split()
     return int(ends[1]) - int(ends[0]) + 1 if len(ends) == 2 else None
 
 
 def interface_addresses() -> dict[str, list[str]]:
-    """Return the addresses of each interface that has some."""
+    """Return the addresses of each interface with an address."""
     families = (socket.AF_INET, socket.AF_INET6)
     return {
         name: [one.address.partition("%")[0] for one in found if one.family in families]
@@ -70,7 +70,7 @@ def interface_addresses() -> dict[str, list[str]]:
 
 
 def host_address(name: str) -> str:
-    """Return the address of a host's name; empty: it has none."""
+    """Return the address of a host's name; empty if it has none."""
     try:
         return socket.gethostbyname(name)
     except OSError:
@@ -78,7 +78,7 @@ def host_address(name: str) -> str:
 
 
 def _read(path: Path) -> str:
-    """Return a file's text; empty where there is no such file: another system, or no cgroup of version 2."""
+    """Return a file's text; empty if the file does not exist: on other systems, or without cgroup version 2."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:
@@ -187,10 +187,10 @@ def judge_addresses(
     """Judge this machine's addresses.
 
     Args:
-        found: of each interface.
-        name: the host's.
-        named: address of that name; empty: it has none.
-        environ: variables, some of which choose among addresses.
+        found: addresses of each interface.
+        name: of the host.
+        named: address of that name; empty if it has none.
+        environ: environment variables, some of which choose an address.
     """
     outward = {key: addresses for key, addresses in found.items() if not all(map(is_loopback, addresses))}
     values = {"interfaces": {key: list(addresses) for key, addresses in found.items()}}
@@ -204,7 +204,7 @@ def judge_addresses(
         yield problem("HOROVOD_GLOO_IFACE", f"there is no interface {chosen!r} with an address", advice)
     if address and address not in {name, "localhost"}.union(*found.values()):
         advice = "Right only on other hosts than rank 0's, or behind a NAT: on rank 0's host set it to one of its own."
-        yield note("HVD_ASYNC_ADDRESS", f"{address} is no address of this machine", advice)
+        yield note("HVD_ASYNC_ADDRESS", f"{address} is not an address of this machine", advice)
     if not named:
         advice = "Gloo looks it up for process sets: add it to /etc/hosts, or set HOROVOD_GLOO_IFACE."
         yield note("host name", f"{name} has no address", advice, name=name, address="")
@@ -238,7 +238,7 @@ def judge_ports(addresses: Sequence[str], ports: int | None) -> Finding:
 
 
 def _connects(address: str) -> bool:
-    """Return whether a port of this machine takes a connection at one of its addresses."""
+    """Return whether a port of this machine accepts a connection at one of its addresses."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.create_server((address, 0), family=family) as server:

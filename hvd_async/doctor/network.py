@@ -32,33 +32,33 @@ from hvd_async.runtime.data_plane import TORCH, choose
 FIRST, LARGEST = 2**18, 2**26
 """Bytes of the first and of the largest message."""
 SMALL = 8
-"""Bytes of a message that takes as long as the software around it."""
+"""Bytes of a message whose transfer takes as long as its software overhead."""
 LONG = 0.4
-"""Seconds that the largest message should take: the software around it counts little then."""
+"""Target seconds of the largest message, in which the software overhead is small."""
 REPEATS = 5
 ALL_PAIRS = 6
-"""Hosts up to which each is measured with every other; above, with its two neighbours in the ring of ranks."""
+"""Maximum number of hosts that are measured pairwise; of more, each is measured with its neighbours in the ring."""
 SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""Variables with the number of ranks: of ``horovodrun``, Open MPI, other MPIs. torchrun's ``WORLD_SIZE`` counts with
-its ``RANK``."""
+"""Variables with the number of ranks, of ``horovodrun``, Open MPI, other MPIs. torchrun's ``WORLD_SIZE`` counts only
+together with ``RANK``."""
 LINK_LIMIT = 10.0
-"""Seconds that a link's measurement may take."""
+"""Time limit of a link's measurement, s."""
 SLOW = 0.5
-"""Share of the links' median bandwidth below which a link is named."""
+"""Share of the median bandwidth below which a link is reported as slow."""
 
 
 # -- what is measured --------------------------------------------------------------------------------------------------
 
 
 class Link(msgspec.Struct, frozen=True):
-    """A measurement from one rank to another.
+    """Measurement from one rank to another.
 
     Attributes:
-        sender, receiver: names of the hosts, with the rank where a host has several.
+        sender, receiver: names of the hosts, with the rank if a host has several.
         latency_s: of a short message over TCP, one way; None: no connection.
         bandwidth_bytes_s: of a long message over Horovod, with no other traffic.
         size_bytes: of the long message.
-        failure: why there is no connection; else empty.
+        failure: reason why there is no connection; else empty.
     """
 
     sender: str
@@ -70,7 +70,7 @@ class Link(msgspec.Struct, frozen=True):
 
 
 class Allreduce(msgspec.Struct, frozen=True):
-    """One allreduce of all ranks.
+    """Measurement of an allreduce of all ranks.
 
     Attributes:
         size_bytes: of each rank's tensor.
@@ -84,15 +84,15 @@ class Allreduce(msgspec.Struct, frozen=True):
 
 
 class Measurement(msgspec.Struct, frozen=True):
-    """A network as all ranks have measured it.
+    """Measurement of a network by all ranks.
 
     Attributes:
-        latency_s: median of the links; None: no link has one.
+        latency_s: median of the links; None: no link has a latency.
         bandwidth_bytes_s: of the slowest link, which limits a ring.
         hosts: number of ranks of each host.
         ranks: of the job.
         framework, transport: of the collectives.
-        software_s: duration of a collective of 8 bytes: the ranks' agreement that it may start.
+        software_s: duration of a collective of 8 bytes, which is the ranks' agreement that it may start.
         links: from rank to rank, one rank per host.
         allreduce: of tensors of increasing sizes.
         versions: of Python, hvd_async and the framework, on each host.
@@ -110,13 +110,13 @@ class Measurement(msgspec.Struct, frozen=True):
     versions: dict[str, str]
 
 
-# -- a short message over TCP, as those of the control plane -----------------------------------------------------------
+# -- a short message over TCP, like the control plane's ----------------------------------------------------------------
 
 ROUND_TRIPS = 50
 PATIENCE = 5.0
-"""Seconds for a connection, and for each answer."""
+"""Time limit of a connection and of each answer, s."""
 TOKEN = 16
-"""Bytes that identify an ``Echo``: the address of another host's bridge may be one of this host's, too."""
+"""Bytes that identify an ``Echo``: the address of another host's bridge may also exist on this host."""
 
 
 class Echo(socketserver.ThreadingTCPServer):
@@ -138,7 +138,7 @@ class Echo(socketserver.ThreadingTCPServer):
         super().server_bind()
 
     def close(self) -> None:
-        """Stop to take connections."""
+        """Stop accepting connections."""
         self.shutdown()
         self._thread.join(PATIENCE)
         self.server_close()
@@ -166,7 +166,7 @@ def latency(addresses: Sequence[str], port: int, token: bytes, owner: str) -> fl
         owner: the host's name, for errors.
 
     Raises:
-        EngineError: none answers within ``PATIENCE``, or another server does.
+        EngineError: no server answers within ``PATIENCE``, or a different one does.
     """
     address = reachable(addresses, port, PATIENCE, owner)
     times = []
@@ -238,7 +238,7 @@ def measure(ranks: Ranks) -> Measurement:
     """
     rank, size = ranks.rank, ranks.size
     if size < 2:
-        raise ValueError("a network is measured between two ranks at the least: start it with horovodrun -np 2")
+        raise ValueError("the measurement of a network needs at least two ranks: start it with horovodrun -np 2")
     version = f"Python {platform.python_version()}, hvd_async {hvd_async.__version__}, {ranks.framework}"
     host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
     with contextlib.closing(Echo()) as echo:
@@ -289,9 +289,9 @@ def pairs_of(hosts: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def fastest(ranks: Ranks, act: Callable[[], None], repeats: int = REPEATS) -> float:
-    """Return the seconds of a collective on its last rank, the least of several after one that is not counted.
+    """Return the seconds of a collective on its last rank: the minimum of several, after a warm-up.
 
-    Other load on a machine only makes it slower, so the least says most about the network.
+    Other load can only slow it down, so that the minimum is the best estimate of the network.
     """
     times = []
     for _ in range(repeats + 1):
@@ -303,7 +303,7 @@ def fastest(ranks: Ranks, act: Callable[[], None], repeats: int = REPEATS) -> fl
 
 
 def _bandwidth(ranks: Ranks, sender: int, receiver: int) -> tuple[int, float]:
-    """Return the bytes of a long message from one rank to another, and how many go per second."""
+    """Return the bytes of a long message from one rank to another, and its bytes per second."""
 
     def send(length: int) -> Callable[[], None]:
         splits = [0] * ranks.size
@@ -338,10 +338,10 @@ def in_a_job() -> bool:
 
 
 def horovods_framework() -> str:
-    """Return the framework that Horovod has collectives for: torch if possible, which imports sooner.
+    """Return the framework that Horovod has collectives for: torch if possible, which imports faster.
 
     Raises:
-        ValueError: there is no Horovod, or none for a framework.
+        ValueError: Horovod is not installed, or was built for no framework.
     """
     built = read_build().built_for
     for name in FRAMEWORKS:
@@ -364,12 +364,12 @@ def measure_hosts(hosts: str, limit: float, options: Sequence[str]) -> Measureme
     """Start a job on hosts by ``horovodrun``, and return the measurement of its ranks.
 
     Args:
-        hosts: as of ``horovodrun -H``.
-        limit: seconds for its start; each link has ``LINK_LIMIT`` more.
-        options: further ones of ``horovodrun``.
+        hosts: as for ``horovodrun -H``.
+        limit: seconds for its start; each link adds ``LINK_LIMIT``.
+        options: further options of ``horovodrun``.
 
     Raises:
-        ValueError: ``hosts`` does not read like ``h1:1,h2:1``, or there is no Horovod here.
+        ValueError: ``hosts`` does not read like ``h1:1,h2:1``, or Horovod is not installed here.
         EngineError: the job failed, or its time ran out.
     """
     ranks: list[str] = []
@@ -423,7 +423,7 @@ def judge_network(found: Measurement) -> Iterator[Finding]:
 
 
 def megabits(bytes_s: float) -> str:
-    """Return bytes/s as Mbit/s, in words."""
+    """Return bytes/s as text in Mbit/s."""
     return f"{8e-6 * bytes_s:.0f}" if bytes_s > 1.25e6 else f"{8e-6 * bytes_s:.2g}"
 
 

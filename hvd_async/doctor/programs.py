@@ -1,8 +1,8 @@
-"""Programs that the doctor runs in processes of their own: imports and jobs may crash or hang.
+"""Programs that the doctor runs in separate processes, since imports and jobs may crash or hang.
 
 ``python -m hvd_async.doctor.programs COMMAND`` is one of these programs:
 
-- ``ask FRAMEWORK`` imports torch or tensorflow, then Horovod's module for it, and reports what they offer;
+- ``ask FRAMEWORK`` imports torch or tensorflow, then Horovod's module for it, and reports their features;
 - ``train FRAMEWORK`` is a rank of the self-test;
 - ``measure`` is a rank that measures the network;
 - ``horovodrun ...`` is Horovod's launcher.
@@ -29,13 +29,13 @@ import psutil
 from hvd_async.errors import EngineError
 
 PROGRAM = "hvd_async.doctor.programs"
-"""This module."""
+"""Name of this module, for ``python -m``."""
 MARK = "HVD_ASYNC_DOCTOR_RUN"
-"""Environment variable that identifies the processes of a run, also those that their launcher has lost."""
+"""Environment variable that identifies the processes of a run, including orphans of their launcher."""
 RESULT = "hvd_async doctor result: "
-"""Beginning of a line with a result, after any prefix of a launcher; JSON follows."""
+"""Start of a line with a result in JSON; a launcher may put a prefix before it."""
 GOODBYE = 5.0
-"""Seconds in which processes must end after they were asked to."""
+"""Seconds that processes have to end after a request."""
 
 
 # -- a program with a time limit ---------------------------------------------------------------------------------------
@@ -43,10 +43,10 @@ GOODBYE = 5.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """A program's end and its output.
+    """Outcome of a program.
 
     Attributes:
-        returncode: its exit status, minus the signal's number if one killed it; None: its time ran out.
+        returncode: exit status, or minus the number of the signal that killed it; None: its time ran out.
         output: standard output and standard error, mixed.
         seconds: from start to end.
     """
@@ -61,7 +61,7 @@ class Outcome:
         return [json.JSONDecoder().raw_decode(text)[0] for text in texts]  # (launchers may append to the line)
 
     def ending(self, limit: float) -> str:
-        """Return how the program ended, in words, with the last exception in its output.
+        """Return a human-readable text of how the program ended, with the last exception in its output.
 
         Args:
             limit: its time limit, seconds.
@@ -86,12 +86,12 @@ def report(result: Mapping[str, Any]) -> None:
 
 
 def run_limited(command: Sequence[str], limit: float, environment: Mapping[str, str] = os.environ) -> Outcome:
-    """Run a program; when it ends or its time is up, end all processes that it has started.
+    """Run a program; when it ends or its time runs out, end all processes that it has started.
 
     Args:
         command: program and arguments.
         limit: seconds.
-        environment: all of the program's.
+        environment: the complete environment of the program.
 
     Raises:
         EngineError: the program cannot be started.
@@ -148,7 +148,7 @@ def launch_command(transport: str, ranks: int, arguments: Sequence[str], options
 
     Args:
         transport: ``gloo`` or ``mpi``, of Horovod; ``torch`` for torch.distributed, under ``torchrun``.
-        ranks: number of them.
+        ranks: number of ranks.
         arguments: of this program.
         options: of ``horovodrun``.
     """
@@ -211,9 +211,9 @@ def measure() -> None:
 
 
 def horovodrun(*arguments: str) -> None:
-    """Start ranks by Horovod's launcher, without its questions about transports: each imports TensorFlow, 16 s in all.
+    """Start ranks by Horovod's launcher, without its checks of transports, which import TensorFlow and take 16 s.
 
-    The doctor has asked already.
+    The doctor has already checked them.
     """
     from horovod.runner import launch
 
@@ -222,7 +222,7 @@ def horovodrun(*arguments: str) -> None:
     launch.run_commandline()
 
 
-if __name__ == "__main__":  # (the launcher imports this module anew for each rank that it watches)
+if __name__ == "__main__":  # (the launcher imports this module again for each rank that it watches)
     programs: dict[str, Callable[..., None]] = {
         "ask": ask,
         "train": train,

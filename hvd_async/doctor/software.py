@@ -1,4 +1,4 @@
-"""Python, the frameworks and Horovod: what is installed, whether it imports, fits together, and trains on two ranks."""
+"""Checks of Python, the frameworks and Horovod: versions, imports, compatibility, and training on two ranks."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from hvd_async.runtime.data_plane import TORCH, choose
 
 FRAMEWORKS = ("torch", "tensorflow")
 OLDEST = {"torch": (2, 3), "tensorflow": (2, 16), "keras": (3,)}
-"""Versions from which on the library works."""
+"""Oldest supported versions."""
 DISTRIBUTIONS = {"tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-gpu")}
 NEWEST_PYTHON = (3, 13)
-"""Latest version that the library was tested with, and that TensorFlow has wheels for."""
+"""Newest Python that the library was tested with and that TensorFlow has wheels for."""
 HOROVOD = "0.28.1"
 LIBRARIES = {"torch": "torch/mpi_lib_v2", "tensorflow": "tensorflow/mpi_lib"}
-"""Horovod's shared library for each framework, below its package."""
+"""Horovod's shared library for each framework, relative to its package."""
 KEYS = {"torch": "pytorch", "tensorflow": "tensorflow"}
-"""Frameworks as Horovod's ``metadata.json`` calls them."""
+"""Names of the frameworks in Horovod's ``metadata.json``."""
 PATCH = b"HOROVOD_GLOO_OPERATION_TIMEOUT_SECONDS"
-"""In a shared library that ``scripts/install_horovod.sh`` has built, and in no other."""
+"""Marker in shared libraries that ``scripts/install_horovod.sh`` has built, and in no others."""
 BUILD = 'bash scripts/install_horovod.sh --python "$(which python)" (docs/install.md)'
 TRANSPORTS = {"gloo": "Gloo", "mpi": "MPI", "nccl": "NCCL"}
 DRIVER = "/proc/driver/nvidia/version"
 RANKS = 2
-"""Ranks of the self-test."""
+"""Number of ranks of the self-test."""
 
 
 # -- what is installed -------------------------------------------------------------------------------------------------
@@ -46,10 +46,10 @@ RANKS = 2
 
 @dataclass(frozen=True)
 class Build:
-    """An installed Horovod.
+    """Installed Horovod.
 
     Attributes:
-        version: of the distribution; empty: none is installed.
+        version: of the distribution; empty if not installed.
         built_for: versions of the frameworks that it was built for, by framework; empty if unknown.
         patched: whether ``scripts/install_horovod.sh`` has built it.
     """
@@ -64,9 +64,9 @@ class Answer:
     """Report of the program that imports a framework and Horovod's module for it.
 
     Attributes:
-        gpus: number that the framework sees; None: it does not import.
+        gpus: number of GPUs that the framework sees; None: it does not import.
         transports: ``gloo``, ``mpi``, ``nccl``: whether Horovod has them; None: Horovod's module does not import.
-        ending: how the program ended, in words.
+        ending: human-readable text of how the program ended.
     """
 
     gpus: int | None
@@ -75,7 +75,7 @@ class Answer:
 
     @classmethod
     def of(cls, outcome: Outcome, limit: float) -> Answer:
-        """Return the report in a program's output; ``limit``: seconds that it had."""
+        """Return the report in a program's output; ``limit``: its time limit, s."""
         steps = {result.pop("step"): result for result in outcome.results()}
         return cls(steps.get("framework", {}).get("gpus"), steps.get("horovod"), outcome.ending(limit))
 
@@ -86,12 +86,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Software:
-    """The software of this environment.
+    """Software of this environment.
 
     Attributes:
-        versions: of torch, tensorflow and keras; empty: not installed.
+        versions: of torch, tensorflow and keras; empty if not installed.
         build: the installed Horovod.
-        answers: by installed framework.
+        answers: reports by installed framework.
     """
 
     versions: Mapping[str, str]
@@ -100,7 +100,7 @@ class Software:
 
 
 def installed(name: str) -> str:
-    """Return the installed version of ``torch``, ``tensorflow``, ``keras`` or another package; empty: there is none."""
+    """Return the installed version of ``torch``, ``tensorflow``, ``keras`` or another package; else empty."""
     for distribution in DISTRIBUTIONS.get(name, (name,)):
         try:
             return importlib.metadata.version(distribution)
@@ -125,7 +125,7 @@ def read_build() -> Build:
 
 
 def ask(framework: str, limit: float) -> Answer:
-    """Import a framework and Horovod's module for it in a process of their own."""
+    """Import a framework and Horovod's module for it in a separate process."""
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     return Answer.of(run_limited([sys.executable, "-m", PROGRAM, "ask", framework], limit, environment), limit)
 
@@ -198,7 +198,7 @@ def judge_build(build: Build, versions: Mapping[str, str]) -> Iterator[Finding]:
             advice = f"torch trains without it, under torchrun. For horovodrun, elastic jobs and MPI: {BUILD}."
             yield note("horovod", "not installed", advice, version="")
         else:
-            advice = f"Build it for your frameworks: {BUILD}. (pip install horovod fails beside today's frameworks.)"
+            advice = f"Build it for your frameworks: {BUILD}. (pip install horovod fails with current frameworks.)"
             yield problem("horovod", "not installed", advice, version="")
         return
     wanted = [name for name in FRAMEWORKS if versions[name]]
@@ -229,7 +229,7 @@ def judge_build(build: Build, versions: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def judge_data_plane(build: Build, environment: Mapping[str, str]) -> Finding:
-    """Judge what carries the tensors of torch's ranks under some environment variables."""
+    """Judge the transport of tensors between torch's ranks under some environment variables."""
     try:
         plane = choose(environment, "torch" in build.built_for)
     except (ImportError, ValueError) as error:
@@ -247,7 +247,7 @@ def judge_answer(framework: str, answer: Answer, build: Build) -> Iterator[Findi
         yield problem(f"import {framework}", answer.ending, advice)
         return
     if framework not in build.built_for:
-        return  # (judge_build has said so)
+        return  # (judge_build has reported it)
     name, built = f"horovod.{framework}", answer.transports
     if built is None:
         advice = f"It does not import: most likely it was built for another {framework}. Rebuild it: {BUILD}."
@@ -286,7 +286,7 @@ def judge_gpus(gpus: Mapping[str, int | None], driver: bool) -> Finding:
 
 
 def self_test(found: Software, limit: float) -> Iterator[Finding]:
-    """Train on two ranks with each framework, if anything can connect them; ``limit``: seconds for each training."""
+    """Train on two ranks with each framework, if a transport can connect them; ``limit``: seconds per training."""
     for framework, answer in found.answers.items():
         transport = transport_of(framework, answer, found.build)
         if transport:
@@ -310,7 +310,7 @@ def judge_training(framework: str, outcome: Outcome, limit: float, transport: st
     name, results = f"self-test {framework}", outcome.results()
     if outcome.returncode != 0 or not results:
         missing = "" if outcome.returncode else ", and no result"
-        advice = f"Run it to see all: {shlex.join(launch_command(transport, RANKS, ['train', framework]))}"
+        advice = f"Run it to see its output: {shlex.join(launch_command(transport, RANKS, ['train', framework]))}"
         return problem(name, f"{outcome.ending(limit)}{missing}", advice, output=outcome.output[-4000:])
     result = results[-1]
     values = {**result, "duration_s": outcome.seconds, "transport": transport}

@@ -15,16 +15,16 @@ from hvd_async.monitor.sinks import Sinks
 from hvd_async.monitor.slow_ranks import Warner
 
 COMPARISONS = 2
-"""Comparisons of all ranks in a row in which a rank must stand out to be called slow."""
+"""Consecutive comparisons in which a rank must stand out to be called slow."""
 
 
 class WaitReport(NamedTuple):
-    """A rank's waits since its previous report; ``compare`` takes the reports of all.
+    """Waits of a rank since its previous report; ``compare`` takes the reports of all ranks.
 
     Attributes:
-        rank: its number.
-        share: of its time that it waited, in [0, 1].
-        step_s: seconds of a step.
+        rank: number of the rank.
+        share: share of its time that it waited, in [0, 1].
+        step_s: mean seconds of a step.
     """
 
     rank: int
@@ -33,7 +33,7 @@ class WaitReport(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """The ranks that share an optimizer, in order, and the place of this one."""
+    """Ranks that share an optimizer, in order, and the place of this rank among them."""
 
     place: int
     ranks: tuple[int, ...]
@@ -45,16 +45,16 @@ class _Group(NamedTuple):
 
     @classmethod
     def of(cls, optimizer: Any) -> _Group:
-        """Return the ranks that share an optimizer now."""
+        """Return the ranks that currently share an optimizer."""
         group = optimizer._async.rank_group
         return cls(group.index, tuple(group.ranks))
 
 
 class Monitor:
-    """Shows what an optimizer of this rank does, while it trains. Make one on every rank, before or during training.
+    """Live monitor of this rank's optimizer. Make one on every rank, before or during training.
 
-    Call ``step()`` after each of the optimizer's. It communicates with no other rank. It does not keep the optimizer
-    alive, and continues after membership changes (elastic training).
+    Call ``step()`` after each step of the optimizer. The monitor does not communicate with other ranks, nor keep the
+    optimizer alive. It continues after membership changes (elastic training).
 
     Args:
         optimizer: an ``EagerOptimizer``, a ``GossipOptimizer`` or a ``LeaderOptimizer``, of any framework.
@@ -62,12 +62,12 @@ class Monitor:
         seconds: from one sample to the next, instead of ``every``; checked in ``step()``.
         tensorboard: a folder, for TensorBoard.
         prometheus: a file in Prometheus' text format, replaced at each sample.
-        prometheus_port: port of an HTTP server of the same text, under ``/metrics``; 0: a free one.
-        all_ranks: whether every rank writes; else the first of those that share the optimizer. Rank R then writes into
-            the folder ``rankR``, the file ``NAME.rankR.prom``, and serves at its place + ``prometheus_port``.
-        warn: whether to warn on stderr, once, of a permanent straggler. The first rank does.
+        prometheus_port: port of an HTTP server of the same text, under ``/metrics``; 0: a free port.
+        all_ranks: whether every rank writes; else only the first rank that shares the optimizer. Rank R then writes
+            into the folder ``rankR`` and the file ``NAME.rankR.prom``, and serves at ``prometheus_port`` + its place.
+        warn: whether the first rank warns on stderr, once, of a permanent straggler.
         window: steps over which waits are added up before they are judged; three such windows make a warning.
-        name: of the optimizer, where a script has several; a label and a part of tags.
+        name: of the optimizer, if a script has several; it becomes a label and a part of tags.
         clock: returns monotonic seconds.
 
     Attributes:
@@ -96,16 +96,16 @@ class Monitor:
         optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # (inside a LossScaleOptimizer)
         if not hasattr(optimizer, "_async"):
             raise ValueError(
-                f"Monitor wants a wrapped optimizer, and {type(optimizer).__name__} is none: pass what EagerOptimizer, "
-                f"GossipOptimizer or LeaderOptimizer has returned"
+                f"Monitor needs an optimizer wrapped by this library, got {type(optimizer).__name__}: pass the result "
+                f"of EagerOptimizer, GossipOptimizer or LeaderOptimizer"
             )
         for option, value in (("every", every), ("window", window)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{option}={value!r} is not a number of steps: take 1 or more, 50 is usual")
+                raise ValueError(f"{option} must be a number of steps, at least 1, got {value!r}: 50 is usual")
         if seconds is not None and not seconds > 0:
-            raise ValueError(f"seconds={seconds!r} is no time between samples: take a number above 0, or every=")
+            raise ValueError(f"seconds must be above 0, got {seconds!r}: correct it, or pass every=")
         if prometheus_port is not None and not 0 <= prometheus_port <= 65535:
-            raise ValueError(f"prometheus_port={prometheus_port!r} is no port: take one from 1 to 65535, or 0")
+            raise ValueError(f"prometheus_port must be a port from 1 to 65535, or 0, got {prometheus_port!r}")
         self._optimizer = weakref.ref(optimizer)
         self._every, self._between, self._clock = every, seconds, clock
         self._warns, self._window = warn, window
@@ -121,13 +121,13 @@ class Monitor:
         self._sinks.open(self._group.place, self._group.own)
 
     def _join(self, optimizer: Any, resets: int) -> None:
-        """Begin among the ranks that share the optimizer now."""
+        """Begin with the ranks that currently share the optimizer."""
         self._group, self._resets = _Group.of(optimizer), resets
         self._warner = Warner(self._group.ranks, self._window)
         self._comparer = Warner(self._group.ranks, self._window, COMPARISONS)
 
     def _follow(self, optimizer: Any, resets: int) -> None:
-        """Continue among other ranks, if the membership has changed."""
+        """Continue with the new ranks if the membership has changed."""
         before = self._group
         if _Group.of(optimizer) != before or resets != self._resets:
             self._join(optimizer, resets)
@@ -135,7 +135,7 @@ class Monitor:
                 self._sinks.reopen(self._group.place, self._group.own)
 
     def _hosts(self, optimizer: Any) -> list[str]:
-        """Return each rank's host by place; "?" before the first step, when there is no engine."""
+        """Return each rank's host by place; "?" before the first step, while there is no engine."""
         worker = optimizer._async.worker
         known: Sequence[str] = () if worker is None else getattr(worker.engine, "hosts", ())
         return [known[rank] if rank < len(known) else "?" for rank in self._group.ranks]
@@ -153,7 +153,7 @@ class Monitor:
             self.sample()
 
     def sample(self) -> Sample | None:
-        """Take a sample now, write it, and judge who is waited for; None where the optimizer or the monitor is gone."""
+        """Take a sample now, write it, and look for stragglers. Return None if the optimizer or the monitor is gone."""
         optimizer = self._optimizer()
         self._calls = 0
         if optimizer is None or self._closed:
@@ -186,18 +186,18 @@ class Monitor:
         return WaitReport(self._group.own, since.wait_share, since.seconds / max(1, since.steps))
 
     def compare(self, reports: Sequence[WaitReport]) -> None:
-        """Judge by the reports of all ranks which of them delays the others; the first rank warns after two
-        comparisons in a row.
+        """Find the rank that delays the others, from the reports of all; the first rank warns after two comparisons in
+        a row.
 
-        It is for gossip, where each rank knows its own waits alone, and a rank that waits makes its neighbours wait.
+        This is for gossip, where each rank knows only its own waits, and a rank that waits makes its neighbours wait.
         Partial allreduce needs no reports.
 
         Args:
-            reports: of all ranks that share the optimizer, and maybe of others, as
-                ``hvd.allgather_object(monitor.report())`` returns them.
+            reports: of at least all ranks that share the optimizer, as ``hvd.allgather_object(monitor.report())``
+                returns them.
 
         Raises:
-            ValueError: one is missing.
+            ValueError: a report is missing.
         """
         optimizer = self._optimizer()
         if optimizer is None or self._closed:
@@ -206,8 +206,8 @@ class Monitor:
         known = {one.rank: one for one in reports}
         if missing := set(self._group.ranks) - known.keys():
             raise ValueError(
-                f"compare() lacks the report of {ranks_text(missing)}: give it what "
-                f"hvd.allgather_object(monitor.report()) returns"
+                f"compare() lacks the report of {ranks_text(missing)}: pass the result of "
+                f"hvd.allgather_object(monitor.report())"
             )
         own = [known[rank] for rank in self._group.ranks]
         if self._warns and self._group.place == 0 and len(own) > 1:

@@ -1,4 +1,4 @@
-"""Snapshot of an optimizer: the difference of two ``stats()``, of any family, and the values made of it. Pure."""
+"""Samples of an optimizer of any family: the difference of two ``stats()``, and the values derived from it. Pure."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Counts:
         steps, rounds, resets, gradients_lost, gradients_skipped: as of ``Stats``; of gossip ``GossipStats.rounds``,
             of leaders pulls.
         wait_s: seconds this rank's training thread waited.
-        waits: seconds waited for each rank, by place: by this rank; with ``of_all`` by all others, added up. Empty
-            where ranks do not wait for one another, or nobody counts it.
-        of_all: whether ``waits`` are those of all ranks. Such counts start anew after a membership change.
+        waits: seconds that this rank waited for each rank, by place; with ``of_all`` the sum over all other ranks.
+            Empty if ranks do not wait for one another, or if it is not counted.
+        of_all: whether ``waits`` are sums over all ranks. Such counts are reset by a membership change.
         staleness, contributors: histograms, as of ``Stats``.
-        nbytes: sent by this rank (leaders: received).
-        distance_sum, distances: of leaders, the sum of the distances to them and their number; else 0.
+        nbytes: bytes sent by this rank (leaders: received).
+        distance_sum, distances: sum and number of the distances to leaders; 0 in other families.
     """
 
     steps: int = 0
@@ -84,14 +84,14 @@ class Sample:
         seconds: since the previous sample.
         steps: taken in them.
         wait_s: seconds of them that this rank's training thread waited.
-        waits: seconds waited for each rank, by place, as of ``Counts``; () where nobody counts it.
-        of_all: whether ``waits`` are those of all other ranks, added up; else this rank's.
-        contributors: mean number of ranks in a round: the quorum in force. None where there was no round.
-        staleness_mean, staleness_max: of received gradients, in rounds (gossip: steps). None where there were none.
-        nbytes: sent (leaders: received).
-        leader_distance: mean distance to the leader, or the center, where this rank was pulled. None: it was not.
-        counts: so far.
-        consensus_distance: of all ranks' weights from their mean, as last measured. None: it was not.
+        waits: seconds waited for each rank, by place, as in ``Counts``; () if it is not counted.
+        of_all: whether ``waits`` are sums over all other ranks; else this rank's own.
+        contributors: mean number of ranks in a round: the effective quorum. None without rounds.
+        staleness_mean, staleness_max: of received gradients, in rounds (gossip: steps). None without gradients.
+        nbytes: bytes sent (leaders: received).
+        leader_distance: mean distance to the leader, or the center, in this rank's pulls. None without pulls.
+        counts: totals at the end of the sample.
+        consensus_distance: of all ranks' weights from their mean, as last measured. None: never measured.
     """
 
     step: int
@@ -161,7 +161,7 @@ class Sample:
 
 
 def _gain(before: Mapping[int, int], after: Mapping[int, int]) -> dict[int, int]:
-    """Return the counts that a histogram has gained."""
+    """Return the counts by which a histogram has grown."""
     gained = {value: count - before.get(value, 0) for value, count in after.items()}
     return {value: count for value, count in gained.items() if count > 0}
 
@@ -174,7 +174,7 @@ def _mean(histogram: Mapping[int, int]) -> float | None:
 # -- values for TensorBoard and Prometheus -----------------------------------------------------------------------------
 
 MOST_CULPRITS = 64
-"""Ranks with a time series of their own; the seconds of further ones are added up as culprit "other"."""
+"""Number of ranks with separate time series; the seconds of further ranks are summed as culprit "other"."""
 
 
 def scalars(sample: Sample, ranks: Sequence[int], prefix: str = "hvd_async/") -> dict[str, float]:
@@ -182,7 +182,7 @@ def scalars(sample: Sample, ranks: Sequence[int], prefix: str = "hvd_async/") ->
 
     Args:
         sample: the values.
-        ranks: by place; the first ``MOST_CULPRITS`` have tags of their own.
+        ranks: by place; the first ``MOST_CULPRITS`` have separate tags.
         prefix: of the tags.
     """
     values: dict[str, float | None] = {
@@ -207,9 +207,9 @@ class Metric(NamedTuple):
 
     Attributes:
         name: without the prefix ``hvd_async_`` and a counter's suffix ``_total``.
-        kind: as Prometheus has it.
-        help: what it is, with its unit.
-        samples: labels and value of each.
+        kind: Prometheus' type.
+        help: description, with the unit.
+        samples: labels and value of each sample.
     """
 
     name: str
@@ -219,10 +219,10 @@ class Metric(NamedTuple):
 
 
 class Totals:
-    """Sums over a monitor's samples, which only rise, across membership changes too; and the metrics made of them.
+    """Sums over a monitor's samples, monotonic also across membership changes, and the metrics made of them.
 
     Args:
-        name: of the optimizer, which becomes a label; "": none.
+        name: of the optimizer, which becomes a label; "": no label.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -240,14 +240,14 @@ class Totals:
                 self._waits[key] = self._waits.get(key, 0.0) + seconds
 
     def metrics(self, sample: Sample, rank: int, now: float, first: bool = True) -> list[Metric]:
-        """Return all metrics as they are after a sample.
+        """Return all metrics after a sample.
 
         Args:
             sample: the last one, which has been added.
-            rank: this one.
+            rank: number of this rank.
             now: Unix time of the sample in s.
-            first: whether it is the first of those that share the optimizer. Only the first reports what all ranks
-                know alike, so that a sum over the ranks' files counts it once.
+            first: whether this is the first rank that shares the optimizer. Only the first reports values that are
+                equal on all ranks, so that a sum over the ranks' files counts them once.
         """
         counts, waiter = sample.counts, "all" if sample.of_all else str(rank)
         waits = [

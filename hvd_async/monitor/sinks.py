@@ -1,4 +1,4 @@
-"""Where samples go: TensorBoard, a file for Prometheus, an HTTP endpoint; one that fails is dropped with a warning."""
+"""Sinks of samples: TensorBoard, a file for Prometheus, an HTTP endpoint. One that fails is dropped with a warning."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvd_async.runtime.log import warn
 
 
 class Sink(Protocol):
-    """A place that samples go to; ``port``: where it listens."""
+    """Destination of samples; ``port``: where it listens, if it does."""
 
     port: int | None
 
@@ -23,14 +23,14 @@ class Sink(Protocol):
         """Write a sample, the metrics made of it, and the ranks by place; may raise OSError."""
 
     def close(self, moved: bool) -> None:
-        """Close it; ``moved``: this rank has another number now, and its old file or port is another rank's."""
+        """Close the sink; ``moved``: this rank has a new number, and its old file or port belongs to another rank."""
 
 
 # -- TensorBoard -------------------------------------------------------------------------------------------------------
 
 
 class EventFile:
-    """Scalars for TensorBoard, written with its own records and messages.
+    """Event file of scalars for TensorBoard, written with its own records and messages.
 
     Its EventFileWriter and torch's SummaryWriter import TensorFlow wherever that is installed.
 
@@ -68,7 +68,7 @@ class EventFile:
 
 
 class Events:
-    """Samples in an event file; ``name``: of the optimizer, a part of the tags."""
+    """Sink that writes an event file; ``name``: of the optimizer, a part of the tags."""
 
     port: int | None = None
 
@@ -90,7 +90,7 @@ class Events:
 
 
 class _Collector:
-    """The last metrics, as ``prometheus_client`` collects them. (A thread of its server does.)"""
+    """Collector of the last metrics for ``prometheus_client``, whose server thread reads them."""
 
     def __init__(self) -> None:
         self.metrics: Sequence[Metric] = ()
@@ -107,13 +107,13 @@ class _Collector:
 
 
 class TextFile:
-    """A file that always holds the last metrics, complete.
+    """File that always holds the last metrics, complete.
 
     Args:
-        path: of the file; node-exporter reads those that end with ".prom".
+        path: of the file; node-exporter reads files with the suffix ".prom".
 
     Raises:
-        OSError: its folder cannot be made.
+        OSError: its folder cannot be created.
     """
 
     port: int | None = None
@@ -134,13 +134,13 @@ class TextFile:
 
 
 class Endpoint:
-    """The last metrics by HTTP, at ``/metrics``.
+    """HTTP endpoint of the last metrics, at ``/metrics``.
 
     Args:
-        port: to listen on, of all addresses; 0: a free one.
+        port: to listen on, at all addresses; 0: a free port.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the port is in use.
     """
 
     def __init__(self, port: int) -> None:
@@ -164,13 +164,13 @@ class Endpoint:
 
 
 class Sinks:
-    """The open sinks of a rank.
+    """Open sinks of a rank.
 
     Args:
         tensorboard: a folder, or None.
         prometheus: a file, or None.
         prometheus_port: of the HTTP endpoint, or None.
-        all_ranks: whether every rank has sinks, those after the first in places of their own; else only the first.
+        all_ranks: whether every rank has sinks, each in its own place; else only the first rank.
         name: of the optimizer.
     """
 
@@ -186,10 +186,10 @@ class Sinks:
         self._all_ranks, self._name = all_ranks, name
         self._open: dict[str, Sink] = {}
         self._pending: dict[str, Callable[[], Sink]] = {}
-        """Sinks that could not be opened when this rank's number changed; another rank may have to leave them first."""
+        """Sinks that could not be opened when this rank's number changed: another rank may still have them open."""
 
     def _openers(self, index: int, rank: int) -> dict[str, Callable[[], Sink]]:
-        """Return what opens each sink of a rank, which is at place ``index`` of those that share the optimizer."""
+        """Return openers of the sinks of a rank at place ``index`` among the ranks that share the optimizer."""
         found: dict[str, Callable[[], Sink]] = {}
         if index and not self._all_ranks:
             return found
@@ -223,14 +223,14 @@ class Sinks:
             raise
 
     def reopen(self, index: int, rank: int) -> None:
-        """Open the sinks of this rank's new number; retry with each sample what cannot be opened yet, and warn."""
+        """Open the sinks of this rank's new number; warn of sinks that cannot be opened yet. Samples retry them."""
         self.close(moved=True)
         self._pending = self._openers(index, rank)
         for name, error in self._open_pending().items():
             warn(f"the monitor cannot write to {name} yet: {error}")
 
     def _open_pending(self) -> dict[str, Exception]:
-        """Open what is pending; return the errors of sinks that could not be opened."""
+        """Open pending sinks; return the errors of sinks that could not be opened."""
         errors: dict[str, Exception] = {}
         for name, opener in self._pending.items():
             try:
@@ -254,10 +254,10 @@ class Sinks:
                 sink.write(sample, made, ranks)
             except OSError as error:
                 del self._open[name]
-                warn(f"the monitor writes no more to {name}: {error}")
+                warn(f"the monitor stops writing to {name}: {error}")
 
     def close(self, moved: bool = False) -> None:
-        """Close all sinks; ``moved`` as of ``Sink.close``."""
+        """Close all sinks; for ``moved`` see ``Sink.close``."""
         self._pending = {}
         while self._open:
             name, sink = self._open.popitem()

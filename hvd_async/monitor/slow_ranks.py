@@ -1,4 +1,4 @@
-"""Permanent stragglers: the rule that finds them, the warning, and what would help."""
+"""Permanent stragglers: the rule that finds them, the warning, and its remedies."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from hvd_async.runtime.log import warn
 # -- the rule: the others wait long for a rank, much longer than for the rest, in several windows in a row; pure -------
 
 BEGIN, END = 0.1, 0.05
-"""Shares of the others' time from which on a rank may be called slow, and below which it no longer is."""
+"""Shares of the others' time: a rank may be called slow at or above the first, and no longer below the second."""
 BEGIN_RATIO, END_RATIO = 2.5, 1.5
-"""The same for how many times as long the others wait for it as for a rank of the rest, on average."""
+"""Likewise, ratios of the others' wait for a rank to their average wait for the remaining ranks."""
 WINDOWS = 3
-"""Windows in a row in which a rank must stand out to be called slow, or not, to be called slow no more."""
+"""Consecutive windows in which a rank must stand out to be called slow, or must not, to be cleared."""
 
 
 class Blame(NamedTuple):
-    """How much one rank delays the others in a window.
+    """Delay of the other ranks by one rank in a window.
 
     Attributes:
-        share: of the others' time that they wait for it.
-        ratio: of that to their wait for a rank of the rest, on average; where ranks report their own waits, of the
-            mean wait of the rest to its own.
+        share: share of the others' time that they wait for it.
+        ratio: their wait for it over their average wait for the remaining ranks. If ranks report their own waits: the
+            mean wait of the remaining ranks over its own.
     """
 
     share: float
@@ -41,8 +41,8 @@ def by_waits_for(shares: Sequence[float]) -> list[Blame]:
 
 
 def by_own_waits(shares: Sequence[float]) -> list[Blame]:
-    """Return each rank's blame, from the share of its time that each waits itself: where neighbours wait for each
-    other, all ranks but the slow one end up waiting."""
+    """Return each rank's blame, from the share of its own time that it waits. If neighbours wait for each other, all
+    ranks except the slow one end up waiting."""
     total, rest = sum(shares), max(1, len(shares) - 1)
     means = [max(0.0, total - share) / rest for share in shares]
     return [Blame(max(0.0, mean - own), _ratio(mean, own)) for own, mean in zip(shares, means, strict=True)]
@@ -55,11 +55,11 @@ def _ratio(one: float, other: float) -> float:
 
 
 class SlowRanks:
-    """The ranks that are slow, by place, window after window.
+    """Slow ranks, by place, updated after each window.
 
     Args:
         size: number of ranks.
-        windows: in a row that change what a rank is called.
+        windows: consecutive windows after which a rank becomes slow, or is cleared.
 
     Attributes:
         slow: places of the slow ranks.
@@ -68,7 +68,7 @@ class SlowRanks:
     def __init__(self, size: int, windows: int = WINDOWS) -> None:
         self._windows = windows
         self._against = [0] * size
-        """By place, the last windows in a row in which the rank was not as it is called."""
+        """By place, the number of last consecutive windows that contradict the rank's current state."""
         self.slow: frozenset[int] = frozenset()
 
     def judge(self, blames: Sequence[Blame]) -> bool:
@@ -86,7 +86,7 @@ class SlowRanks:
         return self.slow != before
 
 
-# -- words of the warning; pure ----------------------------------------------------------------------------------------
+# -- text of the warning; pure -----------------------------------------------------------------------------------------
 
 
 def named(places: Sequence[int], ranks: Sequence[int], hosts: Sequence[str]) -> str:
@@ -100,7 +100,7 @@ def named(places: Sequence[int], ranks: Sequence[int], hosts: Sequence[str]) -> 
 
 
 def advice(settings: Mapping[str, Any], size: int, slow: int) -> str:
-    """Return the options that would spare the other ranks these waits; "" where there are none.
+    """Return the options that would spare the other ranks these waits; "" if there are none.
 
     Args:
         settings: of the optimizer.
@@ -112,7 +112,7 @@ def advice(settings: Mapping[str, Any], size: int, slow: int) -> str:
             return _advice_on_rounds(settings, size, slow)
         case "neighbours" | "period" | "all":
             return (
-                'GossipOptimizer(algorithm="adpsgd") waits for nobody, but after max_local_steps without an averaging '
+                'GossipOptimizer(algorithm="adpsgd") waits only after max_local_steps without an averaging '
                 "(it loses accuracy where ranks see different classes)"
             )
         case "nobody" if settings.get("max_local_steps"):
@@ -132,19 +132,19 @@ def _advice_on_rounds(settings: Mapping[str, Any], size: int, slow: int) -> str:
     changes = [] if fires_without and settings["max_staleness"] else ['quorum="solo"']
     changes += ['pace="rounds"', *(["max_staleness=16"] if not settings["max_staleness"] else [])]
     others = "the other hosts" if local_size > 1 else "the others"
-    return f"{', '.join(changes)} would let it give fewer gradients in place of holding up {others}"
+    return f"{', '.join(changes)} would let it contribute fewer gradients instead of delaying {others}"
 
 
 # -- the warning -------------------------------------------------------------------------------------------------------
 
 
 class Warner:
-    """Judges windows of samples, or the reports of all ranks, and warns when the slow ranks change.
+    """Judge of windows of samples, or of the reports of all ranks, which warns when the set of slow ranks changes.
 
     Args:
         ranks: by place.
-        steps: of a window of samples, at least.
-        windows: as of ``SlowRanks``.
+        steps: minimum number of steps of a window.
+        windows: see ``SlowRanks``.
     """
 
     def __init__(self, ranks: Sequence[int], steps: int, windows: int = WINDOWS) -> None:
@@ -161,7 +161,7 @@ class Warner:
         """Add a sample to the window, and judge the window if it is full.
 
         Args:
-            sample: whose waits are those of all ranks.
+            sample: with the waits of all ranks.
             hosts: by place.
             settings: of the optimizer.
         """

@@ -1,7 +1,7 @@
-"""The course of a run: the batches of each rank, the learning rate, and where the run starts, stops and resumes.
+"""Course of a run: the batches of each rank, the learning rate, and where the run starts, stops and resumes.
 
-Batches depend on the seed, the epoch and the number of ranks only, so that a stopped run continues with exactly the
-batches that were next.
+Batches depend only on the seed, the epoch and the number of ranks, so that a stopped run continues with exactly the
+next batches.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 # -- the learning rate -------------------------------------------------------------------------------------------------
 
 WARMUP_START = 0.1
-"""Share of the base rate that a warm-up starts at: not 0, so that the first step has an effect."""
+"""Share of the base rate at the start of a warm-up: above 0, so that the first step has an effect."""
 DECAY = 0.1
-"""Factor of step decay."""
+"""Factor of the learning rate at each step of its decay."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate by epoch: a linear warm-up, then the base rate, which is multiplied by ``DECAY`` at each of
+    """Learning rate by epoch: a linear warm-up, then the base rate, which is multiplied by ``DECAY`` at each of
     ``decay_epochs``, or falls to 0 along half a cosine."""
 
     base: float
@@ -49,7 +49,7 @@ class Schedule:
             )
 
     def rate(self, epoch: float) -> float:
-        """Return the rate when ``epoch`` epochs have passed (2.5 is the middle of the third)."""
+        """Return the rate after ``epoch`` epochs (2.5 is the middle of the third)."""
         if epoch < self.warmup:
             return self.base * (WARMUP_START + (1 - WARMUP_START) * max(epoch, 0.0) / self.warmup)
         if self.cosine:
@@ -59,12 +59,12 @@ class Schedule:
 
 
 QUESTIONS = 50
-"""How often ranks in lockstep ask each other, over the time of a run, whether it is over."""
+"""Number of times, during a run, that ranks in lockstep ask each other whether its time is over."""
 
 
 class Clocked(NamedTuple):
-    """A rank's report at the end of an epoch: whether its time is over, the seconds since the run began, and the
-    seconds that the steps of an epoch take."""
+    """Report of a rank at the end of an epoch: whether its time is over, seconds since the run began, and seconds of
+    the steps of an epoch."""
 
     over: bool
     elapsed: float
@@ -72,12 +72,12 @@ class Clocked(NamedTuple):
 
 
 class Budget:
-    """The time of a run. Between epochs, rank 0's clock determines the schedule, so that it is the same on all ranks.
+    """Time limit of a run. Between epochs, rank 0's clock determines the schedule, so that it is the same on all ranks.
 
     Args:
-        minutes: None: no limit, and the schedule goes by epochs.
-        epochs: length of the schedule, which takes all of the time.
-        clock: in seconds.
+        minutes: limit; None: no limit, and the schedule follows the epochs.
+        epochs: length of the schedule, which is spread over the whole time.
+        clock: returns seconds.
 
     Attributes:
         over: whether the ranks have agreed that the time is over.
@@ -90,7 +90,7 @@ class Budget:
         self.limited, self.over = minutes is not None, False
 
     def begin(self) -> None:
-        """Start the time."""
+        """Start the clock of the run."""
         self._begun = self._clock()
 
     @property
@@ -99,7 +99,7 @@ class Budget:
         return self._clock() - self._begun >= self._limit
 
     def steps_to_next_question(self, step_s: float) -> int:
-        """Return the number of steps between two questions, at least 1, if a step takes ``step_s``."""
+        """Return the number of steps, at least 1, between two such questions, for steps of ``step_s``."""
         return max(1, int(self._limit / QUESTIONS / step_s)) if step_s else 1
 
     def report(self, epoch_s: float) -> Clocked:
@@ -107,14 +107,14 @@ class Budget:
         return Clocked(self.used_up, self._clock() - self._begun, epoch_s)
 
     def agree(self, epoch: int, ranks: Sequence[Clocked]) -> None:
-        """Take in the reports of all ranks at the end of ``epoch``."""
+        """Update the schedule from the reports of all ranks at the end of ``epoch``."""
         if self.limited:
             self.over = any(rank.over for rank in ranks)
             self._epoch, self._from = epoch + 1, ranks[0].elapsed / self._limit
             self._share = ranks[0].epoch_s / self._limit
 
     def passed(self, epoch: float) -> float:
-        """Return the epochs of the schedule that have passed when ``epoch`` epochs of the run have."""
+        """Return the epochs of the schedule that have passed after ``epoch`` epochs of the run."""
         if not self.limited:
             return epoch
         return self._epochs * min(1.0, self._from + (epoch - self._epoch) * self._share)
@@ -126,13 +126,13 @@ class Budget:
 def training_batches(
     samples: int, rank: int, size: int, batch_size: int, *, seed: int, epoch: int, lockstep: bool, lap: int = 0
 ) -> list[Indices]:
-    """Return the indices of each batch of a rank, of up to ``batch_size`` of the ``samples``, in an epoch.
+    """Return the indices of each batch of a rank, up to ``batch_size`` of the ``samples``, in an epoch.
 
-    The order is drawn from the seed, the epoch and the lap (how often the rank has gone through its samples in this
-    epoch), and is the same on all ranks. In lockstep all ranks have equally many batches of the same size, and the tail
-    of the order is dropped; ValueError if there are fewer samples than ranks. Otherwise each sample is in one batch of
-    one rank; rank 0 has the most batches, others may have none. The batches of a rank differ in size by at most one,
-    since a tiny last batch would have as much weight as the others.
+    The order is drawn from the seed, the epoch and the lap (the number of times that the rank has gone through its
+    samples in this epoch), and is the same on all ranks. In lockstep all ranks have the same number of batches of the
+    same size, and the tail of the order is dropped; ValueError if there are fewer samples than ranks. Otherwise each
+    sample is in one batch of one rank; rank 0 has the most batches, others may have none. The batches of a rank differ
+    in size by at most one, since a tiny last batch would have as much weight as the others.
     """
     order = np.random.default_rng([seed, epoch, lap] if lap else [seed, epoch]).permutation(samples).astype(np.int64)
     if not lockstep:
@@ -149,7 +149,7 @@ def training_batches(
 
 
 def evaluation_batches(samples: int, rank: int, size: int, batch_size: int) -> list[Indices]:
-    """Return the batches of a rank in a test: over all ranks, each sample once."""
+    """Return the test batches of a rank; over all ranks, each sample occurs once."""
     mine = np.arange(rank, samples, size, dtype=np.int64)
     return [mine[start : start + batch_size] for start in range(0, len(mine), batch_size)]
 
@@ -159,11 +159,11 @@ def evaluation_batches(samples: int, rank: int, size: int, batch_size: int) -> l
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run has come; part of its checkpoints.
+    """Progress of a run; part of its checkpoints.
 
     Attributes:
         epoch: completed epochs.
-        best_accuracy: of all tests; None if there was none.
+        best_accuracy: of all tests; None before the first.
         step: completed steps (rounds with --pace rounds) of the next epoch, on the rank with the most batches; 0 unless
             the run stopped in mid-epoch.
         steps_per_epoch: number of steps of that epoch; 0 unless the run stopped in mid-epoch.
@@ -178,7 +178,7 @@ class Position:
 
 
 class EpochProgress(NamedTuple):
-    """The batches of an epoch on one rank: completed, until where this run goes, and in all."""
+    """Batches of an epoch on one rank: completed ones, the end of this run, and the total."""
 
     done: int
     end: int
@@ -186,15 +186,15 @@ class EpochProgress(NamedTuple):
 
 
 class Course:
-    """The course of one rank.
+    """Course of one rank.
 
     Attributes:
         length: steps of an epoch on the rank with the most batches; with --pace rounds, its rounds.
         last_epoch: number of epochs after which the run ends, on all ranks; None if the clock ends it.
-        start: where this run starts.
+        start: position at which this run starts.
 
     Raises:
-        ValueError: too many ranks for the data; with a hint.
+        ValueError: too many ranks for the data.
     """
 
     def __init__(self, options: Options, source: Source, rank: int, size: int) -> None:
@@ -207,7 +207,7 @@ class Course:
         self.start = Position()
 
     def epochs(self) -> Iterable[int]:
-        """Return the epochs that are left; without end if the clock ends the run."""
+        """Return the remaining epochs; infinitely many if the clock ends the run."""
         first = self.start.epoch
         return itertools.count(first) if self.last_epoch is None else range(first, self.last_epoch)
 
@@ -216,7 +216,7 @@ class Course:
         return epoch + 1 == self.last_epoch
 
     def resume(self, position: Position) -> None:
-        """Start at ``position``; at its share of the epoch if epochs have another length at this number of ranks."""
+        """Start at ``position``; at the same share of the epoch if its length differs at this number of ranks."""
         step, own = position.step, position.steps_by_rank
         if step and position.steps_per_epoch != self.length:
             step = min(self.length, round(step * self.length / position.steps_per_epoch))
@@ -233,7 +233,7 @@ class Course:
 
     def stopped(self, epoch: int, ranks: Sequence[EpochProgress], rounds: int) -> Position | None:
         """Return the position of a run that was asked to stop, from the progress of all ranks in the epoch and the
-        ``rounds`` since the run began; None if nothing is left to do."""
+        ``rounds`` since the run began; None if no work is left."""
         done = self._first_round + rounds
         if self._options.by_rounds:
             complete = done >= self._last_round(epoch)
@@ -249,11 +249,11 @@ class Course:
 
     @property
     def _first_round(self) -> int:
-        """The number of rounds, counted from epoch 0, before this run."""
+        """Return the number of rounds, counted from epoch 0, before this run."""
         return self.start.epoch * self.length + self.start.step
 
     def _last_round(self, epoch: int) -> float:
-        """The number of rounds, counted from epoch 0, after which this run has done an epoch."""
+        """Return the number of rounds, counted from epoch 0, after which this run has completed an epoch."""
         return min((epoch + 1) * self.length, self._stop)
 
     def _plan_of(self, rank: int, epoch: int, lap: int = 0) -> list[Indices]:
@@ -272,8 +272,8 @@ class Course:
         return EpochProgress(first + steps, max(first, end), count)
 
     def batches(self, epoch: int, rounds: Callable[[], int]) -> Iterator[tuple[float, Batch]]:
-        """Yield for each batch of this rank in an epoch the epochs that have passed, with a fraction, and the batch;
-        ``rounds`` returns the number of rounds that this rank has seen since the run began."""
+        """Yield (passed epochs, with a fraction; batch) for each batch of this rank in an epoch; ``rounds`` returns the
+        number of rounds that this rank has seen since the run began."""
         return self._by_rounds(epoch, rounds) if self._options.by_rounds else self._by_steps(epoch)
 
     def _by_steps(self, epoch: int) -> Iterator[tuple[float, Batch]]:
@@ -286,7 +286,7 @@ class Course:
     def _by_rounds(self, epoch: int, rounds: Callable[[], int]) -> Iterator[tuple[float, Batch]]:
         last, progresses = self._last_round(epoch), True
         for lap in itertools.count():
-            # A rank that has no batch, or none that can be read, must not loop forever.
+            # A rank without a batch, or without a readable one, must not loop forever.
             if not progresses or self._first_round + rounds() >= last:
                 return
             progresses = False

@@ -1,4 +1,4 @@
-"""Images as NumPy batches: handwritten digits, random images or a folder, and their prefetching."""
+"""Image batches as NumPy arrays: handwritten digits, random images or a folder, with prefetching."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Batch:
     def parts(self, passes: int) -> list[tuple[float, Batch]]:
         """Return (share of the batch, images) of each of ``passes`` backward passes.
 
-        Losses weighted by the shares add up to the batch's mean. If there are fewer images than passes, the other
-        passes have the first image, with a share of 0.
+        Losses weighted by the shares add up to the batch's mean. If there are fewer images than passes, the
+        remaining passes have the first image, with a share of 0.
         """
         bounds = [len(self) * i // passes for i in range(passes + 1)]
         found = []
@@ -64,14 +64,14 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def batch(self, split: Split, indices: Indices, key: Sequence[int]) -> Batch:
-        """Return the images at these indices that can be read. ``key`` seeds the variation of training images."""
+        """Return the readable images at these indices. ``key`` seeds the variation of training images."""
 
 
 def open_source(data: str, image_size: int, *, vary: bool, workers: int) -> Source:
     """Return the source that --data names.
 
     Raises:
-        ValueError: a folder without the layout that is needed; with a hint.
+        ValueError: the folder does not have the required layout.
     """
     if data == "digits":
         return Digits(image_size, vary=vary)
@@ -83,7 +83,7 @@ def open_source(data: str, image_size: int, *, vary: bool, workers: int) -> Sour
 # -- digits and random images ------------------------------------------------------------------------------------------
 
 SPLIT_SEED = 20
-"""Seed of the digits' split into train and test: the accuracies of all runs are about the same images."""
+"""Seed of the digits' split into train and test: all runs are tested on the same images."""
 SHIFT, ROTATION, ZOOM = 0.08, 10.0, 0.1
 """Largest variations of digits: share of the side, degrees, share of the scale."""
 
@@ -100,7 +100,7 @@ class Digits(Source):
         size, bicubic = (image_size, image_size), Image.Resampling.BICUBIC
         small = np.asarray(raw.images, np.float32) / 16
         large = [np.asarray(Image.fromarray(image).resize(size, bicubic)) for image in small]
-        # The mean and the deviation of all pixels.
+        # Mean and standard deviation of all pixels.
         self._images: Pixels = ((np.stack(large) - 0.305) / 0.376).astype(np.float32)
         self._labels = raw.target.astype(np.int64)
         train, test = stratified_split(self._labels, 0.2, SPLIT_SEED)
@@ -117,7 +117,7 @@ class Digits(Source):
 
 
 def stratified_split(labels: NDArray[np.int64], share: float, seed: int) -> tuple[Indices, Indices]:
-    """Return the sorted indices of the train and the test split, for which a ``share`` of each class is drawn."""
+    """Return the sorted indices of the train and the test split; the latter has a random ``share`` of each class."""
     generator = np.random.default_rng(seed)
     test = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
@@ -144,7 +144,7 @@ def augment(images: Pixels, rng: np.random.Generator) -> Pixels:
 
 
 class Synthetic(Source):
-    """Random images with random labels, a few that repeat: for measuring speed, nothing can be learned."""
+    """A few repeated random images with random labels, for measurements of speed: they cannot be learned."""
 
     classes = 1000
     _DISTINCT = 64
@@ -168,7 +168,7 @@ DEVIATION = np.array([0.229, 0.224, 0.225], np.float32)
 BORDER = (1 - 224 / 256) / 2
 """Share of a validation image that is cut off at each edge."""
 UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
-"""What Pillow raises on files that are no images, are truncated, or are far too large."""
+"""Errors of Pillow on files that are not images, are truncated, or are far too large."""
 
 
 class Folder(Source):
@@ -178,7 +178,7 @@ class Folder(Source):
     crops. A file that cannot be read is skipped, with one warning.
 
     Raises:
-        ValueError: a split is missing or has no classes, classes differ, a class is empty; with a hint.
+        ValueError: a split is missing or has no classes, classes differ, or a class is empty.
     """
 
     def __init__(self, root: Path, image_size: int, *, vary: bool, workers: int = 4) -> None:
@@ -199,7 +199,7 @@ class Folder(Source):
     def batch(self, split: Split, indices: Indices, key: Sequence[int]) -> Batch:
         samples = [self._samples[split][index] for index in indices]
         vary = self._vary and split == "train"
-        # A generator per image, seeded by its index: the variation does not depend on the thread that decodes it.
+        # A generator per image, seeded by its index, so that the variation does not depend on the decoding thread.
         generators = [np.random.default_rng([*key, int(index)]) if vary else None for index in indices]
         decoded = list(self._pool.map(self._decode, [path for path, _ in samples], generators))
         found = [(pixels, label) for pixels, (_, label) in zip(decoded, samples, strict=True) if pixels is not None]
@@ -251,7 +251,7 @@ def center_crop(image: Image.Image, size: int) -> Image.Image:
 
 
 def random_crop(image: Image.Image, size: int, rng: np.random.Generator) -> Image.Image:
-    """Return 8% to 100% of the area, of an aspect of 3/4 to 4/3, perhaps flipped, as ``size`` x ``size`` pixels."""
+    """Return a random crop, 8% to 100% of the area, aspect 3/4 to 4/3, maybe flipped, of ``size`` x ``size`` pixels."""
     area = image.width * image.height
     for _ in range(10):
         part = area * rng.uniform(0.08, 1.0)
@@ -259,7 +259,7 @@ def random_crop(image: Image.Image, size: int, rng: np.random.Generator) -> Imag
         width, height = math.sqrt(part * aspect), math.sqrt(part / aspect)
         if width <= image.width and height <= image.height:
             break
-    else:  # in a long, narrow image hardly any such part fits: a square of its shorter side
+    else:  # hardly any such crop fits into a long, narrow image: take a square of its shorter side
         width = height = min(image.width, image.height)
     left, top = rng.uniform(0, image.width - width), rng.uniform(0, image.height - height)
     box = (left, top, left + width, top + height)
@@ -270,7 +270,7 @@ def random_crop(image: Image.Image, size: int, rng: np.random.Generator) -> Imag
 # -- prefetching -------------------------------------------------------------------------------------------------------
 
 AHEAD = 2
-"""Number of batches that are prepared while the model computes."""
+"""Number of batches that are prefetched while the model computes."""
 
 
 def training_data(
@@ -278,8 +278,8 @@ def training_data(
 ) -> Generator[Batch, None, None]:
     """Yield the batches of a plan, prefetched, each varied by ``key`` and its place in the plan.
 
-    Starts at place ``first``. A batch of which no image can be read is left out; in lockstep, where all ranks must do
-    equally many steps, a readable image of the plan replaces it: ValueError if there is none.
+    Starts at place ``first``. A batch without a readable image is left out; in lockstep, where all ranks must take the
+    same number of steps, a readable image of the plan replaces it: ValueError if there is none.
     """
     work = ((plan[place], (*key, place)) for place in range(first, len(plan)))
     for place, batch in enumerate(_prefetched(source, "train", work), first):
@@ -297,12 +297,12 @@ def training_data(
 
 
 def evaluation_data(source: Source, plan: Sequence[Indices]) -> Iterator[Batch]:
-    """Yield the test batches of a plan, prefetched, without images that cannot be read."""
+    """Yield the test batches of a plan, prefetched, without unreadable images."""
     return (batch for batch in _prefetched(source, "test", ((indices, ()) for indices in plan)) if len(batch))
 
 
 def _prefetched(source: Source, split: Split, work: Iterable[tuple[Indices, Sequence[int]]]) -> Iterator[Batch]:
-    # One thread keeps the batches in order and never enters a source twice; a folder decodes with its own pool.
+    # One thread keeps the batches in order and calls a source once at a time; a folder decodes with its own pool.
     with ThreadPoolExecutor(1, thread_name_prefix="hvd_async-data") as pool:
         ready: deque[Future[Batch]] = deque()
         for indices, key in work:

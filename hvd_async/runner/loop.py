@@ -1,4 +1,4 @@
-"""The loop of both training scripts: epochs, delays, timing, tests, checkpoints, requests to stop, the summary."""
+"""Loop of both training scripts: epochs, delays, timing, tests, checkpoints, requests to stop, the summary."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from .report import JobCounts, OptimizerCounts, RankMetrics, Reporter, Summary, 
 from .trainer import Trainer, World, errors_reported
 
 SIGNAL = signal.SIGUSR1
-"""The signal that asks for a checkpoint and the end, such as a scheduler sends before it takes the machine away."""
+"""Signal that requests a checkpoint and the end of the run, as a scheduler sends it before it reclaims the machine."""
 UNFINISHED = os.EX_TEMPFAIL
-"""Exit status, 75, of a run that was asked to stop and has work left."""
+"""Exit status of a run that was asked to stop and has work left."""
 
 
 def stop_requested() -> Callable[[], bool]:
-    """Handle ``SIGNAL`` from now on; return a function that says whether it has come. Only in the main thread.
+    """Handle ``SIGNAL`` from now on; return a function that returns whether it has arrived. Only in the main thread.
 
-    A launcher may start ranks with the signal blocked: one that came earlier is delivered now.
+    A launcher may start ranks with the signal blocked: a pending one is delivered now.
     """
     received: list[int] = []
     signal.signal(SIGNAL, lambda number, frame: received.append(number))
-    signal.siginterrupt(SIGNAL, False)  # so that it makes no library's system call fail
+    signal.siginterrupt(SIGNAL, False)  # so that no library's system call fails
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})
-    # Python restores the default action as it exits, and another signal would then kill the process.
+    # Python restores the default action at exit, and a further signal would then kill the process.
     atexit.register(signal.signal, SIGNAL, signal.SIG_IGN)
     return lambda: bool(received)
 
@@ -49,7 +49,7 @@ class Run:
         asked: returns whether this rank was asked to stop; None if that cannot happen.
 
     Raises:
-        ValueError: the options do not fit the data or the number of ranks; with a hint.
+        ValueError: the options do not fit the data or the number of ranks.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class Run:
         self._images, self._train_s, self._slept_s = 0, 0.0, 0.0
         self._step_times: list[float] = []
         self._unasked = 0
-        """In lockstep, steps before ranks next ask each other whether to stop."""
+        """In lockstep, number of steps until ranks next ask each other whether to stop."""
 
     def fit(self, trainer: Trainer) -> Summary | None:
         """Train, from the last checkpoint if --resume says so, and return the summary. A collective.
 
-        None if the run was asked to stop and has work left: it is in the checkpoint.
+        None if the run was asked to stop and has work left, which its checkpoint holds.
         """
         options = self.options
         resumed = self._restore(trainer)
@@ -121,11 +121,11 @@ class Run:
             for epoch in self._course.epochs():
                 if self._epoch(epoch, trainer, reporter, lambda: trainer.rounds - before):
                     self.world.gather(None, "hvd_async.runner.stopped")  # a launcher ends all ranks when one ends
-                    reporter.note(f"stopped after {self._place()}, as asked: --resume goes on from there")
+                    reporter.note(f"stopped after {self._place()}, as asked: --resume continues from there")
                     return None
                 if self._budget.over:
                     break
-            if self._accuracy is None:  # resumed at the end: no epoch was left
+            if self._accuracy is None:  # resumed at the end: no epoch is left
                 self._accuracy = self._test(trainer)
             return self._finish(trainer, reporter)
 
@@ -181,7 +181,7 @@ class Run:
             self._train_loss = sum(losses) / total if total else self._train_loss
             self._save(stop or self._course.after(epoch), trainer)
         if self._budget.over and self.options.checkpoint_dir is None:
-            trainer.drain()  # (nobody knew before that this epoch is the last)
+            trainer.drain()  # (only now is it known that this epoch is the last)
         if total or not stopped:
             reporter.end_epoch(
                 {
@@ -214,7 +214,7 @@ class Run:
     def _steps(
         self, epoch: int, progress: EpochProgress, rounds: Callable[[], int]
     ) -> Iterator[tuple[int, float, Batch]]:
-        """Yield step, learning rate and batch; sleep the injected delays and time what the caller does."""
+        """Yield step, learning rate and batch; sleep for the injected delays, and time the caller."""
         number = epoch * progress.total + progress.done
         if self.options.by_rounds and self._step_times:  # a rank may take more or fewer steps than it has batches
             number = self._first_step + len(self._step_times)
@@ -234,11 +234,11 @@ class Run:
             begin = now
 
     def _rate(self, passed: float) -> float:
-        """Return the learning rate when ``passed`` epochs have passed."""
+        """Return the learning rate after ``passed`` epochs."""
         return self._schedule.rate(self._budget.passed(passed))
 
     def _test(self, trainer: Trainer) -> float | None:
-        """Return the accuracy over all test images that can be read. A collective."""
+        """Return the accuracy over all readable test images. A collective."""
         samples, world = self.source.sizes["test"], self.world
         plan = evaluation_batches(samples, world.rank, world.size, self.options.batch_size)
         correct = count = 0
@@ -260,7 +260,7 @@ class Run:
     # -- stopping ------------------------------------------------------------------------------------------------------
 
     def _must_stop(self) -> bool:
-        """Whether this rank takes no more steps. In lockstep a collective, now and then, as all must stop together."""
+        """Return whether this rank stops. In lockstep sometimes a collective, since all ranks must stop together."""
         if not self._may_stop:
             return False
         stops = self._budget.used_up or (self._asked is not None and self._asked())
@@ -275,13 +275,13 @@ class Run:
         return any(stops for stops, _ in rows)
 
     def _seconds_per_step(self) -> float:
-        """Return the mean, without the first step, in which frameworks prepare things; 0 if there was none."""
+        """Return the mean without the first step, in which frameworks initialize; 0 if there was no other step."""
         return float(np.mean(self._step_times[1:] or self._step_times or [0.0]))
 
     def _where_to_stop(self, epoch: int, steps: int, rounds: Callable[[], int]) -> Position | None:
-        """Return where the run stops, after ``steps`` steps of an epoch; None if it does not. A collective.
+        """Return the position of a stop after ``steps`` steps of an epoch; None if the run continues. A collective.
 
-        It stops on all ranks if its time is over, or if any rank was asked to and work is left.
+        It stops on all ranks if its time is over, or if any rank was asked to stop and work is left.
         """
         if not self._may_stop:
             return None

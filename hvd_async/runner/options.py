@@ -1,6 +1,6 @@
-"""The command line of both training scripts: flags as fields of dataclasses, presets, and checks across flags.
+"""Command line of both training scripts: flags as fields of dataclasses, presets, and checks across flags.
 
-The flags of an algorithm's own options are made from its family's dataclass.
+The flags of an algorithm's options are generated from its family's dataclass.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from .course import Schedule
 from .stragglers import FORMS, Injector
 
 EMBEDDED = ("digits", "synthetic")
-"""Values of --data that are no folder."""
+"""Values of --data that do not name a folder."""
 SYNCHRONOUS = tuple(name for name, one in ALGORITHMS.items() if one.waits_for == "all")
-"""Horovod's own allreduce, for which nothing is wrapped; gossip can switch to it, and then averages all weights."""
+"""Horovod's allreduce, which needs no wrapper; gossip can switch to it, and then averages all weights."""
 OWN = tuple(name for name in ALGORITHMS if name not in SYNCHRONOUS)
 
 
 def members(family: str) -> tuple[str, ...]:
-    """Return the algorithms of a family that --algorithm can name, beside Horovod's."""
+    """Return the algorithms of a family that --algorithm accepts, without Horovod's."""
     return tuple(name for name in OWN if ALGORITHMS[name].family == family)
 
 
 def owners(name: str) -> tuple[str, ...]:
-    """Return the algorithms that have an option: those whose entry names it, or all of a family if none's does."""
+    """Return the algorithms that have an option: by their entries, or all of a family if no entry names it."""
     found: list[str] = []
     for family, options in OPTIONS.items():
         if name in options_of(options):
@@ -46,7 +46,7 @@ def owners(name: str) -> tuple[str, ...]:
 
 
 def supporting(compression: str) -> tuple[str, ...]:
-    """Return the algorithms whose messages may be compressed like this."""
+    """Return the algorithms whose messages support this compression."""
     return tuple(name for name in OWN if compression in ALGORITHMS[name].compressions)
 
 
@@ -54,10 +54,10 @@ def supporting(compression: str) -> tuple[str, ...]:
 
 
 class Preset(NamedTuple):
-    """A published recipe: values of flags, by name.
+    """Published recipe: values of flags, by name.
 
     Attributes:
-        lr_images: number of images of a step of the whole job that the learning rate is for; None: of any number.
+        lr_images: number of images per step of all ranks that the learning rate is for; None: any number.
     """
 
     values: Mapping[str, Any]
@@ -98,7 +98,7 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def _epochs(text: str) -> tuple[float, ...]:
-    """Return epochs, which rise."""
+    """Parse a rising list of epochs."""
     try:
         epochs = tuple(Real(0, above=True)(part) for part in text.split(","))
     except ValueError as error:
@@ -116,7 +116,7 @@ _FOLDER: dict[str, Any] = {"read": Path, "metavar": "DIR", "absent": "none"}
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmFlags:
-    """Flags of the group "algorithm", beside the options of families."""
+    """Flags of the group "algorithm", without the options of families."""
 
     compression: str = option(
         "none",
@@ -251,15 +251,15 @@ class OutputFlags:
 
 GROUPS = {"algorithm": AlgorithmFlags, "data": DataFlags, "training": TrainingFlags, "output": OutputFlags}
 TITLES = {"eager": "algorithm", "gossip": "gossip", "leader": "leaders"}
-"""Titles of the groups of flags with a family's options, where not its name."""
+"""Titles of the groups with a family's options, if not the family's name."""
 NONE_IF_ABSENT = {*_IMAGENET, "augment", "image_size"}
-"""Flags whose default the parser does not fill in: another flag may set it."""
+"""Flags without a default in the parser, since another flag may set it."""
 OPTIMIZERS_WITH = {"momentum": ("sgd", "lars"), "nesterov": ("sgd",), "weight_decay": ("sgd", "adamw", "lars")}
 HOROVODS = ("none", "fp16")
 """Compressions of Horovod's own allreduce."""
 EXCLUSIVE = (
-    ("fp16", "bf16", "are two ways of mixed precision: take one"),
-    ("steps", "minutes", "both say when the run ends: take one of them"),
+    ("fp16", "bf16", "are two kinds of mixed precision: pass one of them"),
+    ("steps", "minutes", "both determine the end of the run: pass one of them"),
     ("minutes", "resume", "do not go together, as --resume continues up to --epochs or --steps: leave one of them out"),
 )
 
@@ -272,7 +272,7 @@ class Options(AlgorithmFlags, DataFlags, TrainingFlags, OutputFlags):
         framework: "torch" or "tensorflow".
         algorithm: its name.
         own: the options of the algorithm's family, as its optimizer takes them; None: Horovod's allreduce.
-        lr_images: number of images that the learning rate is for, until ``at`` has scaled it; None: of any number.
+        lr_images: number of images that the learning rate is for, until ``at`` has scaled it; None: any number.
     """
 
     framework: str
@@ -282,7 +282,7 @@ class Options(AlgorithmFlags, DataFlags, TrainingFlags, OutputFlags):
 
     @property
     def lockstep(self) -> bool:
-        """Whether all ranks must do the same number of steps: plain allreduce hangs otherwise."""
+        """Whether all ranks must take the same number of steps: plain allreduce hangs otherwise."""
         return self.own is None
 
     @property
@@ -302,7 +302,7 @@ class Options(AlgorithmFlags, DataFlags, TrainingFlags, OutputFlags):
 
     @property
     def quorum(self) -> Any:
-        """The quorum of a round; None if there are no rounds."""
+        """The quorum of a round; None without rounds."""
         return getattr(self.own, "quorum", None)
 
     @property
@@ -327,33 +327,33 @@ class Options(AlgorithmFlags, DataFlags, TrainingFlags, OutputFlags):
 
     @property
     def schedule(self) -> Schedule:
-        """The learning rate by epoch. ValueError, with a hint, if the flags contradict each other."""
+        """The learning rate by epoch. ValueError if the flags contradict each other."""
         return Schedule(self.lr, self.epochs, self.warmup_epochs, self.lr_decay_epochs, cosine=self.cosine)
 
     @property
     def injector(self) -> Injector:
-        """The injected delays. ValueError, with a hint, if there are none such."""
+        """The injected delays. ValueError if --inject is not valid."""
         return Injector.parse(self.inject, self.seed)
 
     @property
     def init_settings(self) -> dict[str, Any]:
         """Keyword arguments of ``hvd.init``: leaders' groups need process sets, whose ranks are not known yet.
 
-        Only where there may be several groups: process sets make each of Horovod's cycles slower, also idle ones.
+        Only if there may be several groups: process sets slow down each of Horovod's cycles, idle ones included.
         """
         has_groups = "group" in ALGORITHMS[self.algorithm].options and not _is_single_group(self.own.group)
         return {"process_sets": "dynamic"} if has_groups else {}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Keyword arguments of the algorithm's optimizer that both frameworks have."""
+        """Keyword arguments of the algorithm's optimizer that are common to both frameworks."""
         return {} if self.own is None else dict(vars(self.own))
 
     def at(self, size: int) -> Options:
         """Return the options of a job of ``size`` ranks, with the learning rate scaled if a preset asks for it.
 
         Raises:
-            ValueError: they do not fit such a job; with a hint.
+            ValueError: they do not fit such a job.
         """
         self.injector.check(size)
         if self.own is not None:
@@ -364,7 +364,7 @@ class Options(AlgorithmFlags, DataFlags, TrainingFlags, OutputFlags):
 
 
 def _is_single_group(group: str | int | None) -> bool:
-    """Whether each rank is a group, or all ranks are one, as far as Horovod's launcher says."""
+    """Whether each rank is a group, or all ranks are one, as far as Horovod's launcher reports it."""
     size, of_host = os.environ.get("HOROVOD_SIZE"), os.environ.get("HOROVOD_LOCAL_SIZE")
     ranks = of_host if group in (None, "host") else str(group)
     return group == 1 or (size is not None and ranks == size)  # (if this host has one rank, another may have more)
@@ -412,7 +412,7 @@ def build_parser(framework: str) -> argparse.ArgumentParser:
 
 
 def _add(group: Any, name: str, described: Option, default: Any, text: str, *, if_given: bool) -> None:
-    """Add a flag to a group; ``if_given``: its value is None if it is not given."""
+    """Add a flag to a group; ``if_given``: its default is None."""
     more: dict[str, Any]
     if isinstance(default, bool):
         more = {"action": argparse.BooleanOptionalAction if name in NONE_IF_ABSENT else "store_true"}
@@ -424,7 +424,7 @@ def _add(group: Any, name: str, described: Option, default: Any, text: str, *, i
 
 
 def _reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a reader whose errors argparse shows."""
+    """Return a converter whose errors argparse shows."""
 
     def value(text: str) -> Any:
         try:
@@ -449,7 +449,7 @@ def _algorithm_help() -> str:
 def _family_help(name: str, family: str, described: Option, default: Any) -> str:
     having = [one for one in owners(name) if one in members(family)]
     who = "" if 1 < len(having) == len(members(family)) else f"of {either(having, 'and')}: "
-    # Without what is said here anyway: which algorithms have it, and the default.
+    # (the algorithms and the default are added here)
     doc = re.sub(r"^of [^:]+: |; None: .*$", "", described.doc).replace("``", "")
     return f"{who}{described.help or in_flags(doc, OPTIONS[family])} (default: {_shown(described, default)})"
 
@@ -483,7 +483,7 @@ def parse(framework: str, argv: Sequence[str] | None = None) -> Options:
 
 
 def _take_own(values: dict[str, Any]) -> Any:
-    """Take the family's options out of the flags' values; None for Horovod's allreduce. Refuses flags of others."""
+    """Pop the family's options from the flags' values; None for Horovod's allreduce. Refuse other families' flags."""
     algorithm = values["algorithm"]
     algorithms = list(_algorithms(algorithm, values["schedule"] or {}))
     given: dict[str, Any] = {}
@@ -512,19 +512,19 @@ def _algorithms(algorithm: str, switches: Mapping[int, str]) -> Iterator[str]:
     """Yield all algorithms of the run; refuse a --schedule that does not go with --algorithm."""
     if switches and algorithm not in owners("schedule"):
         raise ValueError(
-            f"--schedule needs --algorithm {either(owners('schedule'))}: leave it out, or take one of these"
+            f"--schedule needs --algorithm {either(owners('schedule'))}: leave it out, or pass one of these"
         )
     if 0 not in switches:
         yield algorithm
     elif algorithm not in switches.values():
         raise ValueError(
-            f"--schedule starts with {switches[0]} and never comes to --algorithm {algorithm}: make them agree"
+            f"--schedule starts with {switches[0]} and never switches to --algorithm {algorithm}: make them agree"
         )
     yield from switches.values()
 
 
 def _check_compression(compression: str, algorithm: str, algorithms: Collection[str]) -> None:
-    """Refuse what some algorithm of the run does not support."""
+    """Refuse options that an algorithm of the run does not support."""
     known = [HOROVODS if algorithm in SYNCHRONOUS else ALGORITHMS[algorithm].compressions]
     known += [ALGORITHMS[one].compressions for one in algorithms if one not in SYNCHRONOUS]
     common = [way for way in known[0] if all(way in each for each in known)]
@@ -536,7 +536,7 @@ def _check_compression(compression: str, algorithm: str, algorithms: Collection[
 
 
 def _filled_in(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with those of the preset, without flags that were not given; refuse what does not fit."""
+    """Return the values with the preset's, without omitted flags; refuse flags that do not fit the optimizer."""
     given = {name: value for name, value in values.items() if value is not None}
     preset = PRESETS.get(given.get("preset", ""))
     filled = {**(preset.values if preset else {}), **given}
@@ -550,7 +550,7 @@ def _filled_in(values: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name in given:
             raise ValueError(
-                f"{flag(name)} does not go with --optimizer {optimizer}: leave it out, or take {either(having)}"
+                f"{flag(name)} does not go with --optimizer {optimizer}: leave it out, or pass {either(having)}"
             )
         filled.pop(name, None)
     if given["data"] == "synthetic":
@@ -572,7 +572,7 @@ def _check(options: Options) -> None:
     if options.monitor is not None and options.lockstep:
         raise ValueError(
             f"--monitor shows counts of this library's optimizers, and --algorithm {options.algorithm} is Horovod's: "
-            "take --algorithm eager --quorum all"
+            "pass --algorithm eager --quorum all"
         )
     if options.resume and options.checkpoint_dir is None:
         raise ValueError("--resume needs --checkpoint-dir, the folder that holds the checkpoints")

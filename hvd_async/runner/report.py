@@ -1,4 +1,4 @@
-"""What a run reports: counts and times, put together over ranks; its bar, its logs, its summary as JSON and as text."""
+"""Reports of a run: counts and times of all ranks, the progress bar, logs, and the summary as JSON and as text."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from hvd_async.stats import GossipStats, LeaderStats, Stats
 from .stragglers import Injector
 
 Pull = tuple[float, int, int]
-"""Unix time in s; group, -1: all ranks; leader, -1: the center."""
+"""(Unix time in s; group, -1: all ranks; leader, -1: the center)."""
 
 # -- counts and times --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class OptimizerCounts:
-    """Counts of one rank's optimizer so far, as in its ``stats()``; None where it does not count.
+    """Counts of one rank's optimizer so far, as in its ``stats()``; None if it does not count.
 
-    With gossip, ``rounds`` are exchanges and averages, ``staleness`` is that of messages; with leaders, ``rounds`` are
-    pulls. ``latency_s`` is of all rounds together.
+    With gossip, ``rounds`` are exchanges and averages, and ``staleness`` is the messages'; with leaders, ``rounds`` are
+    pulls. ``latency_s`` is the sum over all rounds.
     """
 
     rounds: int = 0
@@ -68,7 +68,7 @@ class OptimizerCounts:
         return cls(**{"gradients_skipped": skipped} | found)
 
     def since(self, before: OptimizerCounts | None) -> OptimizerCounts:
-        """Return the counts since ``before``, without pulls; those that are no sums stay as they are."""
+        """Return the counts since ``before``, without pulls; counts that are not sums are unchanged."""
         names = {each.name for each in fields(self)} - {"peak_bytes", "distance", "history"}
         changes = {name: _difference(getattr(self, name), before and getattr(before, name)) for name in names}
         return replace(self, history=(), **changes)
@@ -86,7 +86,7 @@ def _difference(now: Any, before: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class JobCounts:
-    """Counts of all ranks' optimizers together, with the keys of --summary; None where there is nothing to count.
+    """Counts of all ranks' optimizers together, with the keys of --summary; None if there is nothing to count.
 
     ``fresh`` is the share of gradients, or messages, that were not late; ``latency_s`` the mean of a round.
     """
@@ -158,7 +158,7 @@ def _mean(histogram: Mapping[int, int]) -> float | None:
 
 @dataclass(frozen=True)
 class Replicas:
-    """How similar the ranks' weights are: whether all bytes are equal, the largest difference of a weight, and the root
+    """Similarity of the ranks' weights: whether all bytes are equal, the largest difference of a weight, and the root
     mean square over the ranks of |weights - mean|."""
 
     identical: bool
@@ -168,7 +168,7 @@ class Replicas:
 
 @dataclass(frozen=True)
 class RankMetrics:
-    """Counts and times of one rank, in seconds; ``step_times``: of each step, delays included."""
+    """Counts and times, in seconds, of one rank; ``step_times``: of each step, delays included."""
 
     counts: OptimizerCounts
     images: int
@@ -181,13 +181,13 @@ class RankMetrics:
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` make a file, then rename it to ``path``; after an error the old file is still there."""
+    """Have ``write`` write a file, then rename it to ``path``; an error leaves the old file in place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")  # (NumPy chooses a format by the suffix)
     try:
         write(temporary)
         with temporary.open("rb") as written:
-            os.fsync(written.fileno())  # else the new name may reach the disk before the contents
+            os.fsync(written.fileno())  # otherwise the new name may reach the disk before the contents
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -212,7 +212,7 @@ def write_step_times(path: Path, ranks: Sequence[Sequence[float]]) -> None:
 def write_leaders(path: Path, histories: Sequence[Sequence[Pull]]) -> None:
     """Write pulls as CSV: ``time_s`` since the first, ``group`` (empty: all ranks), ``leader`` (empty: the center).
 
-    Of the ranks' histories, that of a group's first rank counts.
+    A group's pulls are taken from the history of its first rank.
     """
     first_of: dict[int, Sequence[Pull]] = {}
     for history in histories:
@@ -233,13 +233,13 @@ COLUMNS = (
 )
 """Columns of metrics.csv. ``seconds``: of training, on the slowest rank; ``slept_s`` and times of steps: of rank 0."""
 Row = Mapping[str, Any]
-"""An epoch's values of ``COLUMNS``."""
+"""Values of ``COLUMNS`` of an epoch."""
 AT_THE_END = ("summary.json", "step_times.csv", "leaders.csv")
-"""Files that a completed run leaves beside metrics.csv."""
+"""Files that a completed run writes in addition to metrics.csv."""
 
 
 class MetricsFile:
-    """metrics.csv: a line per epoch; opened for each, so that it can be read at any time.
+    """Writer of metrics.csv, a line per epoch. It is opened for each line, so that it can be read at any time.
 
     Raises:
         ValueError: the file of a resumed run has other columns.
@@ -248,7 +248,7 @@ class MetricsFile:
     def __init__(self, path: Path, resumed: bool) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not resumed:  # the end of an earlier run must not be taken for that of this one
+        if not resumed:  # the final files of an earlier run must not be mistaken for this run's
             for name in ("metrics.csv", *AT_THE_END):
                 path.with_name(name).unlink(missing_ok=True)
         if not path.exists():
@@ -281,7 +281,7 @@ TAGS = {
 
 
 class Reporter:
-    """Progress of rank 0, on the screen and in the logs, to which a resumed run appends; not ``enabled`` on others.
+    """Progress of rank 0 on the screen and in the logs, to which a resumed run appends; not ``enabled`` on other ranks.
 
     ``epochs`` is None if the clock ends the run; ``progress`` is as in the options.
     """
@@ -367,9 +367,9 @@ class Reporter:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary(JobCounts):
-    """The object of --summary. Other programs read it: keys do not change.
+    """Object of --summary. Other programs read it, so that its keys do not change.
 
-    ``steps`` are those of the rank with the most. Infinities and NaN are null in JSON.
+    ``steps`` is the maximum over the ranks. Infinities and NaN are null in JSON.
     """
 
     framework: str
@@ -386,7 +386,7 @@ class Summary(JobCounts):
     consensus_distance: float
 
     def write(self, path: Path) -> None:
-        """Write it as JSON, completely or not at all."""
+        """Write the summary as JSON, completely or not at all."""
         text = msgspec.json.format(msgspec.json.encode({key: getattr(self, key) for key in KEYS}), indent=2)
         write_atomically(path, lambda place: place.write_bytes(text + b"\n"))
 
@@ -421,7 +421,7 @@ def percentile(values: Any, percent: float) -> float | None:
 
 
 SHOWN_RANKS = 8
-"""Number of ranks that the text names one by one."""
+"""Maximum number of ranks that the text lists individually."""
 IN_HEAD = ("framework", "algorithm", "quorum", "world_size", "steps")
 
 

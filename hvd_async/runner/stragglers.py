@@ -1,4 +1,4 @@
-"""Injected stragglers: how long a rank sleeps before a step."""
+"""Injected stragglers: the seconds that a rank sleeps before a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvd_async.algorithms.option import Real, Whole
 
 FORMS = "none, random:K:SECONDS, rank:R:SECONDS or linear:SECONDS"
 _PARTS = {"none": 0, "random": 2, "rank": 2, "linear": 1}
-"""Number of parts after the name."""
+"""Number of parts after the name, by kind."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Injector:
         """Return the delays that a value of --inject describes.
 
         Raises:
-            ValueError: it is not one of ``FORMS``; with a hint.
+            ValueError: it is not one of ``FORMS``.
         """
         kind, *parts = spec.strip().split(":")
         if len(parts) != _PARTS.get(kind):
@@ -50,7 +50,7 @@ class Injector:
         """Refuse delays that do not fit a job of ``size`` ranks.
 
         Raises:
-            ValueError: with a hint.
+            ValueError: a delay names more ranks than there are.
         """
         if self.kind == "random" and self.number > size:
             raise ValueError(
@@ -70,7 +70,7 @@ class Injector:
         return rank * self.delay if self.kind == "linear" else 0.0
 
     def slowest(self, size: int) -> float:
-        """Return the longest delay of any rank in a step, in seconds: a synchronous step is not shorter."""
+        """Return the longest delay of any rank in a step, in seconds: a lower bound of a synchronous step."""
         if self.kind == "linear":
             return (size - 1) * self.delay
         return 0.0 if self.kind == "none" else self.delay

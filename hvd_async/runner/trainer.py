@@ -1,4 +1,4 @@
-"""The base of both frameworks' trainers, and the job as they see it."""
+"""Base of both frameworks' trainers, and their view of the job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HINT = "remove it, or start without --resume"
 
 
 class World(NamedTuple):
-    """The job; ``gather(value, name)`` is a collective that returns every rank's value, in order of rank."""
+    """Job of this rank; ``gather(value, name)`` is a collective that returns every rank's value, in rank order."""
 
     rank: int
     size: int
@@ -28,11 +28,11 @@ class World(NamedTuple):
 
 
 class Trainer(abc.ABC):
-    """A model with its optimizer, in some framework.
+    """Model with its optimizer, in some framework.
 
     Attributes:
         checkpoint_suffix: of its files.
-        opening: a notice before the first step, if that takes long.
+        opening: notice before the first step, if that is slow.
         optimizer: of the algorithm in ``options``, wrapped.
         skipped: steps of this rank that overflowed.
     """
@@ -60,7 +60,7 @@ class Trainer(abc.ABC):
 
     @abc.abstractmethod
     def fingerprint(self) -> object:
-        """Return what a checkpoint and the run that resumes it must have in common."""
+        """Return the settings that a checkpoint and the run that resumes it must have in common."""
 
     @abc.abstractmethod
     def save(self, path: Path, position: Position) -> None:
@@ -107,9 +107,9 @@ class Trainer(abc.ABC):
         """Load rank 0's checkpoint on every rank; return None if there is none. A collective.
 
         Raises:
-            ValueError: on every rank: it is damaged, is no checkpoint, or does not fit this run.
+            ValueError: on every rank, if it is damaged, is not a checkpoint, or does not fit this run.
         """
-        # An error is sent too: a rank that raised it alone would leave the others waiting.
+        # An error is broadcast too: if only one rank raised it, the others would wait forever.
         found = self._content_or_error(path) if world.rank == 0 and path.exists() else None
         content: dict[str, Any] | str | None = world.gather(found, "runner.checkpoint")[0]
         if content is None:
@@ -133,7 +133,7 @@ class Trainer(abc.ABC):
         if damaged is not None:
             return f"{path} is damaged, its part {damaged} has a wrong checksum: {HINT}"
         if not isinstance(content, dict):
-            return f"{path} is no checkpoint, it holds a {type(content).__name__}: {HINT}"
+            return f"{path} must be a checkpoint, got a {type(content).__name__}: {HINT}"
         if content.get("made_by") != self.fingerprint():
             return (
                 f"{path} was written by a run with {content.get('made_by')}, this one has {self.fingerprint()}: give "

@@ -1,1 +1,1 @@
-"""Whole training jobs, simulated: the production state machines, simulated ranks around them, a clock without sleep."""
+"""Simulation of training jobs: production state machines and workers, a simulated network and a simulated clock."""

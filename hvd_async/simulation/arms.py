@@ -1,4 +1,4 @@
-"""Simulated jobs by the names of their arms: what the ranks of each family do between two waits."""
+"""Simulated jobs by arm name: what the ranks of each family do between two waits."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from . import baselines
 
 
 class EagerJob(Job[EagerWorker]):
-    """Ranks that hand gradients over and apply rounds.
+    """Job of partial allreduce: ranks hand over gradients and apply rounds.
 
     Args:
-        arm: its name.
-        setup: what is simulated.
+        arm: name of the arm.
+        setup: the job to simulate.
         quorum, max_staleness, grace, pace: options of ``EagerOptimizer``.
         compression: of gradients.
     """
@@ -55,7 +55,7 @@ class EagerJob(Job[EagerWorker]):
     ) -> None:
         self._config = EagerConfig(quorum, max_staleness, grace, setup.seed, setup.buckets, pace)
         self._started = self._arrived = 0
-        """Buckets whose round was started for ranks that had arrived, which those of a drain are not; and these."""
+        """Bucket rounds with at least one arrived rank (a drain's may have none), and the ranks arrived in them."""
         sizes = Sizes(sent_bytes(setup.megabytes, compression) / setup.buckets)
         super().__init__(arm, setup, EagerStateMachine(0, range(setup.ranks)), sizes, own_pace=pace == "rounds")
 
@@ -101,12 +101,12 @@ class EagerJob(Job[EagerWorker]):
 
 
 class GossipJob(Job[GossipWorker]):
-    """Ranks that gossip, by any algorithm.
+    """Job of any gossip algorithm.
 
     Args:
-        arm: its name.
-        setup: what is simulated.
-        plan: who sends to whom.
+        arm: name of the arm.
+        setup: the job to simulate.
+        plan: senders and receivers of each step.
     """
 
     def __init__(self, arm: str, setup: Setup, plan: GossipPlan) -> None:
@@ -162,12 +162,12 @@ class GossipJob(Job[GossipWorker]):
 
 
 class LeaderJob(Job[LeaderWorker]):
-    """Ranks that are pulled towards leaders (LSGD) or the center (EASGD); groups are the hosts.
+    """Job of ranks that are pulled towards leaders (LSGD) or the center (EASGD); each host is a group.
 
     Args:
         arm: "lsgd" or "easgd".
-        setup: what is simulated.
-        global_period: steps between two pulls of all; those of groups come four times as often.
+        setup: the job to simulate.
+        global_period: steps between two pulls of all ranks; pulls of groups are four times as frequent.
     """
 
     def __init__(self, arm: str, setup: Setup, global_period: int | None = None) -> None:
@@ -180,7 +180,7 @@ class LeaderJob(Job[LeaderWorker]):
         self._config = LeaderConfig(arm, groups, options.get("local_period", period), period, "simulated")
         self._random = np.random.default_rng(setup.seed)
         self._started: dict[int, Counter[int]] = {}
-        """By group, the steps that its ranks had taken when its pull in flight started."""
+        """Steps that each rank had taken when the pull in flight started, by group."""
         self._pulls = self._completed_pulls = 0
         weights = sent_bytes(setup.megabytes, "none")
         machine = LeaderStateMachine(0, range(setup.ranks))
@@ -231,12 +231,12 @@ def job_of(arm: str, setup: Setup, **options: Any) -> Job[Any]:
     """Return the job of an arm that has a state machine.
 
     Args:
-        arm: such as "solo", "k7", "dpsgd-bf16", "local-int8-avg8", "lsgd".
-        setup: what is simulated.
+        arm: name, such as "solo", "k7", "dpsgd-bf16", "local-int8-avg8", "lsgd".
+        setup: the job to simulate.
         options: of ``EagerJob``, ``make_plan`` or ``LeaderJob``.
 
     Raises:
-        ValueError: there is no such arm.
+        ValueError: the arm is unknown.
     """
     name, how = read_name(arm), gossip_of(arm)
     if name.base in LEADERS:
@@ -247,7 +247,7 @@ def job_of(arm: str, setup: Setup, **options: Any) -> Job[Any]:
 
 
 def simulate(arm: str, setup: Setup, **options: Any) -> Outcome:
-    """Simulate an arm, ours or a rival's, and return its figures; the arguments are those of ``job_of``."""
+    """Simulate an arm of this library or of a rival, and return its figures. For the arguments see ``job_of``."""
     if read_name(arm).base in RIVALS:
         return baselines.simulate(arm, setup)
     found = job_of(arm, setup, **options).run()

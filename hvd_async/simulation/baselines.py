@@ -1,6 +1,6 @@
-"""Those that ours are compared with, from their schedule alone: synchronous SGD, averages every so many steps, pairs.
+"""Simulations of rivals from their schedules alone: synchronous SGD, periodic averaging, pairwise exchange.
 
-No state machine: every rank is in every collective.
+They need no state machine, since every rank takes part in every collective.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Times = NDArray[np.float64]
 
 
 class Level(NamedTuple):
-    """An average inside groups of so many ranks, numbered one after the other, every ``period`` steps."""
+    """Averaging every ``period`` steps within groups of ``group`` consecutive ranks."""
 
     group: int
     period: int
 
 
 def simulate(arm: str, setup: Setup) -> Outcome:
-    """Simulate a rival: "horovod" and "ddp", perhaps compressed, post-local SGD and torchft's, "decent-dp".
+    """Simulate a rival: "horovod" or "ddp", optionally compressed, post-local SGD, torchft's algorithms or "decent-dp".
 
     Raises:
-        ValueError: there is no such rival.
+        ValueError: the rival is unknown.
     """
     name = read_name(arm)
     size = sent_bytes(setup.megabytes, name.compression)
@@ -45,8 +45,8 @@ def simulate(arm: str, setup: Setup) -> Outcome:
 
 
 def synchronous(arm: str, setup: Setup, size: float) -> Outcome:
-    """All ranks average their gradients, ``size`` bytes, in every step; bucket by bucket during the backward pass, if
-    the set-up lets them overlap."""
+    """Simulate an average of all gradients, ``size`` bytes, in every step: bucket by bucket during the backward pass if
+    ``setup.overlap``."""
     network, ranks, buckets = setup.network, setup.ranks, setup.buckets
     seconds = network.allreduce_seconds(size / buckets, ranks)
 
@@ -62,8 +62,10 @@ def synchronous(arm: str, setup: Setup, size: float) -> Outcome:
 
 
 def averaged(arm: str, setup: Setup, size: float, levels: Sequence[Level]) -> Outcome:
-    """Ranks take local steps and average weights, ``size`` bytes, inside groups: hierarchical SGD, where there is more
-    than one level. At a step that ends several periods only the largest of these groups averages."""
+    """Simulate local steps and averages of weights, ``size`` bytes, in groups; several levels are hierarchical SGD.
+
+    At a step that ends several periods only the largest of these groups averages.
+    """
     ranks, network = setup.ranks, setup.network
 
     def end(step: int, begun: Times, computed: Times) -> Times:
@@ -86,7 +88,7 @@ def averaged(arm: str, setup: Setup, size: float, levels: Sequence[Level]) -> Ou
 
 
 def _pairs(arm: str, setup: Setup, size: float) -> Outcome:
-    """D-PSGD of its own peer-to-peer messages: a pair exchanges the weights with which it has begun a step."""
+    """Simulate D-PSGD over peer-to-peer messages: a pair exchanges the weights that it had at the start of the step."""
     graph, network = topology.bipartite_exponential(setup.ranks), setup.network
     seconds = size / network.bandwidth + network.hop + network.operation
 
@@ -101,7 +103,7 @@ def _pairs(arm: str, setup: Setup, size: float) -> Outcome:
 
 
 def collective(network: Network, at: float, seconds: float, ranks: int) -> float:
-    """Return when a collective ends for which all are ready at a time."""
+    """Return the end of a collective for which all ranks are ready at a given time."""
     start = np.ceil(at / network.cycle - 1e-9) * network.cycle if network.cycle else at
     return float(max(start, at) + network.agreement(ranks) + network.operation + seconds)
 
@@ -109,7 +111,7 @@ def collective(network: Network, at: float, seconds: float, ranks: int) -> float
 def _outcome(
     arm: str, setup: Setup, end: Callable[[int, Times, Times], Times], sent: float, collectives: int
 ) -> Outcome:
-    """Take all steps; ``end`` gives when each rank ends one, from its number and when ranks began and had computed."""
+    """Return the figures of all steps. ``end(step, begun, computed)`` returns when each rank ends a step."""
     begun, waited, first = np.zeros(setup.ranks), 0.0, 0.0
     for step, times in enumerate(setup.times, 1):
         if setup.barrier:

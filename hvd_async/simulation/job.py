@@ -1,8 +1,8 @@
-"""A simulated job: the ranks and the coordinator of production, in simulated time and on one thread.
+"""A simulated job: the production ranks and coordinator, in simulated time on one thread.
 
-Nothing of a protocol is modelled here. Each rank runs its worker's programs and reacts to commands; what takes time is
-computation, the network, Horovod's cycle and the coordinator's CPU. All ranks get a command at one time, when the last
-of them has it, since a collective starts with the last rank that submits it.
+The protocol itself is not modelled. Each rank runs its worker's programs and reacts to commands. Computation, the
+network, Horovod's cycle and the coordinator's CPU take time. A command reaches all ranks at the time at which the last
+of them receives it, since a collective starts with the last rank that submits it.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from hvd_async.simulation.schedule import Schedule
 
 
 class Setup(NamedTuple):
-    """Job to simulate, whatever its algorithm.
+    """Job to simulate, independent of its algorithm.
 
     Attributes:
-        times: seconds of computation, [steps, ranks]; a rank that takes more steps begins again with its first.
+        times: seconds of computation, [steps, ranks]; a rank that takes more steps repeats them from the first.
         network: between the ranks.
         megabytes: of weights, and of gradients, in float32.
-        buckets: parts in which gradients travel.
-        overlap: whether they do while the backward pass goes on; else when it has ended.
-        local_size: ranks of a host, which is a group under a leader.
+        buckets: number of parts in which gradients are sent.
+        overlap: whether they are sent during the backward pass; else after it.
+        local_size: ranks per host, which is a group under a leader.
         barrier: whether all ranks begin every step together.
-        window: seconds in which ranks that step at their own pace take as many steps as they can; None: until all
-            together have taken those of ``times``.
+        window: seconds in which ranks that step at their own pace take as many steps as they can; None: until they
+            have taken as many steps as ``times`` has, in total.
         drains: whether the job drains at its end.
-        untimed: steps of each rank at the start that do not count, in which ranks come to their rhythm.
-        seed: of what is drawn: majority's initiators, losses.
+        untimed: first steps of each rank that do not count, until the ranks reach a steady state.
+        seed: of the random draws: majority's initiators, losses.
     """
 
     times: Schedule
@@ -73,22 +73,21 @@ class Outcome(NamedTuple):
 
     Attributes:
         arm: its algorithm.
-        ranks: how many.
-        steps: of all ranks together that count.
-        seconds: from the first that counts until the last rank has taken its steps; the window, where ranks step at
-            their own pace.
-        steps_per_s: steps of a rank a second, the mean over the ranks.
-        staleness: rounds (gossip: steps, averagings; leaders: steps) between computing and applying, of all steps, and
-            how often each.
-        wait_s: seconds that a rank waits in a step, mean over ranks and steps.
-        sent_bytes: that a rank sends in a step, mean.
+        ranks: number of ranks.
+        steps: steps that count, of all ranks together.
+        seconds: from the first step that counts until the last rank has taken its steps; the window where ranks step
+            at their own pace.
+        steps_per_s: steps per second of a rank, the mean over the ranks.
+        staleness: histogram of the rounds (gossip: steps, averagings; leaders: steps) between computing and applying.
+        wait_s: seconds that a rank waits per step, mean over ranks and steps.
+        sent_bytes: bytes that a rank sends per step, mean.
         collectives: rounds, exchanges, averages and pulls.
-        contributors: ranks that had arrived when a round started, mean; None where there are no rounds.
+        contributors: mean number of ranks that had arrived when a round started; None without rounds.
         produced, applied: gradients handed over and applied (partial allreduce), messages sent and received (gossip),
-            until the end of the drain; equal where nothing is lost.
+            until the end of the drain; equal if nothing is lost.
         coordinator_s: the coordinator's simulated CPU time.
         drain_s: from the last step to the end of the drain.
-        actions: of the simulation: what it had to do.
+        actions: number of actions that the simulation ran.
     """
 
     arm: str
@@ -109,13 +108,13 @@ class Outcome(NamedTuple):
 
     @property
     def mean_staleness(self) -> float:
-        """The mean; 0 of nothing."""
+        """The mean; 0 if there was none."""
         count = sum(self.staleness.values())
         return sum(late * times for late, times in self.staleness.items()) / count if count else 0.0
 
     @property
     def max_staleness(self) -> int:
-        """The longest; 0 of nothing."""
+        """The maximum; 0 if there was none."""
         return max(self.staleness, default=0)
 
 
@@ -126,8 +125,8 @@ class Clock:
     """Simulated time in seconds, from 0.
 
     Attributes:
-        now: the time of the action that runs, or ran last.
-        actions: how many have run.
+        now: time of the current or the last action.
+        actions: number of actions that have run.
     """
 
     def __init__(self) -> None:
@@ -137,18 +136,18 @@ class Clock:
         self._asked = 0
 
     def at(self, when: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Have an action run at a time, which must not be over."""
+        """Schedule an action at a time that has not passed."""
         if when < self.now:
-            raise ValueError(f"at {self.now} s something is to happen at {when} s")
+            raise ValueError(f"at {self.now} s an action is to happen at {when} s, in the past")
         self._asked += 1
         heapq.heappush(self._heap, (when, self._asked, action, arguments))
 
     def after(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Have an action run so many seconds from now."""
+        """Schedule an action ``seconds`` from now."""
         self.at(self.now + seconds, action, *arguments)
 
     def run(self, over: Callable[[], bool], until: float = math.inf) -> bool:
-        """Run actions until ``over`` or the time ``until``; return whether it is over, False if nothing is left."""
+        """Run actions until ``over()`` or the time ``until``; return whether it is over, False if no action is left."""
         while not over():
             if not self._heap or self._heap[0][0] > until:
                 return False
@@ -159,17 +158,17 @@ class Clock:
 
 
 # -- the data plane ----------------------------------------------------------------------------------------------------
-# Collectives by name, as Horovod matches them: one starts when the last of its ranks has submitted it, and takes the
-# wire for as long as the network's model says. Vectors in it are tiny, and so are their sums; sizes are the job's.
+# Collectives are matched by name, as in Horovod: one starts when the last of its ranks has submitted it, and occupies
+# the wire for the time that the model of the network gives. Simulated vectors are tiny; sizes in bytes are the job's.
 
 
 class Sizes(NamedTuple):
-    """Bytes of what ranks exchange, whatever the size of the simulated vectors.
+    """Bytes that ranks exchange, independent of the size of the simulated vectors.
 
     Attributes:
-        reduced: of a vector that is summed between ends, or broadcast.
+        reduced: of a vector that is summed outside of drains, or broadcast.
         message: of a message of an exchange.
-        weights: of a vector of weights at an end.
+        weights: of a vector of weights in a drain.
     """
 
     reduced: float
@@ -178,13 +177,13 @@ class Sizes(NamedTuple):
 
 
 class Part:
-    """A rank's part in a collective: its handle.
+    """Handle of one rank's part in a collective.
 
     Attributes:
         rank: the rank that has submitted it.
-        vector: what it has submitted; messages are rows.
-        splits, coming: of an exchange, the rows to each rank and from each.
-        then: called with the result.
+        vector: the submitted vector; messages are rows.
+        splits, coming: of an exchange, the number of rows to each rank and from each.
+        then: callback that receives the result.
     """
 
     in_stages = False
@@ -194,11 +193,11 @@ class Part:
         self.then: Callable[[Vector], None] = lambda result: None
 
     def done(self) -> bool:
-        """Return False: a simulated collective calls ``then``."""
+        """Return False: a simulated collective calls ``then`` when it completes."""
         return False
 
     def result(self) -> Vector:
-        """Refuse: a simulated collective calls ``then``."""
+        """Raise: a simulated collective calls ``then`` when it completes."""
         raise RuntimeError("a simulated collective calls its function when it is complete")
 
     def seconds_to_poll(self) -> None:
@@ -214,14 +213,14 @@ class DataPlane:
 
     Args:
         clock: of the job.
-        network: the model.
+        network: model of the network.
         ranks: number of ranks in the job.
-        sizes: of what they exchange.
+        sizes: bytes that they exchange.
         settle: called after each completed collective with its name and its ranks.
 
     Attributes:
-        count: collectives that have started.
-        sent: bytes that a rank has sent between ends, mean over the ranks.
+        count: number of collectives that have started.
+        sent: bytes that a rank has sent outside of drains, mean over the ranks.
     """
 
     def __init__(
@@ -234,15 +233,15 @@ class DataPlane:
     ) -> None:
         self._clock, self._network, self._ranks, self._sizes, self._settle = clock, network, ranks, sizes, settle
         self._free = 0.0
-        """When the last collective of all ranks ends."""
+        """End of the last collective of all ranks, s."""
         self._groups: dict[Sequence[int], float] = {}
-        """When the last one of a group ends that has begun after it."""
+        """End of the last later collective of a group, s."""
         self._open: dict[tuple[str, Sequence[int]], dict[int, Part]] = {}
         self.count = 0
         self.sent = 0.0
 
     def join(self, name: str, members: Sequence[int], part: Part, cost: str, reduce: Reduce) -> Part:
-        """Submit a rank's part of a collective of these ranks; the last one starts it."""
+        """Submit a rank's part of a collective of these ranks; the last part starts it."""
         parts = self._open.setdefault((name, members), {})
         parts[part.rank] = part
         if len(parts) == len(members):
@@ -267,7 +266,7 @@ class DataPlane:
         self._clock.at(ends, self._complete, name, members, parts, reduce)
 
     def _seconds(self, name: str, parts: Sequence[Part], cost: str) -> float:
-        """Return how long a collective takes on the wire, and count what it sends."""
+        """Return the seconds of a collective on the wire, and count the bytes that it sends."""
         network, ranks = self._network, len(parts)
         ends = ".end." in name
         size = self._sizes.message if cost == "exchange" else self._sizes.weights if ends else self._sizes.reduced
@@ -289,7 +288,7 @@ class DataPlane:
 
 
 class RankCollectives:
-    """The data plane as one simulated rank sees it: ``Collectives`` of NumPy vectors."""
+    """Data plane of one simulated rank, on ``Collectives`` of NumPy vectors."""
 
     failure: type[Exception] = RuntimeError
     host = "simulated"
@@ -360,7 +359,7 @@ class RankCollectives:
         return next((tuple(group) for group in groups if self.rank in group), None)
 
     def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
-        """Refuse: simulated ranks have nothing to tell each other outside of optimizers."""
+        """Raise: simulated ranks exchange no objects outside of optimizers."""
         raise RuntimeError("simulated ranks gather no bytes")
 
     def start(self, wake: Any) -> None:
@@ -385,10 +384,10 @@ def _exchanged(parts: Sequence[Part]) -> Sequence[Vector]:
 
 
 class Coordinator:
-    """The coordinator of one optimizer, which handles one event after the other.
+    """Coordinator of one optimizer, which handles its events one at a time.
 
     Attributes:
-        cpu: seconds that its thread has worked.
+        cpu: CPU seconds of its thread.
     """
 
     def __init__(
@@ -396,25 +395,25 @@ class Coordinator:
     ) -> None:
         self._machine, self._clock, self._network, self._deliver = machine, clock, network, deliver
         self._queue: deque[tuple[int, Sequence[OptimizerEvent]]] = deque()
-        """Messages of ranks that are not handled yet, the one at work first."""
+        """Pending messages of ranks; the first is being handled."""
         self._free = 0.0
-        """When the thread has sent what it has to send."""
+        """Time until which the thread is busy with sending."""
         self._wakes_at: float | None = None
         self.cpu = 0.0
 
     def register(self, rank: int, event: OptimizerEvent) -> None:
-        """Take in the registration of a rank, before the clock starts."""
+        """Register a rank before the clock starts."""
         for command in self._machine.handle(rank, event, 0.0):
             self._deliver(command)
 
     def receive(self, rank: int, events: Sequence[OptimizerEvent]) -> None:
-        """Take in one message of a rank, with these events, as soon as those before it are handled."""
+        """Queue one message of a rank, with these events."""
         self._queue.append((rank, events))
         if len(self._queue) == 1:
             self._begin()
 
     def _begin(self) -> None:
-        """Work on the first message of the queue."""
+        """Handle the first message of the queue."""
         seconds = len(self._queue[0][1]) * self._network.event
         self.cpu += seconds
         at = max(self._clock.now, self._free) + seconds
@@ -446,7 +445,7 @@ class Coordinator:
             self._clock.at(max(deadline, self._clock.now), self._tick)
 
     def _send(self, commands: Sequence[Command]) -> None:
-        """Send commands of one event: together, so that a rank gets one message with all of them."""
+        """Send the commands of one event to each rank as one message."""
         if not commands:
             return
         ranks = max((self._machine.recipients(command) for command in commands), key=len)
@@ -461,7 +460,7 @@ class Coordinator:
 
 
 class Unlocked:
-    """A condition that nobody has to wait for: all happens on one thread."""
+    """Condition that never blocks, since everything runs on one thread."""
 
     def __enter__(self) -> None:
         """Do nothing."""
@@ -470,7 +469,7 @@ class Unlocked:
         """Do nothing."""
 
     def notify_all(self) -> None:
-        """Do nothing: after each action the job looks who may go on."""
+        """Do nothing: after each action the job checks which ranks can continue."""
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Return True."""
@@ -481,7 +480,7 @@ class Unlocked:
 
 
 Work = float | Wait
-"""What a training thread does next: compute for so many seconds, or wait."""
+"""Next action of a training thread: compute for this number of seconds, or wait for a condition."""
 HYPER: Hyper = [{"lr": 0.1}]
 
 
@@ -489,18 +488,18 @@ class Rank:
     """A simulated rank: the ``RankRuntime`` of its worker, and its training thread.
 
     Args:
-        index: its number.
-        job: the job.
+        index: number of the rank.
+        job: the simulated job.
 
     Attributes:
-        worker: its optimizer, of the family's own class.
+        worker: its optimizer's worker, of the family's own class.
         weights: of its model, shape (1,).
-        steps: that it has taken.
-        waited: seconds in its current step.
-        until: what its training thread waits for; None if it computes, or has ended.
-        since: when that began.
-        thread: computes and waits.
-        outbox: events that leave at the end of the action that runs.
+        steps: number of steps that it has taken.
+        waited: seconds of waiting in its current step.
+        until: condition that its training thread waits for; None if it computes or has ended.
+        since: start of that wait, s.
+        thread: its computations and waits.
+        outbox: events that are sent at the end of the current action.
     """
 
     elastic = replaced = False
@@ -529,7 +528,7 @@ class Rank:
         """Do nothing."""
 
     def call_soon(self, action: Callable[[], None]) -> None:
-        """Run it: the engine is as quick as that."""
+        """Run the action at once: the simulated engine takes no time."""
         action()
 
     def notify(self, action: Callable[[], None], hurry: bool = True) -> None:
@@ -538,14 +537,14 @@ class Rank:
 
     def wait(self, ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> None:
         """Refuse: the job runs programs."""
-        raise RuntimeError("a simulated rank runs programs")
+        raise RuntimeError("a simulated rank runs programs, it does not block")
 
     def drain(self, flush: bool = True, process_set: int | None = None) -> None:
         """Refuse: the job runs programs."""
         raise RuntimeError("a simulated rank runs drain_program()")
 
     def send(self, event: Any) -> None:
-        """Send with the other events of this action, in one message."""
+        """Queue an event for the message that is sent at the end of this action."""
         if not self.outbox:
             self._job.senders.append(self)
         self.outbox.append(event)
@@ -562,13 +561,13 @@ W = TypeVar("W", bound=Worker)
 
 
 class Job(abc.ABC, Generic[W]):
-    """A job of one algorithm: its ranks and its coordinator, as in production, in simulated time.
+    """Job of one algorithm: production ranks and coordinator in simulated time.
 
     Args:
-        arm: its name.
-        setup: what is simulated.
-        machine: the coordinator's.
-        sizes: of what ranks exchange.
+        arm: name of the arm.
+        setup: the job to simulate.
+        machine: state machine of the coordinator.
+        sizes: bytes that ranks exchange.
         own_pace: whether each rank takes as many steps as it can.
     """
 
@@ -580,7 +579,7 @@ class Job(abc.ABC, Generic[W]):
         self.plane = DataPlane(self.clock, setup.network, setup.ranks, sizes, self._completed)
         self.coordinator = Coordinator(machine, self.clock, setup.network, self._deliver)
         self.senders: list[Rank] = []
-        """Ranks with events that leave at the end of the action that runs."""
+        """Ranks with events that are sent at the end of the current action."""
         self.ranks = [Rank(index, self) for index in range(setup.ranks)]
         self.staleness: Counter[int] = Counter()
         self._own_pace = own_pace
@@ -602,7 +601,7 @@ class Job(abc.ABC, Generic[W]):
         """Run the job to its end and return its figures; None if it has not ended by the time ``until``.
 
         Raises:
-            RuntimeError: nobody can go on.
+            RuntimeError: a deadlock: no rank can continue.
         """
         if not self.clock.actions:
             for rank in self.ranks:
@@ -614,7 +613,7 @@ class Job(abc.ABC, Generic[W]):
             return self._outcome()
         if until == math.inf:
             stuck = [rank.rank for rank in self.ranks if rank.until is not None]
-            raise RuntimeError(f"ranks {stuck[:9]} wait for {self.machine.blocked_on()}: nobody can go on")
+            raise RuntimeError(f"ranks {stuck[:9]} wait for {self.machine.blocked_on()}: no rank can continue")
         return None
 
     def _over(self) -> bool:
@@ -646,7 +645,7 @@ class Job(abc.ABC, Generic[W]):
         return None
 
     def _staleness(self) -> Counter[int]:
-        """Return how late each gradient or message was, of all ranks."""
+        """Return the histogram of the staleness of all gradients or messages."""
         found = Counter(self.staleness)
         for rank in self.ranks:
             found.update(rank.worker.stats().staleness)
@@ -654,7 +653,7 @@ class Job(abc.ABC, Generic[W]):
 
     @abc.abstractmethod
     def _conserved(self) -> tuple[int, int]:
-        """Return what was produced, and what was applied."""
+        """Return the numbers of produced and of applied gradients or messages."""
 
     # -- training threads ---------------------------------------------------------------------------------------
 
@@ -679,7 +678,7 @@ class Job(abc.ABC, Generic[W]):
 
     @abc.abstractmethod
     def _step(self, rank: Rank, worker: W) -> Iterator[Work]:
-        """Take one step: compute, send, wait."""
+        """Yield the actions of one step: compute, send, wait."""
 
     def _has_finished(self, rank: Rank) -> bool:
         return self._stopped is not None if self._own_pace else rank.steps >= self.setup.steps
@@ -688,7 +687,7 @@ class Job(abc.ABC, Generic[W]):
         rank.steps += 1
         waited, rank.waited = rank.waited, 0.0
         if self._stopped is not None:
-            return  # of a rank at its own pace, after the window
+            return  # the window is over for a rank at its own pace
         self._total += 1
         self._waited += waited
         if self._total == self.setup.untimed * len(self.ranks):
@@ -700,11 +699,11 @@ class Job(abc.ABC, Generic[W]):
         self._stopped = self.clock.now
 
     def seconds_of(self, rank: Rank) -> float:
-        """Return how long a rank computes in its next step."""
+        """Return the seconds of computation of a rank's next step."""
         return float(self.setup.times[rank.steps % self.setup.steps, rank.rank])
 
     def _resume(self, rank: Rank) -> None:
-        """Let a training thread go on until it computes, waits or ends."""
+        """Run a training thread until it computes, waits or ends."""
         if rank.until is not None:
             rank.waited += self.clock.now - rank.since
             rank.until = None
@@ -721,24 +720,24 @@ class Job(abc.ABC, Generic[W]):
     # -- engines ------------------------------------------------------------------------------------------------
 
     def _deliver(self, command: Command) -> None:
-        """All ranks have a command."""
+        """Deliver a command to all ranks."""
         for rank in self.machine.recipients(command):
             self.ranks[rank].worker.on_command(command)
         self._settle()
 
     def _completed(self, name: str, ranks: Sequence[int]) -> None:
-        """Note that a collective of these ranks has completed."""
+        """Finish the action in which a collective of these ranks completes."""
         self._settle()
 
     def _settle(self) -> None:
-        """End an action of engines: send their events, and let those go on whose waiting is over."""
+        """End an action of the engines: send their events, and resume the threads whose wait is over."""
         self._send()
         for rank in [rank for rank in self._waiting.values() if rank.until is not None and rank.until()]:
             del self._waiting[rank.rank]
             self.clock.after(0.0, self._resume, rank)
 
     def _send(self) -> None:
-        """Send each rank's events of the action that ends, in one message."""
+        """Send the events of the ending action, one message per rank."""
         senders, self.senders = self.senders, []
         for rank in senders:
             events, rank.outbox = rank.outbox, []

@@ -1,4 +1,4 @@
-"""Arms, and what their names mean: rivals, quorums of partial allreduce, algorithms of gossip and of leaders. Pure."""
+"""Names of arms: rivals, quorums of partial allreduce, algorithms of gossip and of leaders. Pure."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from hvd_async.algorithms.gossip.config import ALGORITHMS, COMPRESSIONS
 
 ARMS = ("horovod", "ddp", "all", "majority", "solo", "auto")
 OUTER = ("local", "slowmo", "diloco")
-"""Those that take local steps, and average all ranks while they take the next ones."""
+"""Algorithms that take local steps, and average all ranks during the next ones."""
 GOSSIP = {name: name for name in ("sgp", "osgp", "dpsgd", "adpsgd", "exact-diffusion", "noloco", *OUTER)}
 GOSSIP |= {"local-sgd": "allreduce"}
-"""Their algorithms."""
+"""Algorithms of ``LeaderOptimizer``."""
 LEADERS = ("lsgd", "easgd")
 SYNCHRONOUS = ("horovod", "ddp", "all")
 LOCAL_RIVALS = ("post-local-sgd", "decent-dp", "torchft", "torchft-diloco")
-"""torch's own post-local SGD, D-PSGD as the package decent-dp has it, torchft's local SGD and DiLoCo: their ranks'
-weights differ."""
+"""Rivals whose ranks have different weights: torch's post-local SGD, decent-dp's D-PSGD, torchft's local SGD and
+DiLoCo."""
 LOCAL_PERIOD = 4
-"""Steps between two averages of local SGD, whoever's it is: that of torch's own example."""
+"""Steps between two averages of local SGD, in this library and in rivals: the value of torch's example."""
 COMPRESSED = (*COMPRESSIONS[1:], "powersgd")
 """Names of compressions that may follow an arm's base."""
 RIVALS = ("horovod", "ddp", *LOCAL_RIVALS)
 OF_HOSTS = "-hosts"
-"""The end of an arm's name whose ranks of a host act as one."""
+"""Suffix of arms in which the ranks of a host act as one."""
 QUASI_GLOBAL = "-qg"
-"""The end of the name of an arm that gossips with quasi-global momentum."""
+"""Suffix of gossip arms with quasi-global momentum."""
 IN_STEP = ("post-local-sgd", "torchft", "torchft-diloco")
-"""They wait for others in the optimizer's step."""
+"""Arms whose ranks wait for others in the optimizer's step."""
 
 
 class Name(NamedTuple):
-    """An arm's name, read: a base, then perhaps ``-COMPRESSION``, ``-avgN``, ``-qg`` and ``-hosts``, as in
+    """Parsed name of an arm: a base, optionally followed by ``-COMPRESSION``, ``-avgN``, ``-qg`` and ``-hosts``, as in
     ``dpsgd-bf16-avg4``.
 
     Attributes:
         base: a rival, ``plain``, an algorithm of gossip or of leaders, or a quorum.
-        compression: of what it sends.
-        average_every: steps after which all ranks are averaged; 0: never.
+        compression: of its messages or gradients.
+        average_every: number of steps after which all ranks are averaged; 0: never.
         hosts: whether the ranks of a host act as one.
         quasi_global: whether gossip corrects the momentum.
     """
@@ -50,7 +50,7 @@ class Name(NamedTuple):
 
 
 class Gossip(NamedTuple):
-    """An arm that gossips: arguments of ``GossipOptimizer`` and of ``make_plan``."""
+    """Gossip arm: arguments of ``GossipOptimizer`` and of ``make_plan``."""
 
     algorithm: str
     compression: str
@@ -59,10 +59,10 @@ class Gossip(NamedTuple):
 
 
 def read_name(arm: str) -> Name:
-    """Return what an arm's name says; whether there is such a base is not looked at.
+    """Parse the name of an arm; the base is not checked.
 
     Raises:
-        ValueError: an algorithm of gossip is followed by what none of them has.
+        ValueError: the suffix of a gossip algorithm is not one that gossip supports.
     """
     rest, compression, every = arm.removesuffix(OF_HOSTS), "none", 0
     quasi_global, rest = rest.endswith(QUASI_GLOBAL), rest.removesuffix(QUASI_GLOBAL)
@@ -81,25 +81,25 @@ def read_name(arm: str) -> Name:
 
 
 def compression_of(arm: str) -> tuple[str, str]:
-    """(The arm's base, compression): of ``horovod-fp16`` that is ("horovod", "fp16"), of others "none"."""
+    """Split an arm into base and compression: ("horovod", "fp16") for ``horovod-fp16``; without a suffix "none"."""
     return read_name(arm)[:2]
 
 
 def gossip_of(arm: str) -> Gossip | None:
-    """Return what an arm such as ``sgp`` or ``dpsgd-int8`` does; None of one that does not gossip.
+    """Return the gossip options of an arm such as ``sgp`` or ``dpsgd-int8``; None if it does not gossip.
 
     Raises:
-        ValueError: there is no such compression.
+        ValueError: the compression is unknown.
     """
     base, compression, every, _, quasi_global = read_name(arm)
     return Gossip(GOSSIP[base], compression, every, quasi_global) if base in GOSSIP else None
 
 
 def quorum_of(arm: str) -> str | int | float:
-    """The ``quorum=`` of one of our arms: a name, ``k6`` for six ranks, or a fraction such as ``0.75``.
+    """Return the ``quorum=`` of an arm of this library: a name, ``k6`` for six ranks, or a fraction such as ``0.75``.
 
     Raises:
-        ValueError: there is no such arm.
+        ValueError: the arm is unknown.
     """
     if arm in ARMS and arm not in RIVALS:
         return arm
@@ -110,11 +110,11 @@ def quorum_of(arm: str) -> str | int | float:
     except ValueError:
         fraction = 0.0
     if not 0.0 < fraction <= 1.0:
-        raise ValueError(f"there is no arm {arm!r}: say {', '.join(ARMS)}, k3 for three ranks, or a fraction")
+        raise ValueError(f"there is no arm {arm!r}: pass {', '.join(ARMS)}, k3 for three ranks, or a fraction")
     return fraction
 
 
 def waits_for_nobody(arm: str) -> bool:
-    """Return whether under an arm each rank steps at its own pace, whatever the others do."""
+    """Return whether each rank of an arm steps at its own pace, independently of the others."""
     how = gossip_of(arm)
     return arm in LEADERS or (how is not None and ALGORITHMS[how.algorithm].pairs)

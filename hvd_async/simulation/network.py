@@ -1,4 +1,4 @@
-"""A model of the network and of the software around it: the seconds that messages and collectives take. Pure."""
+"""Model of the network and of the software around it: durations of messages and collectives. Pure."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import NamedTuple
 
 INPUTS, CLASSES = 64, 10
 PAYLOAD = 0.956
-"""Share of payload in TCP's packets on Ethernet: 1448 of 1514 bytes."""
+"""Share of payload in TCP packets on Ethernet: 1448 of 1514 bytes."""
 BYTES = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0 + 4 / 2048}
 """Bytes of an element in a message; int8 has a scale for every 2,048 elements."""
 
 
 def widths(megabytes: float) -> tuple[int, ...]:
-    """Return the widths of a classifier of digits whose weights, float32, have so many MB: two hidden layers' alike."""
+    """Return the widths of a digits classifier with two equal hidden layers and ``megabytes`` of float32 weights."""
     side = round(math.sqrt(megabytes * 1e6 / 4 + (INPUTS + CLASSES) ** 2 / 4) - (INPUTS + CLASSES) / 2)
     return (INPUTS, side, side, CLASSES)
 
 
 def power_sgd_megabytes(megabytes: float) -> float:
-    """Return what PowerSGD reduces in place of its gradients: of each matrix two of rank 1, if these have less than
-    half as many elements, biases as they are."""
+    """Return the MB that PowerSGD reduces instead of the gradients: each matrix becomes two matrices of rank 1 if
+    these have less than half as many elements; biases are unchanged."""
     elements = 0
     for into, out in itertools.pairwise(widths(megabytes)):
         factors = into + out
@@ -33,27 +33,27 @@ def power_sgd_megabytes(megabytes: float) -> float:
 
 
 BACKWARD = 2 / 3
-"""Share of the backward pass in a step's computation: twice the work of the forward pass."""
+"""Share of the backward pass, twice the work of the forward pass, in a step's computation."""
 
 
 # -- seconds of messages and collectives -------------------------------------------------------------------------------
 
 
 class Network(NamedTuple):
-    """Times in seconds. What is not given is free, so that a default network costs nothing.
+    """Parameters of the network, times in seconds. All are free by default.
 
     Attributes:
         latency: of a message between a rank, or its relay, and the coordinator, one way.
-        relay: ranks of a host that share a relay; 0: each rank is connected by itself.
+        relay: ranks of a host that share a relay; 0: each rank has its own connection.
         relay_latency: between a rank and its relay, one way.
         event: the coordinator's CPU time for an event.
         sending: the coordinator's CPU time for a message to a rank, or to a relay.
         bandwidth: of a rank's link in bytes/s, each way at once.
-        hop: of data between two ranks.
-        cycle: Horovod looks for collectives that may start every so often.
-        operation: software around a collective, whatever it carries.
-        peer: software of an ``alltoall`` for each rank in it, also those that nothing is sent to.
-        allreduce: "ring", "tree", or "best", the quicker of both.
+        hop: latency of data between two ranks.
+        cycle: period in which Horovod starts collectives.
+        operation: software overhead of a collective, independent of its size.
+        peer: software overhead of an ``alltoall`` per participating rank, including ranks that receive nothing.
+        allreduce: "ring", "tree", or "best", the faster of the two.
     """
 
     latency: float = 0.0
@@ -69,7 +69,7 @@ class Network(NamedTuple):
     allreduce: str = "ring"
 
     def to_coordinator(self) -> float:
-        """Return how long a message to the coordinator, or from it, is on its way."""
+        """Return the seconds of a message to or from the coordinator."""
         return self.latency + (self.relay_latency if self.relay else 0.0)
 
     def command_cpu(self, ranks: int) -> float:
@@ -77,11 +77,11 @@ class Network(NamedTuple):
         return self.sending * (math.ceil(ranks / self.relay) if self.relay else ranks)
 
     def agreement(self, ranks: int) -> float:
-        """Return how long ranks take to find that a collective is ready on all: a small reduction and its result."""
+        """Return the seconds of the agreement that a collective is ready on all: a small reduction and its result."""
         return 2 * _levels(ranks) * self.hop
 
     def allreduce_seconds(self, size: float, ranks: int) -> float:
-        """Return how long an allreduce of ``size`` bytes takes on the wire."""
+        """Return the seconds of an allreduce of ``size`` bytes on the wire."""
         if ranks < 2:
             return 0.0
         ring = 2 * (ranks - 1) * (size / ranks / self.bandwidth + self.hop)
@@ -89,21 +89,21 @@ class Network(NamedTuple):
         return {"ring": ring, "tree": tree, "best": min(ring, tree)}[self.allreduce]
 
     def alltoall_seconds(self, busiest: float, ranks: int) -> float:
-        """Return how long an ``alltoall`` of all ranks takes; ``busiest``: bytes of the busiest link, of one way."""
+        """Return the seconds of an ``alltoall`` of all ranks; ``busiest``: bytes of the busiest link, one way."""
         return busiest / self.bandwidth + (self.hop if busiest else 0.0) + self.peer * ranks
 
     def broadcast_seconds(self, size: float, ranks: int) -> float:
-        """Return how long a broadcast of ``size`` bytes down a binomial tree takes."""
+        """Return the seconds of a broadcast of ``size`` bytes over a binomial tree."""
         return _levels(ranks) * (size / self.bandwidth + self.hop)
 
 
 def ring_bytes(size: float, ranks: int) -> float:
-    """Return what a rank sends in a ring allreduce of ``size`` bytes."""
+    """Return the bytes that a rank sends in a ring allreduce of ``size`` bytes."""
     return 2 * (ranks - 1) / ranks * size
 
 
 def sent_bytes(megabytes: float, compression: str) -> float:
-    """Return the bytes of so many MB of weights or gradients in float32 when they are sent."""
+    """Return the bytes on the wire of ``megabytes`` of float32 weights or gradients."""
     if compression == "powersgd":
         return 1e6 * power_sgd_megabytes(megabytes)
     return 1e6 * megabytes * BYTES[compression] / BYTES["none"]

@@ -1,1 +1,1 @@
-"""The trace of a run: when each rank computed and when it waited, step by step; a file per rank."""
+"""Trace of a run: when each rank computed and when it waited, step by step; a file per rank."""

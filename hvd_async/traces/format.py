@@ -1,4 +1,4 @@
-"""The trace of a run as files: a folder with ``rank.N.jsonl`` for each rank N: a header, then a line per step. Pure.
+"""File format of a trace: a folder with ``rank.N.jsonl`` per rank N, which has a header, then a line per step. Pure.
 
 Times are Unix times in seconds by the rank's own clock.
 """
@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from hvd_async.algorithms.eager.quorum import waits_for_all
 
-# -- what is written ---------------------------------------------------------------------------------------------------
+# -- the format --------------------------------------------------------------------------------------------------------
 
 
 VERSION = 1
-"""The format's."""
+"""Version of the format."""
 HOROVOD = "horovod"
 """``Header.algorithm`` of ``hvd.DistributedOptimizer``."""
 DDP = "ddp"
@@ -31,24 +31,24 @@ FSDP = "fsdp"
 SYNCHRONOUS = (HOROVOD, DDP, FSDP)
 """Algorithms in which every rank waits for all others in every step."""
 PLAIN = "none"
-"""``Header.algorithm`` of an optimizer that is not wrapped, and of a loop with marks of its own."""
+"""``Header.algorithm`` of an optimizer that is not wrapped, and of a loop that sets its own marks."""
 
 
 class Header(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The first line of a rank's file.
+    """First line of a rank's file.
 
     Attributes:
         version: of the format.
         rank: from 0.
         ranks: number of ranks of the job.
-        host: the name of the rank's machine.
-        framework: "torch", "keras", or a name given by the script.
+        host: name of the rank's machine.
+        framework: "torch", "keras", or a name passed by the script.
         algorithm: "horovod", "ddp", "fsdp"; "eager", "sgp" and so on; "none".
         options: of the optimizer, by name.
         parameter_bytes: of the trained parameters; gradients have as many.
-        buckets: parts in which gradients travel; 0: unknown.
-        synchronized: whether the device was synchronized before each mark, so that times on a GPU are true.
-        clock_ahead_s: seconds that this rank's clock is ahead of rank 0's; None: unknown.
+        buckets: number of parts in which gradients are sent; 0: unknown.
+        synchronized: whether the device was synchronized before each mark, so that times on a GPU are correct.
+        clock_ahead_s: seconds by which this rank's clock is ahead of rank 0's; None: unknown.
         run: identifies the run, the same on all ranks; None: unknown.
     """
 
@@ -70,10 +70,10 @@ class Step(msgspec.Struct, frozen=True):
     """One step of a rank.
 
     Attributes:
-        begin_s: when it began: the end of the step before.
-        arrived_s: when the gradients were ready; from here on the rank waits for others.
-        released_s: when the wait ended.
-        done_s: when the optimizer's step returned.
+        begin_s: start of the step: the end of the previous one.
+        arrived_s: time at which the gradients were ready, and the wait for other ranks began.
+        released_s: end of the wait.
+        done_s: return of the optimizer's step.
     """
 
     begin_s: float
@@ -88,22 +88,22 @@ def file_of(folder: Path, rank: int) -> Path:
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
-# Reads a trace and checks that it has all ranks of one run, with enough steps.
+# Reading checks that a trace has all ranks of one run, with enough steps.
 
 
 Times = NDArray[np.float64]
 LEAST = 20
-"""Least number of steps of a trace."""
+"""Minimum number of steps of a trace."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Trace of a run: the steps that all ranks have recorded, without the first ones.
+    """Trace of a run: the steps that all ranks have recorded, without the skipped first ones.
 
     Attributes:
         headers: by rank.
         begin, arrived, released, done: Unix times in s by each rank's own clock, [steps, ranks].
-        left_out: number of first steps that are not in it.
+        left_out: number of skipped first steps.
     """
 
     headers: Sequence[Header]
@@ -140,7 +140,7 @@ class Trace:
 
     @property
     def local_size(self) -> int:
-        """Ranks per host; 1 where hosts differ in their number, or a host's ranks are not consecutive."""
+        """Ranks per host; 1 if hosts differ in their number, or if a host's ranks are not consecutive."""
         hosts = [header.host for header in self.headers]
         size = hosts.count(hosts[0])
         groups = [set(hosts[first : first + size]) for first in range(0, len(hosts), size)]
@@ -155,7 +155,7 @@ class Trace:
 
     @property
     def clocks_ahead(self) -> Times | None:
-        """Seconds that each rank's clock is ahead of rank 0's, [ranks]; None if that is unknown.
+        """Seconds by which each rank's clock is ahead of rank 0's, [ranks]; None if unknown.
 
         Ranks of one host share a clock. Clocks of hosts are compared at the ends of waits, which all ranks reach
         together, by the median of the differences.
@@ -176,14 +176,14 @@ def read_trace(folder: str | os.PathLike[str], skip: int = 3, least: int = LEAST
 
     Args:
         folder: with the files of all ranks.
-        skip: number of first steps to leave out, in which caches fill and ranks meet.
-        least: number of steps that must remain.
+        skip: number of first steps to leave out, in which caches fill and ranks connect.
+        least: minimum number of remaining steps.
 
     Raises:
-        ValueError: the trace is incomplete; the message says what is missing.
+        ValueError: the trace is incomplete; the message names the missing part.
     """
     if skip < 0:
-        raise ValueError(f"skip={skip}: leave out 0 steps or more")
+        raise ValueError(f"skip must be a number of steps, at least 0, got {skip}")
     path = Path(folder)
     first = file_of(path, 0)
     if not first.exists():
@@ -228,10 +228,10 @@ def _read(path: Path) -> tuple[Header, list[Step]]:
             raise ValueError(f"{path} is in version {version} of the format, this is hvd_async for {VERSION}")
         return msgspec.json.decode(head, type=Header), [msgspec.json.decode(x, type=Step) for x in lines[:-1]]
     except msgspec.MsgspecError as error:
-        raise ValueError(f"{path} is no file of a trace: {error}") from error
+        raise ValueError(f"{path} cannot be read as a file of a trace: {error}") from error
 
 
 class _Version(msgspec.Struct):
-    """The part of a header by which to read the rest."""
+    """Part of a header that determines how to read the rest."""
 
     version: int

@@ -1,6 +1,6 @@
-"""Recording of an optimizer's steps: of a given torch optimizer, or of the first one that an unchanged script makes.
+"""Recording of the steps of a given torch optimizer, or of the first optimizer that an unchanged script makes.
 
-It imports no framework, and uses only names of their modules.
+The module imports no framework; it refers to frameworks by the names of their modules.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def recorded(
 ) -> Recorder:
     """Record the steps of a torch optimizer from now on; return the recorder.
 
-    A Horovod optimizer waits in ``synchronize()``; ours counts its waits. The waits of others are unknown, and recorded
-    as none.
+    A Horovod optimizer waits in ``synchronize()``; this library's optimizers count their waits. Waits of other
+    optimizers are unknown, and recorded as 0.
 
     Args:
         optimizer: the one that the training loop steps.
         folder: of the trace.
-        rank, ranks: this rank, and the number of ranks.
-        synchronize: waits for the device; called before each mark.
+        rank, ranks: number of this rank, and of all ranks.
+        synchronize: function that waits for the device, called before each mark.
 
     Raises:
         ValueError: the optimizer is recorded already, or only some ranks share it.
@@ -74,7 +74,7 @@ def check_all_ranks(driver: Any, ranks: int) -> None:
     """Check that all ranks share an optimizer.
 
     Args:
-        driver: of one of our optimizers; None for others.
+        driver: of an optimizer of this library; None for others.
         ranks: of the job.
 
     Raises:
@@ -99,16 +99,16 @@ def _described(optimizer: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _nothing() -> None:
-    """Wait for no device."""
+    """Do nothing: there is no device to wait for."""
 
 
 def _replace(optimizer: Any, name: str, function: Callable[..., Any]) -> None:
-    """Replace a method of an optimizer. (By a bound one: torch's schedulers inspect it.)"""
+    """Replace a method of an optimizer by a bound one, since torch's schedulers inspect it."""
     setattr(optimizer, name, types.MethodType(function, optimizer))
 
 
 def waited_s(optimizer: Any) -> float:
-    """Return the seconds that one of our optimizers has waited since the last membership change."""
+    """Return the seconds that an optimizer of this library has waited since the last membership change."""
     worker = optimizer._async.worker
     return 0.0 if worker is None else float(worker.wait_s)
 
@@ -116,7 +116,7 @@ def waited_s(optimizer: Any) -> float:
 def _stepping(
     step: Callable[..., Any], recorder: Recorder, before: Callable[[], None], ours: bool, seen: float
 ) -> Callable[..., Any]:
-    """Return a method that marks ``step``; ``seen``: seconds that one of our optimizers has waited so far."""
+    """Return a method that marks ``step``; ``seen``: seconds that an optimizer of this library has waited so far."""
 
     @functools.wraps(step)
     def timed(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -153,29 +153,29 @@ def _synchronizing(
 
 # -- the first optimizer of a script -----------------------------------------------------------------------------------
 # Factories record the optimizer that they return. They are replaced when the script imports their module, so that
-# nothing is imported that it does not need.
+# nothing else is imported.
 
 
 FACTORIES: Mapping[str, Sequence[str]] = {
     "horovod.torch": ("DistributedOptimizer",),
     "hvd_async.torch": ("DistributedOptimizer", "EagerOptimizer", "GossipOptimizer", "LeaderOptimizer"),
 }
-"""Factories of optimizers by module. Our ``DistributedOptimizer`` is Horovod's, or without Horovod our own."""
+"""Factories of optimizers by module. This library's ``DistributedOptimizer`` is Horovod's if that is installed."""
 
 
 def record_what_is_made(folder: Path, synchronize: bool = False) -> list[str]:
-    """Have the first optimizer of this process recorded: the first that a factory makes, or that steps in a job of
-    ``torch.distributed``. Call it before the modules are imported.
+    """Record the first optimizer of this process: the first that a factory makes, or that steps in a job of
+    ``torch.distributed``. Call this before the modules are imported.
 
     Args:
         folder: of the trace.
         synchronize: wait for the GPU before each mark.
 
     Returns:
-        The name of what is recorded, then of factories that have made further optimizers; it grows.
+        The name of the recorded optimizer, then of factories that make further optimizers; the list grows.
 
     Raises:
-        ValueError: a module that is to be instrumented is imported already.
+        ValueError: a module to instrument is already imported.
     """
     made: list[str] = []
     recordings: list[Callable[..., Any]] = []
@@ -217,7 +217,7 @@ def record_what_is_made(folder: Path, synchronize: bool = False) -> list[str]:
 
 
 def _waiting(optimizer: Any) -> Callable[[], None] | None:
-    """Return a function that waits for the optimizer's device; None where that is the CPU."""
+    """Return a function that waits for the optimizer's device; None if that is the CPU."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.is_cuda:
@@ -227,10 +227,10 @@ def _waiting(optimizer: Any) -> Callable[[], None] | None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finder that has modules instrumented after they are executed; it finds them by the other finders.
+    """Import finder that instruments modules after their execution; it delegates the search to the other finders.
 
     Args:
-        instruments: by a module's name, the function to call with the module.
+        instruments: function to call with the module, by module name.
     """
 
     def __init__(self, instruments: Mapping[str, Instrument]) -> None:
@@ -249,13 +249,13 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Loader that loads by another one, then calls ``instrument`` with the module."""
+    """Import loader that wraps another one, then calls ``instrument`` with the module."""
 
     def __init__(self, loader: Any, instrument: Instrument) -> None:
         self._loader, self._instrument = loader, instrument
 
     def __getattr__(self, name: str) -> Any:
-        """Return other attributes of that loader, such as the source or resources."""
+        """Return other attributes of the wrapped loader, such as the source or resources."""
         return getattr(self._loader, name)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:

@@ -1,4 +1,4 @@
-"""Records a rank's steps into its file of a trace. A training thread calls it; lines are written in batches."""
+"""Recorder of a rank's steps, called by the training thread; it writes a trace file in batches of lines."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ import msgspec
 from hvd_async.traces.format import PLAIN, VERSION, Header, Step, file_of
 
 BUFFERED = 512
-"""Steps that are buffered at most."""
+"""Maximum number of buffered steps."""
 WRITES_EACH = 2.0
-"""Seconds after which fewer are written, too: a job may be killed."""
+"""Seconds after which fewer steps are written, since a job may be killed."""
 LAUNCHES = ("HOROVOD_GLOO_RENDEZVOUS_PORT", "PMIX_NAMESPACE", "SLURM_STEP_ID", "MASTER_PORT")
-"""Variables that launchers set to the same value on all ranks, and mostly to another in each run; the first that is set
-counts. Of horovodrun on Gloo and what starts ranks as it does; Open MPI, and SLURM with PMIx; SLURM; torchrun."""
+"""Variables that launchers set to one value on all ranks, usually a new one per run; the first one that is set counts.
+
+They belong to horovodrun on Gloo and compatible launchers; Open MPI, and SLURM with PMIx; SLURM; torchrun.
+"""
 
 
 class Recorder:
-    """Marks of one rank, for a loop of your own; ``hvd_async.torch.record`` sets them for an optimizer.
+    """Recorder of one rank's marks, for your own loop; ``hvd_async.torch.record`` sets them for an optimizer.
 
     In each step call ``arrived()`` when the gradients are ready, ``released()`` when those of all ranks are (optional),
     and ``done()`` at the end of the step; or only ``stepped()``. The time between ``done()`` and the next ``arrived()``
@@ -33,18 +35,18 @@ class Recorder:
     Args:
         folder: of the trace, created if missing. This rank's file of an earlier run is replaced; files of ranks that
             the job does not have are removed.
-        rank: this one, from 0.
-        ranks: of the job.
+        rank: number of this rank, from 0.
+        ranks: number of ranks of the job.
         framework: a name, for reports.
         algorithm, options: of the optimizer; see ``Header``.
         parameter_bytes: of the trained parameters.
-        buckets: parts in which gradients are sent; 0: unknown.
-        synchronized: whether times are of a device that is synchronized before each mark.
+        buckets: number of parts in which gradients are sent; 0: unknown.
+        synchronized: whether the device is synchronized before each mark.
         run: identifies the run, the same on all ranks; None: taken from the launcher's variables.
         clock: returns monotonic seconds.
 
     Raises:
-        ValueError: there is no such rank.
+        ValueError: ``rank`` is not below ``ranks``.
         OSError: the folder cannot be written.
     """
 
@@ -63,7 +65,7 @@ class Recorder:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if not 0 <= rank < ranks:
-            raise ValueError(f"rank {rank} of {ranks}: ranks are numbered from 0")
+            raise ValueError(f"rank must be from 0 to {ranks - 1}, got rank {rank} of {ranks}")
         self.header = Header(
             version=VERSION,
             rank=rank,
@@ -88,14 +90,14 @@ class Recorder:
         path.mkdir(parents=True, exist_ok=True)
         _remove_beyond(path, ranks)
         own = file_of(path, rank)
-        own.unlink(missing_ok=True)  # not emptied: an earlier recorder may still have it open, and lines to write
+        own.unlink(missing_ok=True)  # not truncated: an earlier recorder may still have it open, with lines to write
         self._ends = contextlib.ExitStack()
         self._file = self._ends.enter_context(own.open("wb"))
         self._file.write(msgspec.json.encode(self.header) + b"\n")
         self._file.flush()
 
     def arrived(self, waited_s: float = 0.0) -> None:
-        """Mark that this step's gradients are ready. Of several marks in a step the first counts.
+        """Mark that this step's gradients are ready. The first mark of a step counts.
 
         Args:
             waited_s: seconds that the rank has already waited since then.
@@ -105,7 +107,7 @@ class Recorder:
             self._arrived = max(now - waited_s, now if self._begin is None else self._begin)
 
     def released(self, waited_s: float | None = None) -> None:
-        """Mark the end of the wait; of several marks in a step the last counts.
+        """Mark the end of the wait. The last mark of a step counts.
 
         Args:
             waited_s: seconds of the wait, if known; None: since the arrival.
@@ -140,7 +142,7 @@ class Recorder:
         """Mark the end of a step without any other mark.
 
         Args:
-            waited_s: seconds that the rank has waited in it, taken to be its end; the rest is computation.
+            waited_s: seconds that the rank has waited in it, assumed to be at its end; the rest is computation.
         """
         now = self._clock()
         begin = now if self._begin is None else self._begin
@@ -170,7 +172,7 @@ class Recorder:
 
 
 def launched(environment: Mapping[str, str]) -> str | None:
-    """Return what identifies a launch, from the environment of any of its ranks; None if no launcher is known."""
+    """Return an identifier of the launch, equal on all its ranks; None if the launcher is unknown."""
     name = next((name for name in LAUNCHES if environment.get(name)), None)
     if name is None:
         return None
@@ -179,7 +181,7 @@ def launched(environment: Mapping[str, str]) -> str | None:
 
 
 def _remove_beyond(folder: Path, ranks: int) -> None:
-    """Remove files of ranks that only an earlier run had: no rank of this run would replace them."""
+    """Remove files of ranks that only an earlier run had, which no rank of this run would replace."""
     for path in folder.glob("rank.*.jsonl"):
         number = path.name.split(".")[1]
         if number.isdecimal() and int(number) >= ranks:

@@ -1,4 +1,4 @@
-"""A picture of a trace: a row per rank with its computation and its waits. Needs matplotlib."""
+"""Picture of a trace: a row per rank with its computation and its waits. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def draw(trace: Trace, file: Path, first: int = 0, steps: int = 20) -> None:
         steps: number of steps.
 
     Raises:
-        ValueError: matplotlib is not installed, or the trace has no such step.
+        ValueError: matplotlib is not installed, or the steps are not in the trace.
         OSError: the file cannot be written.
     """
     if importlib.util.find_spec("matplotlib") is None:

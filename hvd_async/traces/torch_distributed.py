@@ -1,4 +1,4 @@
-"""Recording of a job of ``torch.distributed`` without Horovod: DDP, FSDP2, or a loop that calls collectives itself.
+"""Recording of a ``torch.distributed`` job without Horovod: DDP, FSDP2, or a loop that calls collectives itself.
 
 Steps are those of the first optimizer that steps after the default process group is initialized. A rank waits
 
@@ -32,7 +32,7 @@ class TorchJob:
     Args:
         folder: of the trace.
         synchronize: wait for the GPU before each mark.
-        made: names of recorded optimizers, to which this job adds its own; see ``record_what_is_made``.
+        made: list of names of recorded optimizers, to which this job appends; see ``record_what_is_made``.
     """
 
     def __init__(self, folder: Path, synchronize: bool, made: list[str]) -> None:
@@ -75,7 +75,7 @@ class TorchJob:
     # -- waits --------------------------------------------------------------------------------------------------
 
     def _timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that waits as ``wait`` does and records for how long, in the training thread alone."""
+        """Return a wrapper of ``wait`` that records its duration, in the training thread only."""
 
         @functools.wraps(wait)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -105,20 +105,20 @@ class TorchJob:
         """Have the engine call back at the end of this backward pass.
 
         Callbacks run in the order in which they were queued, after all computation. DDP queues its own, which waits for
-        the allreduces, when its last bucket is ready. A gradient's hook comes before that, so ours runs first.
+        the allreduces, when its last bucket is ready. A gradient's hook comes before that, so this callback runs first.
         """
         if self._recorder is not None and not self._in_backward:
             self._in_backward = True
             self._torch.autograd.Variable._execution_engine.queue_callback(self._computed)
 
     def _computed(self) -> None:
-        """Note when this rank's gradients were ready, and queue a callback for when DDP has those of all ranks."""
+        """Note when this rank's gradients were ready, and queue a callback for when DDP has averaged all ranks'."""
         self._wait_for_device()
         self._backward_ended = time.perf_counter()
         self._torch.autograd.Variable._execution_engine.queue_callback(self._averaged)
 
     def _averaged(self) -> None:
-        """Record what DDP waited for."""
+        """Record the wait of DDP."""
         self._in_backward = False
         self._wait_for_device()
         if self._recorder is not None:
@@ -138,7 +138,7 @@ class TorchJob:
         if self._recorder is None:
             return
         if optimizer is self._optimizer():
-            self._in_backward = False  # (a backward pass that raised never came to its callbacks)
+            self._in_backward = False  # (a backward pass that raised did not run its callbacks)
             self._wait_for_device()
             self._recorder.arrived()
         elif not self._has_warned:
@@ -154,7 +154,7 @@ class TorchJob:
         """Open this rank's file.
 
         Raises:
-            ValueError: the optimizer's parameters are shared by a part of the ranks only.
+            ValueError: only some ranks share the optimizer's parameters.
             OSError: the folder cannot be written.
         """
         distributed = self._torch.distributed
@@ -195,4 +195,4 @@ class TorchJob:
 
 
 def _nothing() -> None:
-    """Return no optimizer."""
+    """Return None: there is no optimizer."""

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run a command beside a SLURM of its own: real daemons, nodes in network namespaces of this machine, gone at the end.
+"""Run a command with its own SLURM: real daemons, nodes in network namespaces of this machine, gone at the end.
 
 Needs root and Debian's packages slurm-wlm, munge and iproute2. Nothing of a SLURM that the machine may have is touched:
 configuration, keys, sockets, state and logs are in a temporary folder, which SLURM_CONF leads to.
@@ -32,7 +32,7 @@ PARTITION = "trial"
 SOON = 60.0
 """Seconds that daemons may take to be up, and all processes to be gone."""
 CREDENTIAL = 10
-"""Seconds after which a job that is requeued may start again: those that a job's credential is good for."""
+"""Seconds after which a job that is requeued may start again: the lifetime of a job's credential."""
 CONFIGURATION = """\
 ClusterName={partition}
 SlurmctldHost={here}({address})
@@ -118,7 +118,7 @@ def until(true: Callable[[], bool], what: str, limit: float = SOON) -> None:
 
 @contextlib.contextmanager
 def slurm(nodes: int = 2, cpus: int = 4) -> Iterator[Slurm]:
-    """A SLURM, for as long as this goes on; its jobs, daemons, nodes and files are gone afterwards, whatever happens.
+    """Start a SLURM for the duration of the block; its jobs, daemons, nodes and files are always removed afterwards.
 
     Args:
         nodes: how many.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What `train.sbatch` runs on SLURM's nodes: Horovod's rendezvous server, and each rank.
 
-`serve` prints the server's port and goes on until its standard input ends. `run` makes a task of a SLURM step a
+`serve` prints the server's port and runs until its standard input ends. `run` makes a task of a SLURM step a
 Horovod rank and becomes its command; without --hosts the task is one of MPI's already. In both SIGUSR1 is blocked: one
 that comes while a rank is still importing its framework waits until the runner looks.
 """

@@ -1,4 +1,4 @@
-"""Jobs of train.sbatch on a real SLURM: see try.sh. Two nodes, with ranks that are stopped and go on."""
+"""Jobs of train.sbatch on a real SLURM: see try.sh. Two nodes, with ranks that are stopped and continue."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ LAUNCHERS = [{}, {"LAUNCHER": "mpirun"}, {"MPI": "pmix"}]
 
 
 @pytest.mark.parametrize("env", LAUNCHERS, ids=lambda env: "-".join(env.values()) or "srun")
-def test_a_signal_has_it_requeued_and_it_goes_on(cluster: Slurm, tmp_path: Path, env: dict[str, str]) -> None:
+def test_a_signal_has_it_requeued_and_it_continues(cluster: Slurm, tmp_path: Path, env: dict[str, str]) -> None:
     """As SLURM itself sends it before a job's time is up."""
     kept = ("--epochs", "6", "--inject", "linear:0.05", "--checkpoint-dir", str(tmp_path / "kept"))
     job = submit(cluster, tmp_path, *kept, env=env)

@@ -121,12 +121,12 @@ def overview() -> str:
     """Return the first page: a line for each module."""
     modules = {
         "hvd_async": ("hvd_async.md", "the wrappers for either framework; imports none until one is called"),
-        "hvd_async.torch": ("torch.md", "in place of `horovod.torch`"),
-        "hvd_async.tensorflow": ("tensorflow.md", "in place of `horovod.tensorflow`, for training loops"),
-        "hvd_async.tensorflow.keras": ("keras.md", "in place of `horovod.tensorflow.keras`, for `fit()`"),
+        "hvd_async.torch": ("torch.md", "instead of `horovod.torch`"),
+        "hvd_async.tensorflow": ("tensorflow.md", "instead of `horovod.tensorflow`, for training loops"),
+        "hvd_async.tensorflow.keras": ("keras.md", "instead of `horovod.tensorflow.keras`, for `fit()`"),
         "methods": ("methods.md", "what wrapped optimizers can do: `drain()`, `stats()`, `consensus()` and more"),
         "hvd_async.monitor": ("monitor.md", "a job while it runs: TensorBoard, Prometheus, warnings"),
-        "hvd_async.errors": ("errors.md", "what is raised, beside `ValueError`"),
+        "hvd_async.errors": ("errors.md", "exceptions in addition to `ValueError`"),
         "hvd_async.stats": ("stats.md", "what `opt.stats()` returns"),
         "hvd_async.topology": ("topology.md", "graphs for `GossipOptimizer(topology=...)`"),
     }

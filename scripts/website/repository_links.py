@@ -47,7 +47,7 @@ def _leads_to(path: str, link: str) -> str:
 
 
 def targets(path: str, text: str) -> Iterator[str]:
-    """Yield the repository's files that a page links, as paths from its root; those that are there."""
+    """Yield the repository's files that a page links, as paths from its root, if they exist."""
     for found in LINK.finditer(text):
         target = _leads_to(path, found[1])
         if (ROOT / target).exists():

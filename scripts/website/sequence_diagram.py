@@ -47,7 +47,7 @@ def draw(source: str) -> str:
         source: what stands between the fences, ``sequenceDiagram`` included.
 
     Raises:
-        ValueError: it has a line that is none of those in ``LINES``, or names somebody who is not there.
+        ValueError: a line is not one of ``LINES``, or names an unknown participant.
     """
     first, *rest = (line.strip() for line in source.strip().splitlines())
     if first != "sequenceDiagram":
@@ -71,9 +71,9 @@ def draw(source: str) -> str:
             raise ValueError(f"{line!r}: {start} or {end} is no participant; they are {', '.join(lanes)}")
         x, to, half = lanes[start], lanes[end], len(found[3]) * CHARACTER / 2 + 12
         rows.append((_message if kind == "message" else _note)(x, to, y, found[3]))
-        beside = kind == "message" and x == to
-        left = min(left, (x + to) / 2 - half) if not beside else left
-        right = max(right, x + 50 + 2 * half if beside else (x + to) / 2 + half)
+        to_itself = kind == "message" and x == to
+        left = min(left, (x + to) / 2 - half) if not to_itself else left
+        right = max(right, x + 50 + 2 * half if to_itself else (x + to) / 2 + half)
     bottom = TOP + 20 + ROW * len(rows)
     lives = [f'<path class="life" d="M{x:g} 40 V{bottom}"/>' for x in lanes.values()]
     size = f'viewBox="{left:g} 0 {right - left:g} {bottom + 8}" width="{right - left:g}" font-size="14"'

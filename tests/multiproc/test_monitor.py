@@ -49,8 +49,8 @@ def test_rank_0_says_once_who_is_slow_and_what_would_help(monitored: Job) -> Non
     assert len(said) == 2, lines
     assert all("for rank 2 on host localhost; " in line for line in lines)
     assert not any("the other ranks wait" in output for output in monitored.outputs[1:])
-    assert 'quorum="solo", pace="rounds" would let it give fewer gradients' in lines[0]
-    assert 'GossipOptimizer(algorithm="adpsgd") waits for nobody' in lines[1]
+    assert 'quorum="solo", pace="rounds" would let it contribute fewer gradients' in lines[0]
+    assert 'GossipOptimizer(algorithm="adpsgd") waits only after max_local_steps' in lines[1]
     assert all(int(share) > 10 for share in said)
 
 

@@ -101,7 +101,7 @@ def kept_in(folder: Path) -> dict[str, bytes]:
 
 
 def check_stopped(job: Job, after: str) -> None:
-    assert f"stopped after {after}, as asked: --resume goes on from there\n" in job.check_clean().output
+    assert f"stopped after {after}, as asked: --resume continues from there\n" in job.check_clean().output
     assert "<stderr>:Traceback" not in job.output
     assert "\nTraceback" not in "\n".join(job.outputs), str(job)
 

@@ -132,10 +132,10 @@ def test_a_network_that_is_given_is_taken(tmp_path):
     assert (link.network.latency, link.network.bandwidth) == (0.002, 2e8)
     assert link.network.operation == pytest.approx(0.06 - 6e6 / 2e8, abs=1e-3)
     file.write_text('{"latency_s": 0}')
-    with pytest.raises(ValueError, match="latency is 0"):
+    with pytest.raises(ValueError, match="latency must be above 0, got 0"):
         read_given(file)
     file.write_text("[]")
-    with pytest.raises(ValueError, match="tells nothing of a network"):
+    with pytest.raises(ValueError, match="must be JSON with latency_s or bandwidth_bytes_s"):
         read_given(file)
 
 

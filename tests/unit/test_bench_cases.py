@@ -149,7 +149,7 @@ REFUSED = {
     "time_to_accuracy --kinds rain": "invalid choice: 'rain'",
     "sequence_lengths --arms horovod,ddp --framework tensorflow": "'ddp' is not there in this case",
     "sequence_lengths --batch-size 0": "there are 2048 clips",
-    "late_gradients --ranks 2": "one process trains in place of all ranks",
+    "late_gradients --ranks 2": "one process trains for all ranks",
     "late_gradients --arms none": "needs the arm 'synchronous'",
     "split_classes --arms horovod,lsgd-far": "no arm 'lsgd-far'",
     "split_classes --arms lsgd-close": "no arm was named",  # (what to compare it with?)

@@ -107,7 +107,7 @@ def test_a_list_has_each_arm_once_in_its_order(monkeypatch):
         ("1.5", EVERY, "no arm"),
         ("sgp-int4", EVERY, "messages of sgp may be fp16, bf16, int8"),
         ("adpsgd-avg4", EVERY, "adpsgd averages all ranks at no step"),
-        ("horovod-avg4", EVERY, "is for those that gossip"),
+        ("horovod-avg4", EVERY, "is for gossip"),
         ("horovod-bf16", EVERY, "is not compressed so"),
         ("decent-dp", {}, "'decent-dp' is not there in this case"),
         ("lsgd", {"gossip": True}, "is not there in this case"),

@@ -135,7 +135,7 @@ def test_wrong_builds_and_variables(site: Site):
         "horovod.tensorflow": ("problem", "no transport", "install_horovod.sh"),
         "OMP_NUM_THREADS": ("problem", "'many'", "unset it"),
         "HOROVOD_GLOO_IFACE": ("problem", "'ib0'", "Name one of "),
-        "HVD_ASYNC_ADDRESS": ("note", "192.0.2.77 is no address of this machine", "NAT"),
+        "HVD_ASYNC_ADDRESS": ("note", "192.0.2.77 is not an address of this machine", "NAT"),
     }
     for name, (verdict, fact, advice) in expected.items():
         assert found[name]["verdict"] == verdict, name

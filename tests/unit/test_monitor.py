@@ -148,11 +148,11 @@ def test_a_monitor_does_not_keep_its_optimizer_alive(tmp_path: pathlib.Path):
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"every": 0}, "every=0 is not a number of steps"),
-        ({"every": True}, "every=True is not a number of steps"),
-        ({"window": 2.5}, "window=2.5 is not a number of steps"),
-        ({"seconds": 0}, "seconds=0 is no time between samples"),
-        ({"prometheus_port": 70000}, "prometheus_port=70000 is no port"),
+        ({"every": 0}, "every must be a number of steps, at least 1, got 0"),
+        ({"every": True}, "every must be a number of steps, at least 1, got True"),
+        ({"window": 2.5}, "window must be a number of steps, at least 1, got 2.5"),
+        ({"seconds": 0}, "seconds must be above 0, got 0"),
+        ({"prometheus_port": 70000}, "prometheus_port must be a port from 1 to 65535, or 0, got 70000"),
     ],
 )
 def test_invalid_options_are_refused(options: dict[str, Any], error: str):
@@ -161,7 +161,7 @@ def test_invalid_options_are_refused(options: dict[str, Any], error: str):
 
 
 def test_an_optimizer_that_is_not_wrapped_is_refused():
-    with pytest.raises(ValueError, match="Monitor wants a wrapped optimizer, and object is none"):
+    with pytest.raises(ValueError, match="Monitor needs an optimizer wrapped by this library, got object"):
         hvd_async.Monitor(object())
 
 
@@ -250,7 +250,7 @@ def test_a_file_that_cannot_be_written_is_dropped_and_training_goes_on(tmp_path:
     monitor.sample()
     monitor.sample()
     assert len(said) == 1
-    assert "the monitor writes no more to prometheus=" in said[0]
+    assert "the monitor stops writing to prometheus=" in said[0]
     assert {path.name for path in tmp_path.iterdir()} == {"m.prom", "tb"}, "nothing is left of it"
     assert scalars_in(tmp_path / "tb")
 
@@ -277,7 +277,7 @@ def test_a_permanent_straggler_is_named_once_and_again_when_that_changes(said: l
     run(monitor, optimizer, clock, 5, (0.0, 0.0, 0.0, 0.93))
     assert said == [
         "the other ranks wait 31% of their time, 31 ms a step, for rank 3 on host n1; "
-        'pace="rounds" would let it give fewer gradients in place of holding up the others'
+        'pace="rounds" would let it contribute fewer gradients instead of delaying the others'
     ]
     run(monitor, optimizer, clock, 9, (0.0, 0.0, 0.0, 0.2))
     assert len(said) == 1, "between the two limits nothing changes"

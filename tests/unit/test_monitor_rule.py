@@ -90,7 +90,7 @@ def test_ranks_are_named_by_host():
     assert named([2, 0, 1], [4, 5, 9], ["a", "a", "b"]) == "ranks 4, 5 on host a and rank 9 on host b"
 
 
-GIVES = "would let it give fewer gradients in place of holding up the others"
+GIVES = "would let it contribute fewer gradients instead of delaying the others"
 
 
 @pytest.mark.parametrize(

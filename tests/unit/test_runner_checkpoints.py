@@ -129,8 +129,8 @@ class Evil:
 @pytest.mark.parametrize(
     ("content", "error"),
     [
-        ([1, 2], "is no checkpoint, it holds a list"),
-        (None, "is no checkpoint, it holds a NoneType"),
+        ([1, 2], "must be a checkpoint, got a list"),
+        (None, "must be a checkpoint, got a NoneType"),
         ({"made_by": {"model": "large"}}, "give the same options, or another"),
         ({}, "give the same options, or another"),
         (Evil(), "cannot be read as a checkpoint"),  # its code is not run

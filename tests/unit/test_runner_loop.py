@@ -357,7 +357,7 @@ def test_a_stop_costs_no_test_and_keeps_the_best(tmp_path, capsys):
     assert trainers[0].calls == ["epoch 0", "drain", "save"]
     assert [path.name for path in tmp_path.iterdir()] == ["last.txt"]
     assert position(tmp_path) == [0, 5, 12, [5, 5]]
-    assert "stopped after epoch 0 and 5 of 12 steps, as asked: --resume goes on from there" in capsys.readouterr().out
+    assert "stopped after epoch 0 and 5 of 12 steps, as asked: --resume continues from there" in capsys.readouterr().out
     run_all(2, *kept, right=(0.75, 0.5), stops=[8, 8])  # 12 steps an epoch: tested after the first
     best = json.loads((tmp_path / "best.txt").read_text())
     assert json.loads((tmp_path / "last.txt").read_text())[:2] == [1, best[1]]

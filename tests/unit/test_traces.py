@@ -123,7 +123,7 @@ def test_incomplete_traces_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"has no rank\.0\.jsonl"):
         read_trace(tmp_path)
     write_all(tmp_path)
-    with pytest.raises(ValueError, match="skip=-1"):
+    with pytest.raises(ValueError, match="skip must be a number of steps, at least 0, got -1"):
         read_trace(tmp_path, skip=-1)
     file_of(tmp_path, 2).unlink()
     with pytest.raises(ValueError, match=r"is of 3 ranks and lacks rank\.2\.jsonl"):
@@ -134,7 +134,7 @@ def test_incomplete_traces_are_refused(tmp_path):
     write(tmp_path, 2, 4, [(0.1, 0.0, 0.0)] * 30)
     with pytest.raises(ValueError, match="the folder mixes runs"):
         read_trace(tmp_path)
-    with pytest.raises(ValueError, match="rank 3 of 3"):
+    with pytest.raises(ValueError, match="rank must be from 0 to 2, got rank 3 of 3"):
         Recorder(tmp_path, 3, 3)
 
 
@@ -185,7 +185,11 @@ def test_a_run_replaces_an_earlier_one(tmp_path):
 
 @pytest.mark.parametrize(
     ("line", "error"),
-    [(b'{"version":2,"what":"else"}\n', "version 2"), (b'{"rank":0}\n', "no file of a trace"), (b"", "no file of a")],
+    [
+        (b'{"version":2,"what":"else"}\n', "version 2"),
+        (b'{"rank":0}\n', "read as a file of a trace"),
+        (b"", "as a file of a"),
+    ],
 )
 def test_another_format_is_refused(tmp_path, line, error):
     file_of(tmp_path, 0).write_bytes(line)

@@ -1,4 +1,4 @@
-"""Predictions of ``hvd_async advise`` beside measurements: jobs recorded once, each mode predicted, then measured."""
+"""Predictions of ``hvd_async advise`` against measurements: jobs recorded once, each mode predicted, then measured."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def measured(
 
 
 def steps_per_second(block: Block) -> float:
-    """Return the steps per second of a rank: the mean over the ranks, where they wait for nobody; else the slowest's.
+    """Return the steps per second of a rank: the mean over the ranks if they never wait; else the slowest's.
 
     Ranks that wait for others have one pace in the long run. In a short one those ahead are done before the last one,
     by as many steps as they may be ahead: the mean over the ranks would count that for speed.
@@ -149,9 +149,9 @@ def judge(report: Report, rows: list[Row], where: str) -> None:
 ADVICE = Case(
     name="advice",
     help="jobs are recorded, what each mode would bring is predicted, then measured: steps a second, and the best mode",
-    text="""Predictions of hvd_async advise beside measurements: jobs recorded once, each mode predicted, then measured.
+    text="""Predictions of hvd_async advise against measurements: jobs recorded, each mode predicted, then measured.
 
-A job is recorded under EagerOptimizer(quorum="all"). The modes are then measured with computation that is drawn anew
+A job is recorded under EagerOptimizer(quorum="all"). The modes are then measured with computation that is drawn again
 from the same pattern, which the advisor has not seen.""",
     run=advice,
     columns=columns(

@@ -195,7 +195,7 @@ STRAGGLER = Case(
         ),
         Option(
             *("--model", "small"),
-            "resnet50: real computation beside the sleeping (then give --compute 0); there is no bound for it",
+            "resnet50: real computation in addition to the sleeping (then give --compute 0); there is no bound for it",
             {"choices": ("small", "resnet50")},
         ),
     ),
@@ -266,7 +266,7 @@ def kept(slow: list[Block], even: list[Block]) -> list[float]:
 
 
 def best_speedup(arm: str, ranks: int, slow: float) -> float | None:
-    """Return the best speed-up in the long run: where nobody waits, each rank is as quick as it can be; where all wait
+    """Return the best speed-up in the long run: if no rank waits, each is as fast as it can be; where all wait
     for their neighbors, all are as slow as the slowest."""
     if arm == "solo" or waits_for_nobody(arm):
         return (slow * (ranks - 1) + 1) / ranks

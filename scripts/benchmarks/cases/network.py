@@ -27,11 +27,11 @@ ARMS = (
 SHARE = 0.25
 """Computation over an allreduce's time on the wire."""
 OVER = 1.1
-"""How much longer than its bytes allow a step of ours may take."""
+"""Limit of a step of this library, over the time that its bytes need."""
 OF_BOUND = {"sgp": 0.9, "osgp": 0.89, "dpsgd": 0.89}
 """Wanted shares of the speed-up that the bytes allow: at 8 ranks that is 1.37, 1.95 and 1.95."""
-BESIDE = {"dpsgd": 0.98, "dpsgd-bf16": 1.7}
-"""Speed-ups over decent-dp that are wanted: it is the same algorithm."""
+OVER_DECENT_DP = {"dpsgd": 0.98, "dpsgd-bf16": 1.7}
+"""Wanted speed-ups over decent-dp, which has the same algorithm."""
 ENVIRONMENT = {"HOROVOD_CYCLE_TIME": "5"}
 """In all arms. Horovod's background threads look for work every 5 ms: at 1 ms eight ranks keep two cores busy."""
 SETTING = ("bandwidth_mbit", "megabytes", "compute", "steps", "batch", "lr", "per_host")
@@ -39,7 +39,7 @@ SETTING = ("bandwidth_mbit", "megabytes", "compute", "steps", "batch", "lr", "pe
 
 
 class Need(NamedTuple):
-    """Megabytes that a step of an arm must send: those that travel while a step computes, and those waited for."""
+    """Megabytes that a step of an arm must send: during its computation, and while ranks wait."""
 
     hidden: float
     waited: float
@@ -194,9 +194,9 @@ def judge(report: Report) -> None:
         if arm in OF_BOUND and each["speedup"] is not None:
             least = OF_BOUND[arm] * each["bound"]
             report.at_least(f"{arm}'s speed-up over {baseline(by_arm)}", each["speedup"], least, f">= {least:.3g}")
-        if arm in BESIDE and "decent-dp" in by_arm:
+        if arm in OVER_DECENT_DP and "decent-dp" in by_arm:
             gain = by_arm["decent-dp"]["value"] / each["value"]
-            report.at_least(f"{arm}'s speed-up over decent-dp", gain, BESIDE[arm])
+            report.at_least(f"{arm}'s speed-up over decent-dp", gain, OVER_DECENT_DP[arm])
 
 
 def crossings(rows: Sequence[Row]) -> list[str]:
@@ -233,7 +233,7 @@ Computation takes a quarter of what an allreduce takes on the wire, so communica
 leaves of that is slept. The bytes that a step must send say what it costs at least: an allreduce 2(P-1)/P times the
 weights, an average each N steps an Nth of that, a message to one peer once the weights. Where links are quick the
 machine's cores decide: "CPU ms" is a rank's. Each run trains a small network on the real digits, for as many steps in
-all arms, and its accuracy stands beside its speed.""",
+all arms, and its accuracy is shown with its speed.""",
     run=network,
     columns=columns(
         "Mbit/s = setting.bandwidth_mbit g | arm | ms/step = value .0f ~ | 90% below = p90 .0f | "

@@ -1,4 +1,4 @@
-"""What an optimizer costs by itself, with nobody late: step times, what the host does, messages, images on a GPU."""
+"""Cost of an optimizer without stragglers: step times, work of the host, messages, images per second on a GPU."""
 
 from __future__ import annotations
 
@@ -254,10 +254,10 @@ def gpu_rows(blocks: list[Block], setting: Mapping[str, Any]) -> list[Row]:
 GPU = Case(
     name="gpu",
     help="ResNet-50 on GPUs: images a second against Horovod's and plain torch's, and what waits for the device",
-    text="""ResNet-50 on GPUs, half precision, channels last: images a second, beside plain torch's and Horovod's.
+    text="""ResNet-50 on GPUs, half precision, channels last: images per second, with plain torch's and Horovod's.
 
-With one rank nothing travels, and arms are compared with plain torch: what differs is what an optimizer costs by
-itself, for its rounds run all the same. With several they are compared with Horovod's optimizer. Steps are timed by the
+With one rank nothing is sent, and arms are compared with plain torch: the difference is the optimizer's own cost,
+since its rounds run all the same. With several they are compared with Horovod's optimizer. Steps are timed by the
 device's own clock, arms in alternation. Afterwards a profiler counts what of each arm's steps waits for the device.""",
     run=gpu,
     columns=columns(
@@ -299,7 +299,7 @@ TRACING = 1.3
 COUNTED_BUCKET_MB = 161 * 8 * 4 / 5 / 2**20
 """``bucket_cap_mb`` for five or six buckets of the model, in torch."""
 SETTLING = 16
-"""Steps before those that are timed."""
+"""Steps before the timed ones."""
 
 
 def host(args: argparse.Namespace, say: Say) -> Report:
@@ -362,13 +362,13 @@ def host_rows(blocks: list[Block]) -> list[Row]:
     rows = []
     for (place, arm), mine in grouped(blocks, lambda block: (place_of(block), block["arm"])).items():
         pairs = [(block, plain[place_of(block), block["repetition"]]) for block in mine]
-        told = mine[0]["by_rank"][0]
-        names = ["training_ms", "other_ms", *(["first_ms"] if "first_ms" in told else [])]
+        counted = mine[0]["by_rank"][0]
+        names = ["training_ms", "other_ms", *(["first_ms"] if "first_ms" in counted else [])]
         times = {key: spread([mean_ms(block, key) for block in mine]) for key in names}
         over = spread([mean_ms(own, "training_ms") - mean_ms(one, "training_ms") for own, one in pairs])
         figures: Row = dict.fromkeys(COUNTS) | ends("over", over)
         for key in COUNTS:
-            if told.get(key) is not None:
+            if counted.get(key) is not None:
                 figures[key] = statistics.median(max(own[key] for own in block["by_rank"]) for block in mine)
         for key, found in times.items():
             figures |= ends(key, found)
@@ -409,8 +409,8 @@ def most_operators(each: Row) -> float:
 
 HOST = Case(
     name="host",
-    help="operators, calls and CPU time of one step beside plain torch's, Horovod's and DDP's, 1 rank and several",
-    text="""Host cost of a step: operators, calls and CPU time, beside the plain optimizer, Horovod and DDP.
+    help="operators, calls and CPU time of one step, with plain torch's, Horovod's and DDP's, 1 rank and several",
+    text="""Host cost of a step: operators, calls and CPU time, with the plain optimizer, Horovod and DDP.
 
 The model has as many parameters as ResNet-50, of 8 elements each (in TensorFlow 40, as one graph), so that nothing is
 left but the host's work. On a GPU a step is as fast as the plain one only while the host is ahead of the device. On the

@@ -29,7 +29,7 @@ SHORTER = 8
 def late_gradients(args: argparse.Namespace, say: Say) -> Report:
     """Measure and judge."""
     if args.ranks != 1:
-        raise ValueError(f"--ranks {args.ranks}: one process trains in place of all ranks")
+        raise ValueError(f"--ranks {args.ranks}: one process trains for all ranks")
     arms = named_arms(args.arms, tuple(REMEDIES))
     need_arm(BASELINE, arms)
     asked = itertools.product(range(args.repetitions), dict.fromkeys(args.tasks), arms)
@@ -63,7 +63,7 @@ def late_rows(blocks: list[Block]) -> list[Row]:
     """Return a row for each task and arm; differences are paired by seed."""
     scores = {(block["task"], block["arm"], block["seed"]): score(block) for block in blocks}
 
-    def beside(mine: list[Block], other: str) -> Interval | None:
+    def gain_over(mine: list[Block], other: str) -> Interval | None:
         """Return by how much an arm's accuracy is above another's."""
         pairs = [(score(block), scores.get((block["task"], other, block["seed"]))) for block in mine]
         known = [own - its for own, its in pairs if its is not None]
@@ -78,8 +78,8 @@ def late_rows(blocks: list[Block]) -> list[Row]:
                 *(arm, setting, mean_interval(found), "share of the test set, mean"),
                 accuracy=statistics.fmean(found),
                 speedup=statistics.median(own["speedup"] for own in everywhere(mine)),
-                **ends("difference", beside(mine, BASELINE)),
-                **ends("to_default", beside(mine, DEFAULT)),
+                **ends("difference", gain_over(mine, BASELINE)),
+                **ends("to_default", gain_over(mine, DEFAULT)),
                 scores=found,
                 staleness=mean_of(late),
                 fresh=late.get(0, 0) / sum(late.values()),
@@ -94,7 +94,7 @@ LATE_GRADIENTS = Case(
     help="remedies for late gradients, simulated in one process: accuracy at the same lateness, speed-up, staleness",
     text="""Remedies for late gradients, simulated: how the defaults of partial allreduce were chosen.
 
-One process trains in place of all ranks. Gradients are real; time is counted: a step takes as long as it computes,
+One process trains for all ranks. Gradients are real; time is counted: a step takes as long as it computes,
 communication is free, and each gradient is as late as eager-SGD's rules make it. So remedies are compared at the same
 speed and with the same lateness, whatever the machine does. digits: a small ResNet, no rank late; digits-late: one
 random rank takes twice as long in each step; clips4, clips8: the LSTM of sequence_lengths, whose ranks have clips of
@@ -194,8 +194,8 @@ def connected(report: Report, sizes: list[int], rounds: int, say: Say) -> None:
         # (a mean: the kernel counts CPU time in steps of 10 ms)
         report.rows.append(row(f"coordinator's CPU, {how}", setting, cpu, "ms of CPU a round", **more))
         latency = statistics.median(found.solo_ms)
-        told = f"connected in {found.connect_s:.2f} s, solo {latency:.1f} ms"
-        say(f"{size} ranks, {how}: {told}, {found.kib:.0f} KiB a rank, {found.files} descriptors")
+        figures = f"connected in {found.connect_s:.2f} s, solo {latency:.1f} ms"
+        say(f"{size} ranks, {how}: {figures}, {found.kib:.0f} KiB a rank, {found.files} descriptors")
         if size == CONNECTED and relays:
             report.at_most("ms of the coordinator's CPU, a round of 4 buckets, 1,024 ranks", cpu, CPU_MS)
             report.at_most("ms from first arrival to last receipt, solo, 1,024 ranks by relays", latency, LATENCY_MS)
@@ -211,7 +211,7 @@ def tables(report: Report) -> None:
 
 
 def study(report: Report, sizes: list[int], say: Say) -> None:
-    """Add the published study of stalls, and all modes of ours beside it."""
+    """Add the published study of stalls, and all modes of this library."""
     for size in sizes:
         say(f"the study of stalls at {size} ranks")
         report.rows += simulated.study(size)
@@ -224,7 +224,7 @@ SCALE = Case(
 
 machines: microseconds an event, with up to 10,000 ranks. connections: the production coordinator and relays as
 processes of this machine, and ranks that are connections only. jobs: whole trainings, simulated on the production state
-machines. tables: the same simulation beside tables that were measured. study: beside a published one.""",
+machines. tables: the same simulation, with measured tables. study: with a published one.""",
     run=scale,
     columns=columns(
         "part | ranks = setting.ranks d | arm | value = value .2f ~ | unit | x baseline = speedup .2f | "

@@ -168,7 +168,7 @@ LENGTHS = Case(
     name="sequence_lengths",
     old_name="lengths",
     help="an LSTM on sequences of different lengths: steps a second against the lengths' own bound, and test accuracy",
-    text="""Sequences of different lengths: nobody is held up, the data itself makes ranks take longer in turn.
+    text="""Sequences of different lengths: no delays are injected, the data itself makes ranks take longer in turn.
 
 Li et al. (PPoPP 2020) trained an LSTM on videos of 29 to 1,776 frames, in batches of similar lengths, so that a step's
 duration depended on which videos a rank had. Here an LSTM learns which digit there is most of in a clip, a sequence of
@@ -196,7 +196,7 @@ nothing, which the bounds are of too. TensorFlow's arm horovod is plain hvd.allr
     options=(
         Option("--framework", "torch", "of the model", {"choices": ("torch", "tensorflow")}),
         Option("--steps", 480, "of each rank in each training"),
-        Option("--ms", 5.0, "of computation per frame, slept but for the real; 0: none"),
+        Option("--ms", 5.0, "of computation per frame, real or slept; 0: none"),
         Option("--frames", 20, "of a clip, median", {"metavar": "N"}),
         Option("--bucketed", True, "batches are of similar lengths"),
         Option("--batch-size", 8, "clips a rank and step", {"metavar": "N"}),
@@ -213,7 +213,7 @@ TRAIN = 1437
 """Images in the training part of a fold, at least."""
 BATCH = 16
 WORK = 0.02
-"""Seconds that a step takes beside what is slept, where ranks share cores: a job may take five times as long."""
+"""Seconds of a step without sleep, if ranks share cores: a job may take five times as long."""
 LEAST = 0.95
 """Accuracy that the baseline must reach, for a comparison to mean something."""
 COMMON = 64
@@ -270,8 +270,8 @@ def steps_of(args: argparse.Namespace) -> int:
 def split_blocks(args: argparse.Namespace, arms: list[str]) -> list[Block]:
     """Return every arm on every fold from every seed, in alternation.
 
-    Where nobody waits for others each rank takes as many steps as it can in the same time, all together as many as in
-    other arms. (With as many each, the slowest would go on alone when the others are done.)
+    If ranks do not wait for others, each takes as many steps as it can in the same time, all together as many as in
+    other arms. (With as many each, the slowest would continue alone when the others are done.)
     """
     times = np.full((steps_of(args), args.ranks), args.compute)
     times[:, -1] += args.delay
@@ -295,7 +295,7 @@ def split_rows(blocks: list[Block], setting: Mapping[str, Any], baseline: str, s
 
     ``staleness`` is in rounds of gradients, or in steps of messages; ``distance`` of the ranks' weights from their mean
     before the drain (root mean square), mean over trainings; ``apart_percent`` the same over the norm of the weights;
-    ``pulls`` those that came, over a rank's steps; ``of_mean`` the accuracy of the mean of all ranks' weights.
+    ``pulls`` completed pulls, over a rank's steps; ``of_mean`` the accuracy of the mean of all ranks' weights.
     """
     groups = by_arm(blocks)
     base = {(block["task"]["fold"], block["seed"]): score(block) for block in groups[baseline]}
@@ -342,7 +342,7 @@ SPLIT = Case(
     help="classes split over ranks, the only rank with two of them late; with a mutant that drops late gradients",
     text="""Classes split over the ranks, and the rank that alone holds two of them always late; no batch norm.
 
-Beside it a mutant of our own optimizer that loses late gradients, as the code published with the paper does. Of arms
+Also a mutant of this library's optimizer that loses late gradients, as the code published with the paper does. Of arms
 whose ranks' weights differ, that gossip or follow a leader, the accuracy is reported, not judged. lsgd and easgd have
 the optimizer's defaults. -close: they are pulled as often as ranks step, and farther. -common: the loss that says who
 leads is that of a few training images which are the same on all ranks.""",
@@ -379,7 +379,7 @@ class Kind(NamedTuple):
         model: "resnet", "plain" (two layers), "wide" (two layers, for a slow network) or "lstm".
         steps: that ranks take, those at their own pace as many together.
         batch: samples a rank and step.
-        compute: seconds slept in a step beside the work; of clips, for each frame of the batch's longest.
+        compute: seconds slept in a step in addition to the work; of clips, for each frame of the batch's longest.
         lr: the middle of the rates that are tried.
         late: seconds that a rank sleeps more.
         who: of them: "nobody", "any" (one rank, drawn in each step) or "last".
@@ -413,7 +413,7 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "none": Kind("nobody is late", "gratings", "wide", 110, 16, 0.006, 0.06),
+    "none": Kind("no rank is late", "gratings", "wide", 110, 16, 0.006, 0.06),
     "stragglers": Kind("one random rank late", "gratings", "resnet", 160, 16, 0.006, 0.15, 0.012, "any"),
     "slow-rank": Kind("one rank 3 times slower", "digits", "resnet", 120, 16, 0.008, 0.1, 0.016, "last", paced=True),
     "lengths": Kind("sequences differ in length", "clips", "lstm", 140, 8, 0.002, 0.1),
@@ -429,10 +429,10 @@ CORRECTED = ("dpsgd-qg", "adpsgd-qg")
 """Arms that are trained only where classes are split, as all with quasi-global momentum."""
 ARMS = (*RIVALS, "all", "majority", "solo", "auto", *GOSSIP, *LEADERS, *COMPRESSED, *CORRECTED)
 TUNING_SEED = 1000
-"""Seed of the trainings that rates are chosen by: none of those that count."""
+"""Seed of the trainings by which rates are chosen; no training that counts has it."""
 LOOKS = 16
 LEAST_TIME = 0.03
-"""Seconds that a step takes beside what is slept, on few cores: a job may take several times as long."""
+"""Seconds of a step without sleep, on few cores: a job may take several times as long."""
 LOSS = 0.01
 """Accuracy that an arm to take may lose against the synchronous one, with its whole interval."""
 
@@ -596,7 +596,7 @@ def _of(seconds: Sequence[float]) -> str:
 
 
 def choose(rows: Collection[Row]) -> list[Row]:
-    """Return the arms that may be taken, the soonest to both targets first: those that reach them in half of the
+    """Return the arms that may be chosen, the fastest to both targets first: arms that reach them in half of the
     seeds or more, and whose accuracy is no more than ``LOSS`` below the baseline's with its whole interval."""
     fit = [each for each in rows if math.isfinite(each["both_s"]) and each["difference_low"] >= -LOSS]
     return sorted(fit, key=lambda each: float(each["both_s"]))
@@ -618,7 +618,7 @@ def is_rival(each: Row) -> bool:
 
 
 def recommend(report: Report, rows: list[Row]) -> None:
-    """Mark what to take of a kind's arms, say so, and judge whether it is one of ours."""
+    """Mark the best of a kind's arms, print it, and judge whether it is one of this library."""
     kind, fit = rows[0]["setting"]["kind"], choose(rows)
     if not fit:
         report.notes.append(f"{kind}: no arm reaches both targets and keeps its accuracy")
@@ -631,28 +631,28 @@ def recommend(report: Report, rows: list[Row]) -> None:
     parts = [f"take {taken['arm']}, {taken['both_s']:.2f} s to both targets ({_of(taken['until'])} seeds)"]
     for each in (rival, ours):
         if each is not None and each is not taken:
-            parts.append(f"soonest {'rival' if each is rival else 'of ours'} {each['arm']}, {each['both_s']:.2f} s")
-    parts += [f"not told apart: {', '.join(each['arm'] for each in level)}"] if level else []
+            parts.append(f"soonest {'rival' if each is rival else 'own'} {each['arm']}, {each['both_s']:.2f} s")
+    parts += [f"not distinguishable: {', '.join(each['arm'] for each in level)}"] if level else []
     report.notes.append(f"{kind}: {'; '.join(parts)}")
     edges = [each["arm"] for each in rows if each["edge"]]
     if edges:
         report.notes.append(f"{kind}: the best rate is at the grid's edge for {', '.join(edges)}")
     if kind != "none" and rival is not None:
         soonest = math.inf if ours is None else ours["both_s"]
-        report.at_most(f"{kind}: soonest of ours over soonest rival, to both targets", soonest / rival["both_s"], 1.0)
+        report.at_most(f"{kind}: soonest own arm over soonest rival, to both targets", soonest / rival["both_s"], 1.0)
 
 
 TIME_TO_ACCURACY = Case(
     name="time_to_accuracy",
     help="seconds to two targets under each kind of imbalance, all arms with tuned rates; which one to take",
-    text="""Seconds to an accuracy, under each kind of imbalance: Horovod, other libraries, all modes of ours.
+    text="""Seconds to an accuracy, under each kind of imbalance: Horovod, other libraries, all modes of hvd_async.
 
-Kinds: nobody is late; one random rank is, in each step; one rank is 3 times slower for good; sequences differ in
+Kinds: no rank is late; one random rank is, in each step; one rank is 3 times slower for good; sequences differ in
 length; links have 50 Mbit/s (virtual hosts: needs root); classes are split over the ranks, and the last rank is late.
 Data: the real digits, clips of them, and gratings in noise, whose best possible accuracy is known; a small ResNet, an
-LSTM and networks of two layers. Computation is slept beside the real work. All arms take as many steps together, by a
-learning rate that rises and falls as a cosine. Arms have their documented settings; where all ranks are averaged after
-local steps, these are four.
+LSTM and networks of two layers. Computation is slept in addition to the real work. All arms take as many steps
+together, by a learning rate that rises and falls as a cosine. Arms have their documented settings; where all ranks are
+averaged after local steps, these are four.
 
 First each arm is trained once with each rate of a grid, of which the best counts by data that are held out of the
 training data; then with --repetitions seeds. Targets are shares of what Horovod's arm ends with from the same seed.

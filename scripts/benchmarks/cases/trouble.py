@@ -119,11 +119,11 @@ def elastic_row(arm: str, setting: dict[str, Any], histories: list[History]) -> 
 
 ELASTIC = Case(
     name="elastic",
-    help="how long after a rank's death the others train on, and what it costs, beside Horovod's elastic training",
+    help="how long after a rank's death the others train on, and what it costs, with Horovod's elastic training",
     text="""How long after a rank's death its survivors train on: ours, and Horovod's own elastic training.
 
 In each repetition the same rank dies at the same point under every arm, in alternation. Horovod's re-initialization
-(its shutdown and its rendezvous) is the same in all arms, and is told apart.""",
+(its shutdown and its rendezvous) is the same in all arms, and is shown separately.""",
     run=elastic,
     columns=columns(
         "arm | weights = setting.weights ,d | s from death to training = value .2f ~ | found out = found_out .2f | "
@@ -189,8 +189,8 @@ def one_job(
         schedule, wrong = schedules[len(done)], history.violations()
         done.append((schedule, history, wrong))
         if wrong:
-            told = "\n".join(wrong)
-            say(f"VIOLATION {schedule}\n{told}")
+            summary = "\n".join(wrong)
+            say(f"VIOLATION {schedule}\n{summary}")
             keep(args, schedule, {host: "\n".join(map(json.dumps, own)) for host, own in block["history"].items()})
         progress(f"{schedule}: {history.resets} resets")
 
@@ -246,9 +246,9 @@ def nemesis_report(args: argparse.Namespace, found: list[Found]) -> Report:
             )
         )
     bad = [schedule.seed for schedule, _, wrong in found if wrong]
-    told = f"{len(bad)} of {len(found)}" + (f", of seeds {bad}" if bad else "")
+    summary = f"{len(bad)} of {len(found)}" + (f", of seeds {bad}" if bad else "")
     where = ", virtual hosts" if args.virtual else ""
-    report.wants(f"schedules with a violation, {args.framework}{where}", told, "none", not bad, exact=True)
+    report.wants(f"schedules with a violation, {args.framework}{where}", summary, "none", not bad, exact=True)
     return report
 
 
@@ -258,7 +258,7 @@ NEMESIS = Case(
     text="""Elastic training with trouble: ranks are killed, stopped, cut off, hosts come and go; what must hold, holds.
 
 Each schedule is drawn from a seed: --seeds goes through these again. Weights count how often each gradient was applied,
-so a gradient that counts twice, or that is lost with nobody who held it, shows.""",
+so a gradient that counts twice, or that is lost although no rank that held it died, shows.""",
     run=nemesis,
     columns=columns(
         "arm | schedules = schedules d | killed = kill d | stopped = stop d | cut off = cut d | joined = join d | "
@@ -297,7 +297,7 @@ GRAPHS = 40
 """Random graphs of arms that gossip, one after the other; a drain between them."""
 WEIGHT = 1e-6
 """By how much, relatively, push-sum weights may miss the number of ranks."""
-TOLD = 30.0
+PROGRESS_EVERY = 30.0
 """Seconds between two lines of progress."""
 
 
@@ -331,7 +331,7 @@ class Stopper:
     def __init__(self, args: argparse.Namespace, say: Say) -> None:
         self._args, self._say, self._draws = args, say, random.Random(args.seed)
         self._next: float | None = None
-        self._told = time.monotonic()
+        self._reported = time.monotonic()
         self.stops, self.seconds = 0, 0.0
 
     def __call__(self, folder: Path) -> None:
@@ -340,8 +340,8 @@ class Stopper:
         if not all(file.exists() for file in notes) or (folder / "stop").exists():
             return
         now = time.monotonic()
-        if now - self._told > TOLD:
-            self._told = now
+        if now - self._reported > PROGRESS_EVERY:
+            self._reported = now
             self._tell(notes[0])
         if self._next is None:
             self._next = now + self._draws.expovariate(1 / self._args.stop_every)

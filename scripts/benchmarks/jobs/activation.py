@@ -1,6 +1,6 @@
 """The job of ``activation``: rounds by messages alone, without tensors.
 
-Beside the public API it needs the engine and its messages: what it measures has no tensors, so no optimizer.
+In addition to the public API it needs the engine and its messages: what it measures has no tensors, so no optimizer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Listener:
 
     Attributes:
         went: when each round's command came here (s on CLOCK_MONOTONIC, which all processes of a host share).
-        first: when each round's first arrival reached the coordinator, which only rank 0 asks to be told.
+        first: when each round's first arrival reached the coordinator, which only rank 0 requests.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -68,7 +68,7 @@ class Listener:
 
     def on_command(self, command: Command) -> None:
         now = time.monotonic()
-        if isinstance(command, ExplainRound):  # (nobody waits for it)
+        if isinstance(command, ExplainRound):  # (no rank waits for it)
             self.first[command.round] = command.trigger.first
             return
         with self._changed:
@@ -141,7 +141,7 @@ def pause(seconds: float, busy: bool) -> None:
 
 
 def spin() -> None:
-    """Some work such as a trainer does: NumPy, which lets go of the interpreter, and Python, which does not."""
+    """Some work such as a trainer does: NumPy, which releases the interpreter lock, and Python, which does not."""
     matrix = np.ones((96, 96), np.float32)
     matrix @= matrix
     sum(range(2000))

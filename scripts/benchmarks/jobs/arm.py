@@ -136,7 +136,7 @@ class Arm:
     Attributes:
         model, optimizer: as the arm has them.
         gossip: what an arm that gossips does, else None.
-        ours: whether it is an arm of ours.
+        ours: whether it is an arm of hvd_async.
         sleeps: whether to wait for Horovod's collectives asleep also where each rank has a core.
         computed: seconds of each step until the gradients were there, the sleep included.
     """
@@ -181,7 +181,7 @@ class Arm:
 
         Args:
             loss: of the model.
-            seconds: of sleep beside the forward pass, before the gradients are there.
+            seconds: of sleep after the forward pass, before the gradients are there.
             exact: the seconds are those of the whole computation: gradients are computed first, the rest is slept, and
                 the backward pass hands them over. (An arm hands gradients over during the backward pass.)
             recorded: the loss that says who leads; None: the step's own.

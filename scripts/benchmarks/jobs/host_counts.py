@@ -1,7 +1,7 @@
 """Counters of the host cost of a training step: operators, calls, waits for a device, copies.
 
 Counts depend on the versions of Python and torch, and on no machine: ``tests/conformance/test_host_budgets.py`` limits
-them, and the case ``host`` shows them beside times.
+them, and the case ``host`` shows them with times.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The job of ``late_gradients``: one process trains in place of all ranks, one remedy after the other.
+"""The job of ``late_gradients``: one process trains for all ranks, one remedy after the other.
 
 Gradients are real, and come as late as a schedule has them.
 """

@@ -49,7 +49,7 @@ NOTICED = 2.5
 WAITING = 0.2
 """Seconds of a batch in which ranks only wait for hosts."""
 AGREE = 5
-"""Batches between two meetings over whether the schedule has come to its end."""
+"""Batches between two agreements on whether the schedule has ended."""
 
 
 # -- hosts -------------------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class _Model:
     Attributes:
         hvd: the binding's module.
         optimizer: the wrapped one.
-        ours: whether it is one of ours.
+        ours: whether it is one of hvd_async.
         horovod: Horovod's module, and what ``horovods`` of it a reset calls.
     """
 
@@ -151,7 +151,7 @@ class _Model:
             self.optimizer.cut()
 
     def counts(self) -> dict[str, Any]:
-        """Return what an optimizer of ours has counted, and the staleness that it allows."""
+        """Return the counts of an optimizer of hvd_async, and the staleness that it allows."""
         if not self.ours:
             return {}
         bound = self.optimizer._async.settings.get("max_staleness", 0)
@@ -386,7 +386,7 @@ class Rank:
         match trouble.action:
             case "kill":
                 (self._folder / f"dead.{self._host}").touch()
-                if on_a_virtual_host() and trouble.victim % 2:  # the host with it: its end is not told
+                if on_a_virtual_host() and trouble.victim % 2:  # the host with it: its end is not announced
                     self._hosts.change(gone=self._host)
                     cut_link()
                 if trouble.point in ("step", *SOMETIMES, *IN_A_RESET):
@@ -467,7 +467,7 @@ class Rank:
         return [command[-2] for command in commands if any("control_process" in word for word in command)]
 
     def _weights(self) -> list[float]:
-        """Return those that are looked at: not of a model that is large to be slow."""
+        """Return the variables to check: not of a model that is large to be slow."""
         weights = self._model.weights()
         return list(map(float, weights)) if len(weights) == SLOTS * COLUMNS else []
 
@@ -535,7 +535,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def cut_off() -> None:
-    """End all of this process's connections, as when a link is cut and its ends are told."""
+    """End all of this process's connections, as when a link is cut and both ends notice it."""
     for connection in psutil.Process().net_connections("tcp"):
         if connection.status == psutil.CONN_ESTABLISHED:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as end:

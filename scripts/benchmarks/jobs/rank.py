@@ -280,7 +280,7 @@ def difference(after: Any, before: Any) -> Any:
 
 
 def latency(before: dict[str, Any], after: dict[str, Any]) -> float | None:
-    """Return the mean seconds of an exchange, round or pull of those that came in between; None if none did."""
+    """Return the mean seconds of an exchange, round or pull in between; None if there was none."""
     count = next((name for name in ("exchanges", "pulls") if name in after), "rounds")
     mean = "pull_s" if count == "pulls" else "latency_s"
     if after.get(count, 0) == before.get(count, 0) or mean not in after:

@@ -22,7 +22,7 @@ from .tasks import layers
 LOOKS = 400
 """How often each rank notes its memory."""
 PHASES, EDGES = 3, 0.4
-"""Most phases of a random graph, and the largest share of all possible edges beside those that connect."""
+"""Most phases of a random graph, and the largest share of all possible edges in addition to the connecting ones."""
 
 
 class Soak:

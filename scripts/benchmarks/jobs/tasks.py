@@ -152,7 +152,7 @@ def images(task: Mapping[str, Any], rank: int, size: int) -> Task:
 
 
 def clips(task: Mapping[str, Any], rank: int, size: int) -> Task:
-    """Return an LSTM on clips of different lengths; after the last step that was dealt they begin anew."""
+    """Return an LSTM on clips of different lengths; after the last step that was dealt they start again."""
     model = Classifier()
     train, test = data.clips_of(task["seed"], task["median"])
     chosen, lengths = data.trained_lengths(task)

@@ -1,6 +1,6 @@
 """The timed job of torch: a model under an arm takes steps of a given computation, and this rank's figures are noted.
 
-A block has, beside what ``rank.timed`` reads:
+A block has, in addition to what ``rank.timed`` reads:
 
 ``arm``, ``algorithm``: its name; what it stands for, if the name does not say. ``own``: further arguments of the arm's
 optimizer. ``task``: see ``tasks``. ``seed``: of weights and data. ``lr``, ``momentum``, ``weight_decay``: of SGD;

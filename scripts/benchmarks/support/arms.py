@@ -34,7 +34,7 @@ MUTANT = "drops_late"
 IN_BACKWARD = ("ddp", "decent-dp")
 """They wait for others in the backward pass."""
 REDUCTIONS = {"horovod": ("fp16",), "ddp": ("fp16", "bf16", "powersgd")} | dict.fromkeys((*LOCAL_RIVALS, *LEADERS), ())
-"""How those that send gradients may have them compressed: Horovod knows fp16 alone, DDP's hooks PowerSGD too."""
+"""Compressions of arms that send gradients: Horovod has fp16 only, DDP's hooks also PowerSGD."""
 REDUCED = ("fp16", "bf16")
 """How partial allreduce may."""
 WARM_UP = 3
@@ -42,7 +42,7 @@ WARM_UP = 3
 
 
 def is_eager(arm: str) -> bool:
-    """Return whether an arm is partial allreduce of ours, with a quorum."""
+    """Return whether an arm is hvd_async's partial allreduce, with a quorum."""
     return read_name(arm).base not in (*RIVALS, PLAIN, RECORDED, DDP_NO_OP, *LEADERS, *GOSSIP)
 
 
@@ -90,7 +90,7 @@ def parse_arms(
     Args:
         text: names with commas between them.
         ranks: of the job.
-        rivals: those that the case has.
+        rivals: rivals of the case.
         gossip: whether it has arms that gossip.
         leaders: whether it has arms that follow a leader, or a center.
         compressed: whether it has arms whose gradients are compressed.
@@ -115,7 +115,7 @@ def parse_arms(
         if how:
             make_plan(ranks, **how._asdict(), local_size=local_size if hosts else 1)
         elif every or quasi_global:
-            raise ValueError(f"the arm {arm!r} is not there: -avg4 or -qg is for those that gossip")
+            raise ValueError(f"the arm {arm!r} is not there: -avg4 or -qg is for gossip")
         elif compression != "none" and not (compressed and compression in REDUCTIONS.get(base, REDUCED)):
             raise ValueError(f"the arm {arm!r} is not there in this case: {base} is not compressed so")
         if base not in rivals and is_eager(arm):

@@ -53,7 +53,7 @@ HYPER = [{"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}]
 
 
 class Connected(NamedTuple):
-    """What so many connections cost.
+    """Cost of a number of connections.
 
     Attributes:
         ranks, relays: how many.
@@ -61,7 +61,7 @@ class Connected(NamedTuple):
         solo_ms: of each round, milliseconds from the first arrival to the last receipt, quorum "solo".
         all_ms: the same of quorum "all", whose ranks all arrive at once.
         cpu_ms: of the coordinator's process, for a round of quorum "all", each.
-        end_s: seconds from the first rank's leaving until the last was told that all have.
+        end_s: seconds from the first rank's leaving until the last one learns that all have.
         kib: KiB of the coordinator's process that a rank adds.
         files: descriptors that it has open.
     """
@@ -83,10 +83,10 @@ class Connected(NamedTuple):
 class _Client:
     """One process with some ranks' connections, which does what it is sent through a pipe."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, Any]) -> None:
         spawned = multiprocessing.get_context("spawn")
         self.pipe, theirs = spawned.Pipe()
-        self._process = spawned.Process(target=_serve, args=(theirs, told))
+        self._process = spawned.Process(target=_serve, args=(theirs, settings))
         self._process.start()
         theirs.close()
 
@@ -128,22 +128,22 @@ def _control_plane(
         for owner, process in processes.items():
             process.begin(relay_setup_of(owner, tree, cards, relay_cards, places))
         coordinator.begin(setup_of(tree.root, cards, relay_cards, places, places[0]))
-        told = []
+        settings = []
         for first in range(CLIENTS):
             own = [rank for rank in range(ranks) if rank // per_host % CLIENTS == first]
             above = [above_of(tree.parent(rank), cards, relay_cards, "") for rank in own]
-            told.append(
+            settings.append(
                 {
                     "ranks": own,
                     "above": [[LOOPBACK, one.port, one.public.decode()] for one in above],
                     "keys": [[key.decode() for key in keys[rank]] for rank in own],
                 }
             )
-        yield psutil.Process(coordinator.pid), told, len(processes)
+        yield psutil.Process(coordinator.pid), settings, len(processes)
 
 
 def measure(ranks: int, relays: bool, per_host: int = 8, rounds: int = 20) -> Connected:
-    """Connect so many ranks, have them go through rounds of 4 buckets, and end.
+    """Connect ``ranks`` ranks, have them go through rounds of 4 buckets, and end.
 
     Args:
         ranks: how many.
@@ -152,9 +152,9 @@ def measure(ranks: int, relays: bool, per_host: int = 8, rounds: int = 20) -> Co
         rounds: of each of both quorums, in alternation.
     """
     with contextlib.ExitStack() as undo:
-        coordinator, told, number = undo.enter_context(_control_plane(ranks, per_host, relays))
+        coordinator, settings, number = undo.enter_context(_control_plane(ranks, per_host, relays))
         empty = coordinator.memory_info().rss
-        clients = [_Client(own) for own in told]
+        clients = [_Client(own) for own in settings]
         for client in clients:
             undo.callback(client.close)
         for client in clients:
@@ -187,11 +187,11 @@ class Ranks:
     """The connections.
 
     Args:
-        told: ``ranks``, and of each ``above`` (address, port, key) and ``keys``.
+        settings: ``ranks``, and of each ``above`` (address, port, key) and ``keys``.
     """
 
-    def __init__(self, told: dict[str, Any]) -> None:
-        self._ranks: list[int] = told["ranks"]
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._ranks: list[int] = settings["ranks"]
         if problem := shortage(3 * len(self._ranks)):
             raise OSError(problem)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -199,7 +199,7 @@ class Ranks:
         self._codec = Codec(FAMILIES)
         self._uplinks = [
             Uplink(address, port, server.encode(), (public.encode(), secret.encode()), context)
-            for (address, port, server), (public, secret) in zip(told["above"], told["keys"], strict=True)
+            for (address, port, server), (public, secret) in zip(settings["above"], settings["keys"], strict=True)
         ]
         self._poll = select.epoll()
         self._by_descriptor = {uplink.descriptors[0]: place for place, uplink in enumerate(self._uplinks)}
@@ -269,9 +269,9 @@ class Ranks:
                 return {"sent": sent, "received": self.wait(lambda command: isinstance(command, Close))}
 
 
-def _serve(pipe: Connection, told: dict[str, Any]) -> None:
+def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
     """Do what comes through the pipe until it is closed."""
-    ranks = Ranks(told)
+    ranks = Ranks(settings)
     pipe.send({})
     with contextlib.suppress(EOFError):
         while True:

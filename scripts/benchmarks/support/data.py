@@ -243,7 +243,7 @@ def deal(
 ) -> Indices:
     """Return which clips each rank has in each step, [steps, ranks, batch].
 
-    An epoch's batches have each clip once, but for a rest too small for one more batch, and come in random order.
+    An epoch's batches have each clip once, except for a rest too small for one more batch, and come in random order.
     Bucketed, a batch has clips of nearly the same length.
     """
     dealt: list[Indices] = []

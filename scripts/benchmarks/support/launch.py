@@ -1,6 +1,6 @@
 """Start a job under horovodrun, take in its results block by block, and leave no process behind.
 
-A job is a module of ``jobs/``. A JSON file, its plan, says what it is to do; the digits lie beside it. It answers by
+A job is a module of ``jobs/``. A JSON file, its plan, says what it is to do; the digits lie next to it. It answers by
 lines of JSON in another file, one per block, which is also how progress is known. All its processes carry a mark in
 their environment, by which they are found when the job has to be ended.
 """
@@ -39,7 +39,7 @@ MARK = "HVD_ASYNC_BENCH_JOB"
 ENOUGH = "enough"
 """File in the job's folder that tells it to do no more repetitions."""
 GOODBYE = 15.0
-"""Seconds that processes may take to end by themselves."""
+"""Seconds that processes may take to end unforced."""
 START = 180.0
 """Seconds that a job may take to start: eight processes import torch."""
 LOOK = 0.25
@@ -270,11 +270,11 @@ class Progress:
 
 
 class Kept:
-    """Results of blocks in a file, a line of JSON each: a run that was ended goes on with what is left.
+    """Results of blocks in a file, a line of JSON each: a run that was ended continues with what is left.
 
     Args:
         path: the file, which need not be there; None: they are kept in memory only.
-        how: what the blocks are run with beside what they say themselves, as JSON.
+        how: settings of the run that blocks do not have themselves, as JSON.
     """
 
     def __init__(self, path: Path | None, how: Any = None) -> None:
@@ -322,7 +322,7 @@ def measure(
         seconds: how long the job may take if the command line does not say.
         ranks: of the job, if they are not the command line's.
         progress: of several jobs together; None: of this one.
-        plan: what the plan has beside the blocks.
+        plan: content of the plan without the blocks.
         enough: asked after each block whether these results are enough; the job then ends after this repetition.
         how: further arguments of ``run``.
     """

@@ -17,7 +17,7 @@ import numpy as np
 START = 3
 """Ranks with which drawn schedules begin and end."""
 SLOTS, COLUMNS = 12, 256
-"""Hosts of one schedule, and batches of one host, at the most."""
+"""Maximum number of hosts of a schedule, and of batches of a host."""
 FAST = 30
 """Batches that follow each other quickly; later ones only wait for hosts."""
 EAGER = ("all", "majority", "solo")
@@ -29,12 +29,12 @@ HOROVOD = "horovod"
 """Not drawn: Horovod's own optimizer and elastic state, to compare with."""
 EVERY_BATCH = ("between", "backward", "before step", "step", "apply")
 SOMETIMES = {"drain": 7, "checkpoint": 11, "commit": 2}
-"""Points that only every so many batches have."""
+"""Points that only every n-th batch has."""
 IN_A_RESET = ("meeting", "sync")
 """Points that only come after another loss."""
 POINTS = (*EVERY_BATCH, *SOMETIMES, *IN_A_RESET)
 LOSSES = 2
-"""Ranks that a schedule takes away, at the most."""
+"""Maximum number of ranks that a schedule removes."""
 STOPS = (0.3, 2.0, 11.0)
 """Seconds for which a process stands still: two that all bear, one that is taken for a death."""
 
@@ -90,8 +90,8 @@ class Schedule:
         return cls(**{**content, "troubles": tuple(Trouble(**one) for one in content["troubles"])})
 
     def __str__(self) -> str:
-        told = [f"{one.action} rank {one.victim} at {one.point} from batch {one.batch}" for one in self.troubles]
-        return f"seed {self.seed}, {self.kind}: {'; '.join(told)}"
+        texts = [f"{one.action} rank {one.victim} at {one.point} from batch {one.batch}" for one in self.troubles]
+        return f"seed {self.seed}, {self.kind}: {'; '.join(texts)}"
 
 
 def points_of(batch: int) -> tuple[str, ...]:
@@ -127,8 +127,8 @@ Record = Mapping[str, Any]
 """What a process has written: ``what`` is "begin", "generation", "step", "stepped", "trouble" or "end"."""
 TOLERANCE = 1e-3
 LEAST_WEIGHT = {"osgp": 0.25}
-"""Push-sum weights of ranks whose messages are on their way, by kind: an update made then moves the weights by so many
-times itself, and stays so if the ranks are others before the messages come."""
+"""Push-sum weights of ranks whose messages are on their way, by kind: an update made then moves the weights by this
+factor, permanently if the membership changes before the messages arrive."""
 
 
 class Recovery(NamedTuple):
@@ -136,9 +136,9 @@ class Recovery(NamedTuple):
 
     Attributes:
         seconds: until it trained on.
-        found_out: until its training loop was told.
+        found_out: until its training loop noticed.
         restart: of Horovod's shutdown and its new start.
-        state: the rest, in which the ranks agree on what to go on from.
+        state: the rest, in which the ranks agree on the state to continue from.
         again: steps that a survivor had ended and took again, mean.
     """
 
@@ -191,7 +191,7 @@ class History:
         return [[(frozenset(one["threads"]), one["files"]) for one in own] for own in generations]
 
     def serving(self, what: str) -> list[str]:
-        """Return the control processes, "relay" or "coordinator", of those that had a "trouble", or came to the "end",
+        """Return the control processes, "relay" or "coordinator", that had a "trouble", or reached the "end",
         one after the other."""
         every = sorted((record["at"], record["serves"]) for host in self._slots for record in self._all(host, what))
         return [role for _, roles in every for role in roles]
@@ -253,7 +253,7 @@ class History:
                 yield f"{host} has not ended among {self.schedule.start} ranks"
 
     def _steps_again(self) -> Iterator[str]:
-        """A step that has come to its end is not taken again, and batches follow each other."""
+        """Check that a completed step is not taken again, and that batches follow each other."""
         for host in self._slots:
             ended = [record["batch"] for record in self._all(host, "stepped")]
             if any(later <= earlier for earlier, later in itertools.pairwise(ended)):
@@ -282,8 +282,8 @@ class History:
                 yield from self._mean_kept(counts)
 
     def _each_once(self, counts: np.ndarray) -> Iterator[str]:
-        """Partial allreduce: each gradient is applied once; a dead rank's once at the most, and so that of a step which
-        was broken off: where others have ended it, all go on after it."""
+        """Partial allreduce: each gradient is applied once; a dead rank's at most once, and so that of a step which
+        was broken off: if others have completed it, all continue after it."""
         for host, slot in self._slots.items():
             begun, wrong = self._batches(host), []
             must = self._batches(host, "stepped") if host in self._ends or self._carried(host) else []

@@ -2,7 +2,7 @@
 
 Each kind is a script of its ranks' events in an order that a job could have: ranks are in step, but in a new order each
 time; they hear of an exchange, or a pull, when its command is given, and what it brings lands some events later. Pure
-but for the clock: no engine, no network.
+except for the clock: no engine, no network.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _gossip(algorithm: str, steps: Callable[[Job, int], Steps], **options: Any) 
 
 
 def host(size: int) -> int:
-    """Ranks of a host, among so many."""
+    """Return the number of ranks per host, for a number of ranks."""
     return min(HOST, max(1, size // 2))
 
 

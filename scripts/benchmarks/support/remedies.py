@@ -17,7 +17,7 @@ from .data import longest_of
 from .figures import Block
 
 JITTER = 0.03
-"""Largest share of a step's computation by which ranks differ by themselves: they never arrive all at once."""
+"""Largest share of a step's computation by which ranks differ without delays: they never arrive all at once."""
 CLIPS = {"median": 20, "batch": 8, "bucketed": True}
 """Clips as ``sequence_lengths`` has them by default."""
 
@@ -103,7 +103,7 @@ TASKS = {
 
 
 def times_of(block: Block) -> Schedule:
-    """Return how long each rank computes in each step: by the longest of its clips, or as long but for jitter."""
+    """Return the seconds of each rank in each step: by the longest of its clips, or equal except for jitter."""
     steps, ranks, seed = (block[key] for key in ("steps", "ranks", "seed"))
     if block["data"] == "clips":
         return longest_of(clips_task(block), ranks)

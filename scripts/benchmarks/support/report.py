@@ -31,7 +31,7 @@ class Column(NamedTuple):
 
 
 ENDS = {"~": ("low", "high"), "95%": ("95% from", "to")}
-"""What follows a column that has an estimate's ends beside it: the spread, or a 95% interval."""
+"""Suffixes of columns with the limits of an estimate: the spread, or a 95% interval."""
 
 
 def columns(text: str) -> tuple[Column, ...]:
@@ -209,7 +209,7 @@ class Report:
         self.wants(what, value, wanted or f">= {limit:g}", value >= limit)
 
     def text(self) -> str:
-        """Return the table, notes and goals, for people."""
+        """Return the table, notes and goals, human-readable."""
         parts = [table(self.rows, self.case.columns), *(f"note: {note}" for note in self.notes)]
         return "\n".join([*parts, *(str(goal) for goal in self.goals)])
 

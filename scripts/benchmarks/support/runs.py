@@ -23,7 +23,7 @@ ALL = -1
 NAMES = ("metrics.csv", "step_times.csv", "leaders.csv")
 BY_RANK = ("wait_s", "held_s")
 """Columns of metrics.csv with a number per rank, separated by spaces."""
-EMPTY = "no epoch had ended, no step was taken, or nobody led (easgd has a centre)"
+EMPTY = "no epoch had ended, no step was taken, or no rank led (easgd has a centre)"
 HINT = "give a runner's --log-dir, CSV files of it, its --summary, or one JSON file of scripts/bench.py --json"
 
 
@@ -63,8 +63,8 @@ class Run:
     @property
     def known_ranks(self) -> int:
         """Number of ranks by anything but who led; 0 if nothing says."""
-        told = int(self.summary.get("world_size", 0))
-        return max(self.size, len(self.by_rank("wait_s")), len(self.step_times), told)
+        reported = int(self.summary.get("world_size", 0))
+        return max(self.size, len(self.by_rank("wait_s")), len(self.step_times), reported)
 
     @property
     def ranks(self) -> int:
@@ -94,9 +94,9 @@ class Run:
         """Return columns of metrics.csv, where both are there; ``seconds`` count from the run's start."""
         rows = self.epochs
         if x == "seconds":
-            told = list(itertools.takewhile(lambda row: row.get(x) is not None, rows))
-            passed = itertools.accumulate(row[x] for row in told)
-            rows = [row | {x: until} for row, until in zip(told, passed, strict=True)]
+            timed = list(itertools.takewhile(lambda row: row.get(x) is not None, rows))
+            passed = itertools.accumulate(row[x] for row in timed)
+            rows = [row | {x: until} for row, until in zip(timed, passed, strict=True)]
         both = [row for row in rows if row.get(x) is not None and row.get(y) is not None]
         return [row[x] for row in both], [row[y] for row in both]
 

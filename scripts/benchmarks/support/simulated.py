@@ -1,8 +1,8 @@
 """Simulated jobs of the case ``scale``: tables that were measured, a published study, all algorithms at many ranks.
 
 *Tables*: ``measured.csv`` has figures of measurements.md, and of rows that the simulation misses by more than a tenth
-why: the model knows no cores that ranks share, but for ``OPERATION``. All parameters are the machine's, known from
-elsewhere, but for that one, which is calibrated once, from one row.
+why: the model knows no cores that ranks share, except by ``OPERATION``. All parameters are the machine's, known from
+elsewhere, except for that one, which is calibrated once, from one row.
 
 *Study*: PyTorch's blog on straggler mitigation at 64 to 256 ranks, hierarchical SGD over synchronous SGD: steps of
 55 ms, in which a rank stands still for 1 s with a probability of 2% (at 64 ranks) or 1% (at 128 and 256). Its groups
@@ -61,7 +61,7 @@ ON_THE_MACHINE = Network(latency=LATENCY, cycle=0.001, operation=OPERATION)
 
 
 class Compared(NamedTuple):
-    """A row of a table beside the same, simulated.
+    """A row of a table, measured and simulated.
 
     Attributes:
         table, setting, arm: which row.
@@ -180,7 +180,7 @@ HIERARCHIES = ((8, 1, 4), (8, 1, 8), (8, 1, 16), (8, 2, 8), (8, 4, 16), (16, 2, 
 
 
 class Mode(NamedTuple):
-    """An arm of ours, with options."""
+    """An arm of hvd_async, with options."""
 
     arm: str
     options: dict[str, Any]
@@ -224,8 +224,8 @@ def study(ranks: int, steps: int = 400, seed: int = 0, modes: Sequence[Mode] = M
         found.append(simulate(arm, setup, **options)._replace(arm=str(mode)))
     setting = {"ranks": ranks, "steps": steps, "compute": COMPUTE_55, "stall": STALL, "seed": seed}
     setting["share"] = SHARES[ranks]
-    nobody = base.seconds / float(times.sum(axis=0).mean())
-    return [_simulated(each, setting, base, nobody) | _published(each, ranks) for each in found]
+    no_waiting = base.seconds / float(times.sum(axis=0).mean())
+    return [_simulated(each, setting, base, no_waiting) | _published(each, ranks) for each in found]
 
 
 def _published(found: Outcome, ranks: int) -> Row:

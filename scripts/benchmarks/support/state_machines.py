@@ -23,7 +23,7 @@ Sent = tuple[int, OptimizerEvent]
 SIZES = (8, 64, 1000, 10_000)
 HYPER: Hyper = [{"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4, "nesterov": False}]
 STAGGER = 1e-6
-"""Seconds between two events, on the clock that the state machine is told."""
+"""Seconds between two events, on the clock that is passed to the state machine."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Family:
         machine: of its state machine.
         config: that all ranks register with.
         rounds: (ranks, config) -> for each round, what its ranks send, in a plausible order; without end.
-        produced: (config, rounds) -> ``Finished.produced`` of a rank after so many rounds.
+        produced: (config, rounds) -> ``Finished.produced`` of a rank after this number of rounds.
     """
 
     machine: Callable[[int, Sequence[int]], Machine]
@@ -123,7 +123,7 @@ def eager(
 def measure(
     family: Family, size: int, blocks: int = 12, warm_up: int = 4, clock: Callable[[], float] = time.perf_counter
 ) -> Cost:
-    """Return what a family's state machine costs with so many ranks: ``blocks`` rounds are timed, after ``warm_up``.
+    """Return what a family's state machine costs with ``ranks`` ranks: ``blocks`` rounds are timed, after ``warm_up``.
 
     Args:
         clock: ``time.thread_time`` counts only what this thread has run, on a machine that is shared.
