@@ -179,7 +179,7 @@ EAGER: list[tuple[dict[str, Any], str]] = [
     ({"gradient_predivide_factor": 2.0, "op": lambda hvd: hvd.Sum}, "leave it out with Sum"),
     ({"backward_passes_per_step": 1.5}, "must be an integer of at least 1, got 1.5"),
     ({"compression": "fp16"}, r"must be hvd\.Compression\.none, \.fp16, \.bf16, or a class with"),
-    ({"process_set": object()}, r"pass an hvd\.ProcessSet"),
+    ({"process_set": object()}, r"must be an hvd\.ProcessSet"),
     ({"process_set": ProcessSet(0, 2, number=None)}, r"pass it to hvd\.init\(process_sets="),
     ({"process_set": ProcessSet(0, 2), "quorum": 3}, "a number of ranks from 1 to 2, "),
     ({"bucket_cap_mb": 0}, "a number of MiB above 0"),
@@ -230,7 +230,7 @@ LEADER: list[tuple[dict[str, Any], str]] = [
     ({"compression": object()}, r"compression: a leader's weights are sent uncompressed; leave it out"),
     ({"op": lambda hvd: hvd.Sum}, r"op must be hvd\.Average, since LeaderOptimizer averages weights"),
     ({"num_groups": 2}, r"groups, num_groups: a rank's weights travel as one message .*leave them out"),
-    ({"process_set": object()}, r"pass an hvd\.ProcessSet"),
+    ({"process_set": object()}, r"must be an hvd\.ProcessSet"),
     ({"buffers": "root"}, r"buffers must be 'average' or 'local', got 'root'"),
 ]
 REFUSED = [(name, *one) for name, table in zip(WRAPPERS, (EAGER, GOSSIP, LEADER), strict=True) for one in table]
