@@ -237,8 +237,13 @@ def leader_jobs(draw: st.DrawFn) -> LeaderJob:
     return LeaderJob(**common(draw, size, counts(draw, size, 6)), config=draw(leader_configs(size)))
 
 
+THIRDS = leader("6 drain", "2 drain", "4 drain", "drain", "4 drain", window=1, speeds=(0.0,) * 5)
+"""A loss is one step old to the bit, by a clock that counts fifths, fourths and thirds of steps."""
+
+
 @settings(max_examples=examples(100))
 @given(leader_jobs())
+@example(THIRDS)
 def test_each_pull_is_due_has_the_right_leader_and_completes_on_all_its_ranks(job: LeaderJob) -> None:
     drive: LeaderDrive = LeaderDrive(job).run()
     pulls = [command for command in drive.log if isinstance(command, StartPull)]

@@ -32,6 +32,9 @@ from hvd_async.errors import ProtocolError
 from hvd_async.runtime.machine import StateMachine
 from hvd_async.runtime.protocol import Command, OptimizerEvent
 
+ROUNDING = 1e-6
+"""Steps by which a sum of fractions of steps may be off: a loss that is just as old as is allowed still counts."""
+
 
 @dataclass
 class _Group:
@@ -227,7 +230,7 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
     def _recent(self, ranks: Sequence[int]) -> list[int]:
         """Return the ranks of these that may lead now: those whose steps count, or finished ones too, if all have."""
         assert self._config is not None
-        oldest = self._clock.now - max(self._config.loss_window, self._config.global_period)
+        oldest = self._clock.now - max(self._config.loss_window, self._config.global_period) - ROUNDING
         counting = self._flush and len(self._done) < len(self.ranks)
         out = self._done.keys() if counting else self._absent
         return [rank for rank in ranks if rank not in out and self._heard.get(rank, -math.inf) >= oldest]
