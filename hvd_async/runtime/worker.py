@@ -347,6 +347,8 @@ class Worker(abc.ABC):
         except StopIteration as end:
             result: T = end.value
             return result
+        finally:
+            program.close()  # (an interrupt between two lines of this method has left it in its wait)
 
     def on_command(self, command: OptimizerCommand) -> None:
         """Carry out a command (engine thread)."""
