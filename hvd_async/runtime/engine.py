@@ -250,10 +250,8 @@ class Engine:
         """Whether ``stop`` was called: optimizers are to meet again on a new one."""
         return self._stop_called
 
-    @staticmethod
-    def clock() -> float:
-        """Return seconds from an arbitrary origin."""
-        return time.monotonic()
+    clock = staticmethod(time.monotonic)
+    """Return seconds from an arbitrary origin."""
 
     def check(self) -> None:
         """Raise the engine's failure, if it has failed; a lost rank as the framework's Horovod error."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
+import msgspec
+
 from hvd_async.runtime.protocol import Command, Event
 
 Vector: TypeAlias = Any
@@ -230,7 +232,7 @@ def unpack(gathered: bytes) -> list[bytes]:
 # -- what a rank needs of the world ------------------------------------------------------------------------------------
 
 
-class Wait(NamedTuple):
+class Wait(msgspec.Struct):
     """A program's wait.
 
     Attributes:

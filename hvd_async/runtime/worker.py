@@ -339,7 +339,7 @@ class Worker(abc.ABC):
             wait = next(program)
             while True:
                 try:
-                    self.engine.wait(*wait)
+                    self.engine.wait(wait.ready, wait.waiting_for)
                 except BaseException as error:  # noqa: BLE001  the program may have to note it, and raises it again
                     wait = program.throw(error)
                 else:
@@ -347,8 +347,9 @@ class Worker(abc.ABC):
         except StopIteration as end:
             result: T = end.value
             return result
-        finally:
+        except BaseException:
             program.close()  # (an interrupt between two lines of this method has left it in its wait)
+            raise
 
     def on_command(self, command: OptimizerCommand) -> None:
         """Carry out a command (engine thread)."""
