@@ -253,10 +253,8 @@ class Engine:
         """Whether ``stop`` was called: optimizers register again on a new engine."""
         return self._stop_called
 
-    @staticmethod
-    def clock() -> float:
-        """Return seconds from an arbitrary origin."""
-        return time.monotonic()
+    clock = staticmethod(time.monotonic)
+    """Return seconds from an arbitrary origin."""
 
     def check(self) -> None:
         """Raise the failure of the engine, if it has failed; a lost rank as the Horovod error of the framework."""

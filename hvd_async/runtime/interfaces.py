@@ -11,6 +11,8 @@ from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
+import msgspec
+
 from hvd_async.runtime.protocol import Command, Event
 
 Vector: TypeAlias = Any
@@ -248,17 +250,19 @@ def unpack(gathered: bytes) -> list[bytes]:
 # -- the runtime of a rank ---------------------------------------------------------------------------------------------
 
 
-class Wait(NamedTuple):
-    """Wait of a program.
+class Wait(msgspec.Struct):
+    """A program's wait.
 
     Attributes:
         ready: returns whether the program may continue; called after every change, while ``RankRuntime.changed`` is
             held.
         waiting_for: returns what is missing, for a warning; None if the coordinator knows.
+        counts: whether its time counts as waiting in ``stats()``.
     """
 
     ready: Callable[[], bool]
     waiting_for: Callable[[], str] | None = None
+    counts: bool = True
 
 
 Program: TypeAlias = Generator[Wait, None, T]

@@ -129,7 +129,7 @@ class Worker(abc.ABC):
 
     def await_registration_program(self) -> Program[None]:
         """Like ``await_registration``; this wait is not part of ``wait_s``."""
-        yield Wait(lambda: self._inbox.agreed or self._inbox.refused is not None)
+        yield Wait(lambda: self._inbox.agreed or self._inbox.refused is not None, counts=False)
         self._check_refused()
 
     def _check_refused(self) -> None:
@@ -205,7 +205,7 @@ class Worker(abc.ABC):
         self.check_finished(flush)
         self.announce_finished(flush)
         while not self.apply_available():
-            yield from self._await(lambda: self.has_available)
+            yield Wait(lambda: self.has_available)
         yield from self.complete_drain_program()
 
     def _take_drained(self) -> Drained[Any]:
@@ -293,7 +293,7 @@ class Worker(abc.ABC):
     def _call(self, kind: str, what: str, vector: Vector = None, root: int = -1, **said: Any) -> Program[Combined]:
         """Take part in a collective; the arguments are those of ``CollectiveCalls.begin``."""
         self._calls.begin(self._registered_number(), kind, what, vector, root, **said)
-        yield from self._await(self._calls.is_done)
+        yield Wait(self._calls.is_done)
         return self._calls.take(kind, what)
 
     # -- the optimizer's end ----------------------------------------------------------------------------------
@@ -331,14 +331,6 @@ class Worker(abc.ABC):
         """Seconds for which the training thread has waited so far, in steps and ends; as in ``stats()``, at no cost."""
         return self._wait_s
 
-    def _await(self, ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> Program[None]:
-        """Wait until ``ready()`` is true, and add the time to ``wait_s``."""
-        started = self.engine.clock()
-        try:
-            yield Wait(ready, waiting_for)
-        finally:
-            self._wait_s += self.engine.clock() - started
-
     def run(self, program: Program[T]) -> T:
         """Run a program on this thread, which sleeps in its waits, and return its result.
 
@@ -348,8 +340,12 @@ class Worker(abc.ABC):
         try:
             wait = next(program)
             while True:
+                started = self.engine.clock()
                 try:
-                    self.engine.wait(*wait)
+                    try:
+                        self.engine.wait(wait.ready, wait.waiting_for)
+                    finally:
+                        self._wait_s += self.engine.clock() - started if wait.counts else 0.0
                 except BaseException as error:  # noqa: BLE001  the program may record it, and raises it again
                     wait = program.throw(error)
                 else:
@@ -357,6 +353,9 @@ class Worker(abc.ABC):
         except StopIteration as end:
             result: T = end.value
             return result
+        except BaseException:
+            program.close()  # (an interrupt between two lines of this method has left it suspended in its wait)
+            raise
 
     def on_command(self, command: OptimizerCommand) -> None:
         """Carry out a command (engine thread)."""

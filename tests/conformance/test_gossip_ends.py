@@ -14,6 +14,7 @@ import pytest
 from hvd_async.algorithms.gossip.outer_worker import OuterWorker
 from hvd_async.algorithms.gossip.rank import PushSumWorker
 from hvd_async.errors import ReplicaStateError, WaitTimeoutError
+from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster, InjectedError
 from tests.conformance import gossip_ranks as ranks
@@ -399,7 +400,7 @@ def test_no_step_between_a_broken_drain_and_its_repetition(binding):
                 one.opt.drain()
             engine.timeout = float("inf")
             held = one.weights().tobytes()
-            with pytest.raises(Exception, match="broken off: call it again before the next step"):
+            with pytest.raises(Exception, match="interrupted: call it again before the next step"):
                 one.train(1)
             assert one.weights().tobytes() == held
             stalled.set()
@@ -415,28 +416,36 @@ BROKEN = [
       for name in ("sgp", "osgp", "dpsgd", "exact-diffusion", "noloco") for where in ("_offer", "_await_messages")),
     (PushSumWorker, "_offer", 1, {"algorithm": "dpsgd", "topology": "ring"}),
     *((OuterWorker, where, 4 + (late if where != "_enter" else 0), SLOWMO | {"average_every": 4, "max_staleness": late})
-      for where, late in (("_enter", 2), ("_await", 0), ("_await", 2), ("_take", 0))),
-    (OuterWorker, "_await", 4, SLOWMO | {"average_every": 4, "max_staleness": 0, "compression": "int8"}),
+      for where, late in (("_enter", 2), ("wait", 0), ("wait", 2), ("_take", 0))),
+    (OuterWorker, "wait", 4, SLOWMO | {"average_every": 4, "max_staleness": 0, "compression": "int8"}),
 ]  # fmt: skip
-"""Methods of a worker, and the step in which one of them is broken off on rank 0."""
+"""Methods of a worker, or its engine's ``wait``, and the step in which one of them is broken off on rank 0."""
 
 
 @pytest.mark.parametrize(("worker", "where", "broken_step", "options"), BROKEN, ids=ranks.name)
 def test_others_go_on_without_a_rank_whose_step_was_broken_off(monkeypatch, worker, where, broken_step, options):
     """By an interrupt or a time limit; also when it had announced messages that it did not queue, or has entered an
     average."""
-    real = getattr(worker, where)
+    kind = Engine if where == "wait" else worker
+    real = getattr(kind, where)
+    first: list[Any] = []
 
     def broken(self: Any, *args: Any) -> Any:
-        if self.engine.rank == 0 and self._step == broken_step:
+        if kind is Engine:
+            breaks = bool(first) and self is first[0].engine and first[0]._step == broken_step
+        else:
+            breaks = self.engine.rank == 0 and self._step == broken_step
+        if breaks and not (first and first[0].deleted):
             raise WaitTimeoutError("a time limit")
         return real(self, *args)
 
-    monkeypatch.setattr(worker, where, broken)
+    monkeypatch.setattr(kind, where, broken)
 
     def train(rank: int) -> Any:
         one = TorchRank(TorchRank.least_squares(3, SGD), rank, **options)
         if rank == 0:
+            if kind is Engine:
+                first.append(one.train(1).worker())
             with pytest.raises(WaitTimeoutError):
                 one.train(9)
             with pytest.raises(ReplicaStateError, match="broken off"):

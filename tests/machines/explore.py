@@ -98,23 +98,33 @@ def possible(drive: Drive) -> list[Move]:
 
 def fingerprint(drive: Drive) -> bytes:
     """Return a digest of the state of a job: the same for states from which the same can happen."""
+    return digest_of([vars(drive.machine), [vars(rank) for rank in drive.ranks], drive._open])
+
+
+def digest_of(value: Any) -> bytes:
+    """Return a digest of a value, whatever it is made of."""
     digest = hashlib.blake2b(digest_size=16)
-    for part in _parts([vars(drive.machine), [vars(rank) for rank in drive.ranks], drive._open], {}):
-        digest.update(part)
+    for part in _parts(value, {}):
+        digest.update(b"%d:%b" % (len(part), part))
     return digest.digest()
 
 
-def _parts(value: Any, seen: dict[int, int]) -> Iterator[bytes]:
-    """Yield what tells a value from others, whatever it is made of."""
+def _parts(value: Any, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes]:
+    """Yield what tells a value from others, whatever it is made of.
+
+    Args:
+        seen: values that were visited, by their ids, with their numbers. (It keeps them, so that no other gets the id.)
+    """
     if value is None or isinstance(value, bool | int | float | str | bytes):
         yield repr(value).encode()
         return
     if id(value) in seen:
-        yield f"#{seen[id(value)]}".encode()
+        yield f"#{seen[id(value)][0]}".encode()
         return
-    seen[id(value)] = len(seen)
+    seen[id(value)] = (len(seen), value)
     yield type(value).__name__.encode()
     if isinstance(value, np.ndarray):
+        yield repr((value.shape, value.dtype)).encode()
         yield value.tobytes()
     elif isinstance(value, dict):
         for key, each in value.items():
@@ -129,6 +139,7 @@ def _parts(value: Any, seen: dict[int, int]) -> Iterator[bytes]:
             yield from _parts(each, seen)
     elif isinstance(value, types.FunctionType):
         yield value.__qualname__.encode()
+        yield from _parts([value.__defaults__, value.__kwdefaults__], seen)
         for cell in value.__closure__ or ():
             yield from _parts(cell.cell_contents, seen)
     elif isinstance(value, types.MethodType):

@@ -105,6 +105,9 @@ class GossipDrive(Drive):
     def over(self) -> None:
         if self.plain:
             self.ledger.check_end()
+        for rank in self.ranks if not self.kind.pairs and self.kind.outer is None else ():
+            late = rank.worker.stats().staleness
+            assert max(late, default=0) <= self.config.max_staleness, f"messages were {dict(late)} steps late"
         if self.drains and self.drains[-1].flushed and self.plain:
             stats = [rank.worker.stats() for rank in self.ranks]
             if not self.kind.pairs and self.kind.outer is None:

@@ -62,6 +62,7 @@ JOBS: Mapping[str, Mapping[str, Job]] = {
         "adpsgd, one leaves": gossip("2 drain", "1 drain", "1 leave", algorithm="adpsgd", max_local_steps=1),
         "adpsgd on a ring": gossip(*["2 drain"] * 4, algorithm="adpsgd", graph="ring", max_local_steps=1),
         "sgp of three ranks": gossip("1 drain", "1 drain", "2 drain"),
+        "an average": gossip("1 drain", "drain", algorithm="allreduce", average_every=1),
         "averages": gossip("2 drain 1 drain", "1 drain 1 drain", algorithm="allreduce", average_every=1),
         "sgp and averages": gossip("2 drain", "1 drain", average_every=1),
         "averages of three ranks": gossip("2 drain", "1 leave", "1 drain", algorithm="allreduce", average_every=1),

@@ -14,8 +14,10 @@ import pytest
 
 from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.algorithms.gossip.machine import GossipStateMachine, MessageQueues, PairRequests
+from hvd_async.algorithms.gossip.rank import PushSumWorker
 from hvd_async.algorithms.leader import machine as leader
 from hvd_async.algorithms.leader.machine import LeaderStateMachine
+from hvd_async.algorithms.leader.rank import PullExecutor
 from hvd_async.runtime.machine import StateMachine
 
 
@@ -166,6 +168,7 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
         ),
     },
     "gossip": {
+        "a rank does not wait for messages": Mutant("sgp", PushSumWorker.mix_program, "not late", "False"),
         "two exchanges at once": Mutant(
             "sgp", GossipStateMachine._due_exchange, "self._flights[exchange.round] = now", "pass"
         ),
@@ -257,6 +260,15 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
         ),
     },
     "leader": {
+        "a rank pulls before it has drained": Mutant(
+            "lsgd",
+            PullExecutor._advance,
+            "self._last is not None and command.round > self._last",
+            "False",
+        ),
+        "a rank drains before its pulls are complete": Mutant(
+            "easgd", PullExecutor.has_completed, "not any((number <= last for number in self._flying))", "True"
+        ),
         "two pulls of a group at once": Mutant(
             "lsgd",
             leader._Group.is_due.fget,

@@ -292,11 +292,15 @@ def test_small_jobs_keep_the_laws_in_every_order(job: Job) -> None:
     assert found.complete or found.states == STATES
 
 
+WHOLE = {"eager": "opening", "gossip": "an average", "leader": "opening"}
+"""The smallest job of each family that takes a step."""
+
+
 @pytest.mark.parametrize("family", JOBS)
 def test_a_job_of_two_ranks_is_seen_whole(family: str) -> None:
-    found = explore(lambda: drive_of(JOBS[family]["opening"], quick=True), most=10_000)
+    found = explore(lambda: drive_of(JOBS[family][WHOLE[family]], quick=True), most=10_000)
     assert found.complete
-    assert found.states > 600
+    assert found.states > 300
     assert found.ends > 1
 
 

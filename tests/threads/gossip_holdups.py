@@ -44,19 +44,19 @@ class Watch:
 
     def tweak(self, worker: PushSumWorker) -> None:
         """Watch a rank."""
-        waits = worker._await
+        waits = worker.engine.wait
 
-        def watched(ready: Callable[[], bool], *told: Any) -> Any:
+        def watched(ready: Callable[[], bool], *told: Any) -> None:
             with self._changed:
                 self._inside[worker._place] = worker
                 self._changed.notify_all()
             try:
-                yield from waits(ready, *told)
+                waits(ready, *told)
             finally:
                 with self._changed:
                     del self._inside[worker._place]
 
-        worker._await = watched  # type: ignore[method-assign]
+        worker.engine.wait = watched  # type: ignore[method-assign]
 
     def until(self, expected: dict[int, Any], what: Callable[[PushSumWorker], Any]) -> None:
         """Wait until the ranks at these places wait, and ``what`` of their workers is this."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -168,16 +167,16 @@ def test_a_rank_that_trains_on_does_not_disturb_one_that_is_still_in_drain():
     def tweak(worker: EagerWorker) -> None:
         if worker.engine.rank == 0:
             return
-        opened, waits = worker.connect, worker._await
+        opened, waits = worker.connect, worker.engine.wait
 
-        def late(ready: Callable[[], bool]) -> Any:
-            yield from waits(ready)
+        def late(*wait: Any) -> None:
+            worker.engine.wait = waits  # type: ignore[method-assign]
+            waits(*wait)
             worker.engine.wait(lambda: any(one.index == 2 for one in worker._inbox.ready))  # (1 may be applied already)
-            worker._await = waits  # type: ignore[method-assign]
 
         def open_then_late(names: list[str], checksums: list[int]) -> None:
             opened(names, checksums)
-            worker._await = late  # type: ignore[method-assign]
+            worker.engine.wait = late  # type: ignore[method-assign]
 
         worker.connect = open_then_late  # type: ignore[method-assign]
 

@@ -160,19 +160,19 @@ def test_rounds_that_come_while_a_late_rank_wakes_belong_to_its_next_step():
 
     def train(rank: int) -> list[int]:
         worker, record = joined(one)
-        waits = worker._await
+        waits = worker.engine.wait
 
-        def late(ready: Callable[[], bool]) -> Any:
-            yield from waits(ready)
+        def late(*wait: Any) -> None:
+            worker.engine.wait = waits  # type: ignore[method-assign]
+            waits(*wait)
             assert worker._in_flight.pending()[0].versions == [0]
             ended.set()
             worker.engine.wait(lambda: len(worker._inbox.ready) == 5)
-            worker._await = waits  # type: ignore[method-assign]
 
         if rank >= 2:
             worker.engine.wait(lambda: len(worker._inbox.ready) == 3)
         if rank == 2:
-            worker._await = late  # type: ignore[method-assign, assignment]
+            worker.engine.wait = late  # type: ignore[method-assign]
         returned = []
         for step in range(1, 6 if rank < 2 else 2):
             if step == 4:

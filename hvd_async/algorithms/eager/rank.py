@@ -830,11 +830,6 @@ class EagerWorker(Worker):
             self.engine.check()
         self._check_drained()
 
-    def _post(self, action: Callable[[], None], hurry: bool = True) -> None:
-        """Run ``action`` on the engine thread. If the engine has ended since ``_check_able``, threads that wait for the
-        action get the error, and the gradients go into ``remains``."""
-        self.engine.notify(action, hurry)
-
     # -- stepping (training thread) ---------------------------------------------------------------------------
 
     def hand_over(self, bucket: int, vector: Vector | None) -> None:
@@ -849,11 +844,11 @@ class EagerWorker(Worker):
         self._hand_over.check_new(bucket)
         with self.whole(f"bucket {bucket} could not be handed over"):
             self._hand_over.give(bucket, vector, self.version, step := self._steps + 1 + self._base)
-            self._post(lambda: self._arrive(number, step), hurry=False)
+            self.engine.notify(lambda: self._arrive(number, step), hurry=False)
 
     def step(self, vectors: Mapping[int, Vector | None], hyper: Hyper, apply: Apply | None = None) -> int:
         """Finish the step, apply its rounds by ``apply`` (None: that of the constructor), and return their number."""
-        rounds = self.finish_step(vectors, hyper)
+        rounds = self.run(self.finish_step_program(vectors, hyper))
         count = len(rounds)
         self._apply_all(rounds, apply or self.apply)
         return count
@@ -895,7 +890,7 @@ class EagerWorker(Worker):
             self._hand_over.check_whole(vectors)
             with self.whole("a step could not be handed over"):
                 self._hand_in(number, vectors, hyper)
-        yield from self._await(lambda: len(self._inbox.ready) >= self._behind and self._host_has_ended(most))
+        yield Wait(lambda: len(self._inbox.ready) >= self._behind and self._host_has_ended(most))
         with self.whole("a step could not be ended"):
             self._ended = self._steps
             self.ledger.take_back(self._emptied())
@@ -928,7 +923,7 @@ class EagerWorker(Worker):
         self._steps += 1
         self._hand_over.end_step()
         unsent, self._told = None if hyper == self._told else hyper, hyper
-        self._post(lambda: self._enter(number, step, unsent))
+        self.engine.notify(lambda: self._enter(number, step, unsent))
 
     # -- applying rounds (training thread) --------------------------------------------------------------------
 
@@ -1049,7 +1044,7 @@ class EagerWorker(Worker):
                 self.engine.changed.notify_all()
 
         self.engine.call_soon(look)
-        yield Wait(lambda: bool(found))
+        yield Wait(lambda: bool(found), counts=False)
         return found[0]
 
     def restore(self, held: list[PendingGradient]) -> None:

@@ -20,7 +20,7 @@ from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Add, Times
 from hvd_async.algorithms.gossip.rank import GossipWorker, check_weight
 from hvd_async.algorithms.kept import Kept
-from hvd_async.runtime.interfaces import Program, RankRuntime, Vector
+from hvd_async.runtime.interfaces import Program, RankRuntime, Vector, Wait
 from hvd_async.runtime.protocol import Drained, OptimizerCommand
 
 # -- requests for averagings -------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class ADPSGDWorker(GossipWorker):
         """End a step; wait only after ``max_local_steps`` without an averaging."""
         self.check_step()
         if not self._pairing.may_step():
-            yield from self._await(self._pairing.may_step, lambda: "an averaging with a neighbour")
+            yield Wait(self._pairing.may_step, lambda: "an averaging with a neighbour")
         self._count_step()
         self._pairing.stepped()
         with self._lock:

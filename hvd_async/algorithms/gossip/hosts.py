@@ -21,7 +21,7 @@ from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Message, Sent, State
 from hvd_async.algorithms.gossip.rank import MEAN, GossipWorker, Links, ReceivedMessage, check_weight
 from hvd_async.errors import ReplicaStateError
-from hvd_async.runtime.interfaces import Program, RankRuntime, Vector
+from hvd_async.runtime.interfaces import Program, RankRuntime, Vector, Wait
 from hvd_async.runtime.protocol import Drained, OptimizerCommand, RunCollective
 
 # -- steps of a host ---------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ class HostWorker(GossipWorker):
             self._contribute(step, self._place, State(parts[self._own].x + 0, parts[self._own].w))
 
         self.engine.call_soon(submit)
-        yield from self._await(lambda: self._has_all(step))
+        yield Wait(lambda: self._has_all(step))
         return self._take_parts(step)
 
     @staticmethod
@@ -213,7 +213,7 @@ class HierarchicalWorker(HostWorker):
         """Return the mean of x and w over the ranks that have not finished."""
         x = self._post.join([shard.x for shard in shards])
         index = self._averages.contribute(self._registered_number(), x, [shard.w for shard in shards])
-        yield from self._await(lambda: self._averages.is_complete(index))
+        yield Wait(lambda: self._averages.is_complete(index))
         self._averagings += 1
         x, weights = self._averages.result(index)
         return list(map(State, self._post.split(x), weights))
@@ -521,7 +521,7 @@ class HostPairWorker(HostWorker):
         """End a step of the host; its first rank waits after ``max_local_steps`` without an averaging."""
         self.check_step()
         if self._speaks() and not self._pairing.may_step():
-            yield from self._await(self._pairing.may_step, lambda: "an averaging with a neighbouring host")
+            yield Wait(self._pairing.may_step, lambda: "an averaging with a neighbouring host")
         self._count_step()
         self._pairing.stepped()
         change = self._post.add(after, self._given, -1.0)

@@ -25,7 +25,7 @@ from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.rank import GossipWorker
 from hvd_async.algorithms.kept import Kept
 from hvd_async.errors import ReplicaStateError
-from hvd_async.runtime.interfaces import Program, RankRuntime, Vector
+from hvd_async.runtime.interfaces import Program, RankRuntime, Vector, Wait
 from hvd_async.runtime.protocol import Hyper
 from hvd_async.stats import GossipStats
 
@@ -90,7 +90,7 @@ class OuterWorker(GossipWorker):
         if last >= 0 and self._rhythm.step(last) == now:
             self._enter(last, after)
         while self._rhythm.step(self._next) + self._late <= now:
-            yield from self._await(lambda: self._averages.is_complete(self._next))
+            yield Wait(lambda: self._averages.is_complete(self._next))
             self._take(after, now)
         return after
 

@@ -44,7 +44,7 @@ from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Message, Sent, State
 from hvd_async.algorithms.kept import Kept
 from hvd_async.errors import GradientLossError, ReplicaStateError, ranks_text
-from hvd_async.runtime.interfaces import Handle, Program, RankRuntime, Vector
+from hvd_async.runtime.interfaces import Handle, Program, RankRuntime, Vector, Wait
 from hvd_async.runtime.protocol import Drained, OptimizerCommand
 from hvd_async.runtime.worker import Worker
 from hvd_async.stats import GossipStats
@@ -483,8 +483,9 @@ class GossipWorker(Worker):
 
     def check_step(self) -> None:
         """Raise if no step can be taken now; called before a step changes any weight."""
-        self._registered_number()
-        self._check_drained()
+        if self._number is None or self.in_consensus or self._announced:
+            self._registered_number()
+            self._check_drained()
 
     def mix(self, before: Vector, after: Vector) -> Vector:
         """Mix other ranks' weights into this rank's, at the end of a step.
@@ -837,14 +838,15 @@ class PushSumWorker(GossipWorker):
             self._announce(self._step)
         if self.plan.moves(self._base + self._step):
             # Back-pressure: messages of at most one step of this rank may be unsent, with OSGP of none.
-            yield from self._await(lambda: self._sender.offered - self._exchanges.own_sent <= (0 if late else 1))
+            yield Wait(lambda: self._sender.offered - self._exchanges.own_sent <= (0 if late else 1))
         if late:  # messages of earlier steps are added before a share is sent
             yield from self._await_messages()
             state = self._receive(state, self._step - 1)
         averages = self.plan.averages(self._base + self._step)
         self._deferred = late and self.defers_sends and self._post.lossless and not averages
         if self._deferred:
-            self._note()
+            if self.log is not None:
+                self._note()
             self._weight = state.w
             return push_sum.model(state, self._post.times)
         if not self._early:
@@ -856,7 +858,8 @@ class PushSumWorker(GossipWorker):
         if not late:
             yield from self._await_messages()
         state = self._receive(state, self._step)
-        self._note()
+        if self.log is not None:
+            self._note()
         if averages:
             state = yield from self._average(state)
         self._weight = state.w
@@ -896,7 +899,7 @@ class PushSumWorker(GossipWorker):
         if missing_now():
             self.engine.call_soon(self._on_exchange_done)
         while missing := missing_now():
-            yield from self._await(lambda before=missing: missing_now() != before, awaited)  # type: ignore[misc]
+            yield Wait(lambda before=missing: missing_now() != before, awaited)  # type: ignore[misc]
             for place in missing - missing_now():
                 self._waited_for[place] += self._wait_s - waited
             waited = self._wait_s
@@ -921,15 +924,15 @@ class PushSumWorker(GossipWorker):
             yield Message(self._known.decode(edge(sender, self.plan, self._base + step), data), weight), p
 
     def _note(self) -> None:
-        """Log the messages received since the last call."""
-        if self.log is not None:
-            self.log.append((self._step, self._noted))
-            self._noted = []
+        """Log the messages received since the last call; there must be a log."""
+        assert self.log is not None
+        self.log.append((self._step, self._noted))
+        self._noted = []
 
     def _average(self, state: State) -> Program[State]:
         """Return the mean of x and w over the ranks that have not finished."""
         index = self._averages.contribute(self._registered_number(), state.x, [state.w])
-        yield from self._await(lambda: self._averages.is_complete(index))
+        yield Wait(lambda: self._averages.is_complete(index))
         self._averagings += 1
         x, (weight,) = self._averages.result(index)
         return State(x, weight)
@@ -971,7 +974,8 @@ class PushSumWorker(GossipWorker):
         """Return the state of z after mixing in all received messages."""
         state = self._receive(push_sum.biased(weights, self._weight))
         self._weight = state.w
-        self._note()
+        if self.log is not None:
+            self._note()
         return state
 
     def _end_early(self, weights: Vector) -> tuple[Vector, list[ReceivedMessage]]:
@@ -1031,7 +1035,7 @@ class NeighbourAverageWorker(PushSumWorker):
         Returns:
             The vector as its receivers decode it, and the vectors of the neighbours that take this step, by place.
         """
-        yield from self._await(lambda: self._sender.offered - self._exchanges.own_sent <= 1)
+        yield Wait(lambda: self._sender.offered - self._exchanges.own_sent <= 1)
         sent = self._offer(self._step, vector, 1.0)
         yield from self._await_messages()
         messages = self._receive_buffer.take(self._step)

@@ -33,6 +33,9 @@ from hvd_async.errors import ProtocolError
 from hvd_async.runtime.machine import StateMachine
 from hvd_async.runtime.protocol import Command, OptimizerEvent
 
+ROUNDING = 1e-6
+"""Steps by which a sum of fractions of steps may be off: a loss that is just as old as is allowed still counts."""
+
 
 @dataclass
 class _Group:
@@ -61,11 +64,6 @@ class _Group:
     def is_due(self) -> bool:
         """Whether a pull is due and none is in flight."""
         return self.flight is None and 0 < self.needed <= self.steps
-
-
-ROUNDING = 1e-6
-"""Steps by which sums of fractions of steps may be off. (A loss exactly as old as the window would count or not by
-chance.)"""
 
 
 @dataclass
