@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {
     "hvd_async": House(files=174, lines=41_420, tokens=246_900, functions=3_165, median_body=3, single_importer=26),
     "scripts": House(files=51, lines=11_200, tokens=81_600, functions=712, median_body=4, single_importer=3),
-    "tests": House(files=310, lines=51_400, tokens=439_000, functions=4_150, median_body=5, single_importer=24),
+    "tests": House(files=312, lines=51_650, tokens=440_600, functions=4_170, median_body=5, single_importer=24),
     "docs": House(files=28, lines=3_015),
 }
 """The sizes that were reached, rounded up; of ``median_body``, which is to rise, the least value.
