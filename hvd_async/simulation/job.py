@@ -243,6 +243,8 @@ class DataPlane:
     def join(self, name: str, members: Sequence[int], part: Part, cost: str, reduce: Reduce) -> Part:
         """Submit a rank's part of a collective of these ranks; the last part starts it."""
         parts = self._open.setdefault((name, members), {})
+        if part.rank in parts:
+            raise RuntimeError(f"simulated rank {part.rank} has submitted {name} twice: a bug in its algorithm")
         parts[part.rank] = part
         if len(parts) == len(members):
             del self._open[name, members]

@@ -27,18 +27,16 @@ class Mutant(NamedTuple):
     Code is compared by its syntax tree, so neither the method's file nor its format matters.
 
     Attributes:
-        job: the job of ``QUICK``, or else of ``LONG``, that finds the fault.
+        job: the job of ``JOBS`` that finds the fault.
         method: the method to change; of a property, its ``fget``.
         old: an expression or a statement that the method has exactly once.
         new: what replaces it; "pass" where it is a whole statement.
-        long: whether it takes long to find.
     """
 
     job: str
     method: Callable[..., Any]
     old: str
     new: str
-    long: bool = False
 
 
 MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
@@ -195,7 +193,6 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             MessageQueues._next,
             "self._groups if self._stages > 1 else self._groups[:1]",
             "self._groups",
-            long=True,
         ),
         "a message goes twice": Mutant("opening", MessageQueues.take, "del queue[key]", "pass"),
         "offers stay behind at a drain": Mutant(
