@@ -70,8 +70,7 @@ class NoLoCoWorker(NeighbourAverageWorker):
         self._count_step()
         ends_period = (self._base + self._step) % self.config.period == 0
         weights = (yield from self._outer_step(after)) if ends_period else after
-        if self.log is not None:
-            self._note()
+        self._note()
         return weights
 
     def _outer_step(self, weights: Vector) -> Program[Vector]:

@@ -924,10 +924,10 @@ class PushSumWorker(GossipWorker):
             yield Message(self._known.decode(edge(sender, self.plan, self._base + step), data), weight), p
 
     def _note(self) -> None:
-        """Log the messages received since the last call; there must be a log."""
-        assert self.log is not None
-        self.log.append((self._step, self._noted))
-        self._noted = []
+        """Log the messages received since the last call, if there is a log."""
+        if self.log is not None:
+            self.log.append((self._step, self._noted))
+            self._noted = []
 
     def _average(self, state: State) -> Program[State]:
         """Return the mean of x and w over the ranks that have not finished."""
