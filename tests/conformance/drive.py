@@ -144,7 +144,7 @@ class Tape:
 def tapes(monkeypatch: pytest.MonkeyPatch) -> dict[int, Tape]:
     """Rank -> what its worker returned, in copies made before anybody changes them."""
     made: dict[int, Tape] = {}
-    begin, step = EagerWorker.begin, EagerWorker.finish_step
+    begin, step = EagerWorker.begin, EagerWorker.finish_step_program
 
     def taped_begin(self: EagerWorker, round_: ReducedRound) -> None:
         tape = made.setdefault(self.engine.rank, Tape())
@@ -156,13 +156,13 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> dict[int, Tape]:
         tape.rounds.append(round_)
         begin(self, round_)
 
-    def taped_step(self: EagerWorker, *args: Any, **options: Any) -> list[ReducedRound]:
-        rounds = step(self, *args, **options)
+    def taped_step(self: EagerWorker, *args: Any, **options: Any) -> Any:
+        rounds = yield from step(self, *args, **options)
         made.setdefault(self.engine.rank, Tape()).calls.append(len(rounds))
         return rounds
 
     monkeypatch.setattr(EagerWorker, "begin", taped_begin)
-    monkeypatch.setattr(EagerWorker, "finish_step", taped_step)
+    monkeypatch.setattr(EagerWorker, "finish_step_program", taped_step)
     return made
 
 

@@ -106,7 +106,7 @@ def test_a_list_has_each_arm_once_in_its_order(monkeypatch):
         ("most", EVERY, "no arm 'most'"),
         ("1.5", EVERY, "no arm"),
         ("sgp-int4", EVERY, "messages of sgp may be fp16, bf16, int8"),
-        ("adpsgd-avg4", EVERY, "adpsgd averages all ranks at no step"),
+        ("adpsgd-avg4", EVERY, "adpsgd does not average all ranks"),
         ("horovod-avg4", EVERY, "is for gossip"),
         ("horovod-bf16", EVERY, "is not compressed so"),
         ("decent-dp", {}, "'decent-dp' is not there in this case"),

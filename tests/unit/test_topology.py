@@ -121,7 +121,7 @@ def test_how_long_base_2_graphs_are(size, base, simple):
 def test_a_hyper_hypercube_is_of_small_factors():
     assert [factors(number, 4) for number in (1, 2, 6, 12, 16, 48)] == [[], [2], [3, 2], [4, 3], [4, 4], [4, 4, 3]]
     assert factors(10, 4) is None
-    with pytest.raises(ValueError, match="10 ranks have a prime factor above 4: take base_graph"):
+    with pytest.raises(ValueError, match="10 ranks have a prime factor above 4; use base_graph"):
         hyper_hypercube(range(10), 3)
 
 
