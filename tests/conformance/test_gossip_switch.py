@@ -238,7 +238,7 @@ REFUSED = [
     ({"compression": "fp16", "lr": 1}, r"does not know compression, lr"),
     ({"algorithm": "global"}, r"algorithm must be one of 'sgp'.*, got 'global'"),
     ({"topology": topology.ring(4)}, r"one of 4 ranks, and there are 3"),
-    ({"algorithm": "dpsgd", "topology": "star"}, "take mixing='metropolis'"),
+    ({"algorithm": "dpsgd", "topology": "star"}, "use mixing='metropolis'"),
     ({"max_staleness": 1}, r"never late; take 'osgp'"),
     ({"average_every": -1}, r"take 0 or more"),
 ]
