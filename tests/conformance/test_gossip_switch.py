@@ -239,8 +239,8 @@ REFUSED = [
     ({"algorithm": "global"}, r"algorithm must be one of 'sgp'.*, got 'global'"),
     ({"topology": topology.ring(4)}, r"one of 4 ranks, and there are 3"),
     ({"algorithm": "dpsgd", "topology": "star"}, "use mixing='metropolis'"),
-    ({"max_staleness": 1}, r"never late; take 'osgp'"),
-    ({"average_every": -1}, r"take 0 or more"),
+    ({"max_staleness": 1}, r"never late; use 'osgp'"),
+    ({"average_every": -1}, r"average_every must be .* 0 or more, got -1"),
 ]
 
 
