@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 BUFFERS = ("average", "local", "root")
-"""What can happen to batch-norm statistics."""
+"""Ways in which batch-norm statistics agree in a drain."""
 PLACEHOLDER = "        Own options: see ``{}``.\n"
 """The line of a factory's docstring that ``documented`` replaces."""
 

@@ -306,7 +306,7 @@ class RankCollectives:
     def allreduce_sum(
         self, vector: Vector, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
     ) -> Part:
-        """As ``Collectives``'."""
+        """See ``Collectives.allreduce_sum``."""
 
         def total(parts: Sequence[Part]) -> Sequence[Vector]:
             found = np.sum([part.vector for part in parts], axis=0) * scale
@@ -315,7 +315,7 @@ class RankCollectives:
         return self._join(name, process_set, Part(self.rank, vector), "sum", total)
 
     def allreduce_extreme(self, vector: Vector, name: str, largest: bool) -> Part:
-        """As ``Collectives``'."""
+        """See ``Collectives.allreduce_extreme``."""
 
         def extreme(parts: Sequence[Part]) -> Sequence[Vector]:
             found = (np.max if largest else np.min)([part.vector for part in parts], axis=0)
@@ -324,7 +324,7 @@ class RankCollectives:
         return self._join(name, None, Part(self.rank, vector), "sum", extreme)
 
     def broadcast(self, vector: Vector, root: int, name: str, process_set: Any = None) -> Part:
-        """As ``Collectives``'."""
+        """See ``Collectives.broadcast``."""
 
         def roots(parts: Sequence[Part]) -> Sequence[Vector]:
             found = next(part.vector for part in parts if part.rank == root)
@@ -341,23 +341,23 @@ class RankCollectives:
         process_set: Any = None,
         into: Rows | None = None,
     ) -> Part:
-        """As ``Collectives``'."""
+        """See ``Collectives.alltoall``."""
         return self._join(name, process_set, Part(self.rank, rows, splits, coming), "exchange", _exchanged)
 
     def describe(self, vector: Vector) -> tuple[int, str]:
-        """As ``Collectives``'."""
+        """See ``Collectives.describe``."""
         return len(vector), str(vector.dtype)
 
     def zeros(self, length: int, kind: str) -> Vector:
-        """As ``Collectives``'."""
+        """See ``Collectives.zeros``."""
         return np.zeros(length, kind)
 
     def empty_like(self, vector: Vector) -> Vector:
-        """As ``Collectives``'."""
+        """See ``Collectives.empty_like``."""
         return np.empty_like(vector)
 
     def process_set_of(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
-        """As ``Collectives``'."""
+        """See ``Collectives.process_set_of``."""
         return next((tuple(group) for group in groups if self.rank in group), None)
 
     def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:

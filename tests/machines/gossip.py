@@ -23,10 +23,10 @@ from hvd_async.algorithms.gossip.config import (
 from hvd_async.algorithms.gossip.machine import GossipStateMachine
 from hvd_async.algorithms.gossip.message_format import make_message_format
 from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
-from hvd_async.algorithms.gossip.rank import GossipWorker
+from hvd_async.algorithms.gossip.rank import GossipWorker, PushSumWorker
 from hvd_async.runtime.interfaces import Program, Wait
 from hvd_async.runtime.protocol import Command, Drained, Finished, OptimizerEvent, Registered
-from tests.machines.driver import PAUSE, Drive, Job, Rank, programs
+from tests.machines.driver import PAUSE, Drive, Job, Move, Rank, programs
 from tests.machines.gossip_ledger import GossipLedger
 
 MIXING = ("sgp", "osgp", "dpsgd", "exact-diffusion", "adpsgd", "allreduce")
@@ -101,6 +101,14 @@ class GossipDrive(Drive):
                     break
                 ends += 1
         return count
+
+    def move(self, move: Move) -> None:
+        """Make a move; a rank's messages of at most two steps (OSGP: of one) may then be unsent."""
+        super().move(move)
+        rank = self.ranks[move[1]]
+        if move[0] == "train" and isinstance(rank.worker, PushSumWorker):
+            unsent = rank.worker._sender.offered - rank.worker._exchanges.own_sent
+            assert unsent <= (1 if self.config.max_staleness else 2), f"messages of {unsent} steps are unsent"
 
     def over(self) -> None:
         if self.plain:
