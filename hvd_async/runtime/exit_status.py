@@ -68,7 +68,7 @@ class ExitStatus:
     def __init__(self) -> None:
         self.code: object = None
         self.raised: weakref.ref[SystemExit] | None = None
-        self._watching = self._failed = self._forked = False
+        self._watching = self._failed = self._skips_destructors = False
 
     def watch(self) -> None:
         """Patch ``sys.exit`` and ``exit`` to record their use; calling it again does nothing."""
@@ -108,13 +108,15 @@ class ExitStatus:
         """Make the process end with status 1, although Python considers its end normal."""
         self._failed = True
 
-    def in_child(self) -> None:
-        """Make a forked child end with its status, but without the destructors of C++ libraries.
+    def skip_destructors(self) -> None:
+        """Make the process end with its status, but without the destructors of C++ libraries.
 
-        Horovod's destructors would change state that the child shares with its parent (Gloo's epoll set), and end the
-        parent's connections. The status of ``raise SystemExit(n)`` is lost: it becomes 0.
+        In a forked child Horovod's would change state that the child shares with its parent (Gloo's epoll set), and end
+        the parent's connections. With a collective in flight they would wait for the other ranks, and a thread that
+        returns from it to a finalized interpreter would abort the process. The status of ``raise SystemExit(n)`` is
+        lost: it becomes 0.
         """
-        self._forked = True
+        self._skips_destructors = True
 
     def _status(self) -> int:
         error = self.error()
@@ -123,8 +125,8 @@ class ExitStatus:
         return self.code if isinstance(self.code, int) and self.code else _FAILED
 
     def enforce(self) -> None:
-        """Enforce ``fail`` and ``in_child``. Runs after all exit hooks registered since the import of this module."""
-        if self._failed or self._forked:
+        """Enforce ``fail`` and ``skip_destructors``, after all exit hooks registered since this module was imported."""
+        if self._failed or self._skips_destructors:
             logging.shutdown()
             flush_notices()
             for stream in (sys.stdout, sys.stderr):

@@ -152,7 +152,7 @@ class Lifecycle:
         engine, self._engine, self._controls = self._engine, None, ()
         if engine is not None:
             self._forked = True
-            exit_status.in_child()
+            exit_status.skip_destructors()
             engine.forked()
 
     def find(self, engine: Engine, asked: RegisterOptimizer) -> Participant | None:

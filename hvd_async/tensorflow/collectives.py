@@ -28,6 +28,7 @@ from tensorflow.core.protobuf.config_pb2 import CallableOptions
 
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.errors import NotInitializedError
+from hvd_async.runtime.exit_status import exit_status
 from hvd_async.runtime.interfaces import CompletedHandle, Handle, pack, unpack
 from hvd_async.runtime.lifecycle import Lifecycle
 from hvd_async.runtime.process_sets import SingleRank, process_set_among
@@ -78,8 +79,12 @@ class _Threads:
         return future
 
     def stop(self) -> None:
-        for _ in range(self._threads):
-            self._calls.put(None)
+        """End the threads when their calls return. If one has not, the process will run no C++ destructors."""
+        with self._lock:
+            if self._busy:
+                exit_status.skip_destructors()
+            for _ in range(self._threads):
+                self._calls.put(None)
 
     def _serve(self) -> None:
         while (item := self._calls.get()) is not None:

@@ -196,7 +196,7 @@ class TorchCollectives(TensorCollectives):
         if all(work.is_completed() for work in self._pending):
             self._world.close([group for group in self._groups.values() if isinstance(group, dist.ProcessGroupGloo)])
         else:
-            exit_status.in_child()
+            exit_status.skip_destructors()
         self._groups.clear()
 
     # -- process groups -------------------------------------------------------------------------------------------
