@@ -1,7 +1,8 @@
 """Sizes of the project that show its design: lines, files, code, functions, and modules that only one other needs.
 
 ``python scripts/house.py`` prints a table of the working tree; with commits as arguments, a column for each of them:
-``python scripts/house.py v0.2.0 HEAD``. ``tests/unit/test_house.py`` holds the numbers that were reached as limits.
+``python scripts/house.py v0.2.0 HEAD``. ``--walk`` prints the functions that a gradient crosses instead.
+``tests/unit/test_house.py`` holds the numbers that were reached as limits.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = {"hvd_async": "*.py", "scripts": "*.py", "tests": "*.py", "docs": "*.md"}
@@ -128,12 +132,98 @@ def table(columns: Mapping[str, Mapping[str, House]]) -> str:
     return "\n".join(rows)
 
 
+# -- the walk of a gradient -------------------------------------------------------------------------------------------
+
+LIBRARY = ROOT / "hvd_async"
+STAND_IN = "testing.py"
+"""File of the library whose functions do not count: it takes the place of ZeroMQ and of Horovod."""
+STEPS = 6
+QUIET_S = 0.05
+"""Seconds in which the threads of a job come to rest."""
+
+
+class Call(NamedTuple):
+    """Call of a function of the library.
+
+    Attributes:
+        thread: "rank", "engine" or "coordinator".
+        file: path inside the library.
+        name: qualified name of the function.
+    """
+
+    thread: str
+    file: str
+    name: str
+
+
+def walk() -> list[Call]:
+    """Return the calls, in order, by which one rank's gradient is handed over, reduced by a round with
+    ``quorum="solo"``, and applied by ``step()``: in the core alone, with NumPy and without a network.
+
+    The shortest of several steps counts. Comprehensions belong to the function around them.
+    """
+    import numpy as np
+
+    from hvd_async.algorithms.eager.config import EagerConfig
+    from hvd_async.algorithms.eager.gradient_format import GradientFormat
+    from hvd_async.algorithms.eager.rank import EagerWorker
+    from hvd_async.runtime.lifecycle import local_engine
+    from hvd_async.testing import Cluster
+
+    calls: list[tuple[str, CodeType]] = []
+
+    def on_event(frame: FrameType, event: str, called: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(str(LIBRARY)) and not code.co_filename.endswith(STAND_IN):
+            calls.append((threading.current_thread().name, code))
+
+    def train(rank: int) -> list[list[tuple[str, CodeType]]]:
+        engine = local_engine()
+        assert engine is not None
+        wire = GradientFormat(zeros=lambda bucket: np.zeros(2), nbytes=(16,))
+        worker = EagerWorker(engine, EagerConfig("solo", 2, 0.0, 0, 1), wire, lambda flush: None)
+        worker.connect(["w"], [1])
+        steps = []
+        for _ in range(STEPS):
+            time.sleep(QUIET_S)
+            calls.clear()
+            worker.hand_over(0, np.ones(2))
+            time.sleep(QUIET_S)
+            worker.step({}, [{"lr": 1.0}])
+            time.sleep(QUIET_S)
+            steps.append(calls.copy())
+        worker.drain()
+        return steps
+
+    threading.setprofile(on_event)
+    try:
+        (steps,) = Cluster(1).run(train)
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]
+    return [
+        Call(_thread_kind(thread), str(Path(code.co_filename).relative_to(LIBRARY)), code.co_qualname)
+        for thread, code in min(steps, key=len)
+        if not code.co_name.startswith("<") or code.co_name == "<lambda>"
+    ]
+
+
+def _thread_kind(name: str) -> str:
+    """Return the last word of a thread's name: "rank-0", "hvd_async-engine-0", "hvd_async-coordinator"."""
+    return next(part for part in reversed(name.split("-")) if not part.isdigit())
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table."""
+    """Print the table, or the walk of a gradient."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("commits", nargs="*", help="commits to count; none: the working tree")
-    commits = parser.parse_args(arguments).commits
-    print(table({commit: at_commit(commit) for commit in commits} or {"now": measure_all(ROOT)}))
+    parser.add_argument("--walk", action="store_true", help="print the functions that a gradient crosses")
+    options = parser.parse_args(arguments)
+    if options.walk:
+        calls = walk()
+        print(*(f"{thread:12} {file:38} {name}" for thread, file, name in calls), sep="\n")
+        print(f"{len({call[1:] for call in calls})} functions, {len(calls)} calls")
+        return
+    print(table({commit: at_commit(commit) for commit in options.commits} or {"now": measure_all(ROOT)}))
 
 
 if __name__ == "__main__":

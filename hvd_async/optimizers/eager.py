@@ -276,8 +276,8 @@ class EagerDriver(Driver):
         return GradientCounts(
             place=self.index,
             size=self.size,
-            applied=worker.ledger.applied[0],
-            produced=worker.ledger.produced[0],
+            applied=worker.applied[0],
+            produced=worker.produced[0],
             in_rounds={number: len(gradients[0].versions) for number, gradients in remains.in_rounds.items()},
             pending=len(remains.pending[0].versions),
             handed_over=None if known is None else tuple(known.get(worker.number, ())) or None,

@@ -93,8 +93,8 @@ class EagerJob(Job[EagerWorker]):
         return sum((Counter(rank.worker.stats().staleness) for rank in self.ranks), Counter())
 
     def _conserved(self) -> tuple[int, int]:
-        applied: list[int] = self.ranks[0].worker.ledger.applied
-        return sum(sum(rank.worker.ledger.produced) for rank in self.ranks), sum(applied)
+        applied: list[int] = self.ranks[0].worker.applied
+        return sum(sum(rank.worker.produced) for rank in self.ranks), sum(applied)
 
 
 # -- gossip ------------------------------------------------------------------------------------------------------------

@@ -202,7 +202,7 @@ def with_late_rank(schedule: Schedule, make: Callable[[int], Trainer]) -> list[O
 
 def wait_for_rounds(worker: EagerWorker, count: int) -> None:
     """Until so many rounds wait for this rank."""
-    worker.engine.wait(lambda: len(worker._inbox.ready) >= count)
+    worker.engine.wait(lambda: len(worker._rounds) >= count)
 
 
 def check_late_rank(

@@ -258,7 +258,7 @@ def test_a_state_that_lacks_gradients_says_how_many_or_that_other_ranks_may_have
             late.set()
         else:
             assert late.wait(60)
-            worker.engine.wait(lambda: worker._inbox.has_round())
+            worker.engine.wait(lambda: worker.has_available)
             one.take(1.0)  # it comes too late for round 1, and nobody starts another
         with pytest.raises(ReplicaStateError, match=r"on their way.*drain\(\).*cut\(\)") as caught:
             one.saved()

@@ -62,7 +62,7 @@ def train(interrupt: Interrupt, one_by_one: bool) -> tuple[str, list[float], lis
         how = "broken" if "restart from a checkpoint" in said else said
     else:
         how = "right"
-    return how, [-parameter.item() for parameter in reversed(parameters)], opt._async.worker.ledger.applied
+    return how, [-parameter.item() for parameter in reversed(parameters)], opt._async.worker.applied
 
 
 @pytest.mark.filterwarnings("ignore:drain.. applied")

@@ -178,7 +178,7 @@ def test_pending_gradients_are_taken_back_only_by_parameters_that_lie_alike():
         worker = one.opt._async.worker_now()
         if rank:
             assert gone.wait(60)
-            worker.engine.wait(worker._inbox.has_round)
+            worker.engine.wait(lambda: worker.has_available)
         gradient = one.gradient(rank, 0)
         one.step()
         gone.set()

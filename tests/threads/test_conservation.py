@@ -113,7 +113,7 @@ def test_a_late_rank_finds_three_rounds_and_then_none():
         returned = []
         if rank == 1:
             assert first_three.wait(30)
-            engine.wait(lambda: len(worker._inbox.ready) == 3)
+            engine.wait(lambda: len(worker._rounds) == 3)
         for step in range(1, 4):
             returned.append(worker.step(one.rows(rank, step), [{"lr": 1.0}]))
         first_three.set()
@@ -172,7 +172,7 @@ def test_a_rank_that_trains_on_does_not_disturb_one_that_is_still_in_drain():
         def late(*wait: Any) -> None:
             worker.engine.wait = waits  # type: ignore[method-assign]
             waits(*wait)
-            worker.engine.wait(lambda: any(one.index == 2 for one in worker._inbox.ready))  # (1 may be applied already)
+            worker.engine.wait(lambda: any(one.index == 2 for one in worker._rounds))  # (1 may be applied already)
 
         def open_then_late(names: list[str], checksums: list[int]) -> None:
             opened(names, checksums)

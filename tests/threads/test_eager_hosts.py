@@ -136,7 +136,7 @@ def test_a_late_host_finds_the_same_three_rounds_on_its_ranks():
         returned = []
         for step in range(1, 4):
             if rank >= 2 and step == 1:
-                worker.engine.wait(lambda: len(worker._inbox.ready) == 3)
+                worker.engine.wait(lambda: len(worker._rounds) == 3)
             if rank == 3 and step == 1:
                 assert one_is_in.wait(GATE_TIMEOUT)
             rows = one.rows(rank, step)
@@ -167,10 +167,10 @@ def test_rounds_that_come_while_a_late_rank_wakes_belong_to_its_next_step():
             waits(*wait)
             assert worker._in_flight.pending()[0].versions == [0]
             ended.set()
-            worker.engine.wait(lambda: len(worker._inbox.ready) == 5)
+            worker.engine.wait(lambda: len(worker._rounds) == 5)
 
         if rank >= 2:
-            worker.engine.wait(lambda: len(worker._inbox.ready) == 3)
+            worker.engine.wait(lambda: len(worker._rounds) == 3)
         if rank == 2:
             worker.engine.wait = late  # type: ignore[method-assign]
         returned = []
@@ -211,7 +211,7 @@ def test_after_a_cut_each_rank_keeps_its_own_and_a_new_job_takes_it_up():
         worker = one.worker(engine)
         worker.connect(["w"], [1])
         if rank >= 2:
-            worker.engine.wait(lambda: len(worker._inbox.ready) == 2)
+            worker.engine.wait(lambda: len(worker._rounds) == 2)
         for step in (1, 2):
             worker.step(one.rows(rank, step), [{"lr": 1.0}])
         worker.drain(flush=False)
@@ -276,7 +276,7 @@ def test_a_step_that_was_broken_off_while_it_waited_for_its_host_is_ended_by_the
     def train(rank: int) -> tuple[list[int], int]:
         worker, record = joined(one)
         if rank >= 2:
-            worker.engine.wait(lambda: len(worker._inbox.ready) == 3)
+            worker.engine.wait(lambda: len(worker._rounds) == 3)
 
         def step(number: int) -> int:
             return worker.step(one.rows(rank, number), [{"lr": 1.0}], record.rounds.append)

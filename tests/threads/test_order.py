@@ -17,7 +17,7 @@ import pytest
 
 from hvd_async.algorithms.eager.config import StartRound
 from hvd_async.algorithms.eager.gradient_format import GradientFormat
-from hvd_async.algorithms.eager.rank import Counters, RoundsInFlight
+from hvd_async.algorithms.eager.rank import RoundsInFlight
 from hvd_async.algorithms.gossip.averages import DifferenceAverages
 from hvd_async.algorithms.gossip.config import StartAverage, StartExchange
 from hvd_async.algorithms.gossip.message_format import HEADER, make_message_format, row_bytes
@@ -144,7 +144,7 @@ class Engine:
 def rounds_submitted() -> list[int]:
     engine: Any = Engine()
     wire = GradientFormat(zeros=lambda bucket: np.zeros(2), nbytes=(16,))
-    rounds = RoundsInFlight(engine, wire, lambda ready: None, Counters([0, 1]))
+    rounds = RoundsInFlight(engine, wire, lambda ready: None, range(2))
     for number in range(1, 6):
         rounds.go(StartRound(0, [0], number, 1, [1]))
     return engine.land_all(np.zeros(2))

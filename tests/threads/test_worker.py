@@ -205,7 +205,7 @@ def test_pending_is_that_of_the_cut_although_others_have_gone_on():
             gone_on.set()
         else:
             assert gone_on.wait(30)
-            one.engine.wait(lambda: len(one._inbox.ready) == 1)
+            one.engine.wait(lambda: len(one._rounds) == 1)
         version = one.version
         found = [] if rank == 0 else [(v.tolist(), at) for v, at in one.pending()]
         one.drain()

@@ -141,7 +141,7 @@ def hand_over_some(worker: EagerWorker, rows: dict[int, Vector], chance: random.
 
 def await_rounds(worker: EagerWorker, rounds: int) -> None:
     """Wait until the first rounds have come to a worker, applied or not."""
-    worker.engine.wait(lambda: worker.version + len(worker._inbox.ready) >= rounds)
+    worker.engine.wait(lambda: worker.version + len(worker._rounds) >= rounds)
 
 
 def work(plan: Plan, tweak: Callable[[EagerWorker], None] = lambda worker: None) -> Callable[[int], Record]:

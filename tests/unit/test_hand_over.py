@@ -1,35 +1,70 @@
-"""One event tells of all buckets of a step that the engine finds at one wake, after the rank has said it is in it."""
+"""One event covers all buckets of a step that the engine finds when it wakes up, after the rank reported the step."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
+import pytest
 
-from hvd_async.algorithms.eager.config import GradientReady
-from hvd_async.algorithms.eager.rank import Counters, HandOver, ready
-
-
-def handing(*given: tuple[int, int, bool]) -> HandOver:
-    """What has been given: (bucket, step, whether in ``step()``), bucket 1 empty."""
-    hand_over = HandOver([8] * 4, Counters([0]))
-    for bucket, step, in_step in given:
-        hand_over.give(bucket, None if bucket == 1 else np.zeros(1), 0, step, in_step)
-    return hand_over
+from hvd_async.algorithms.eager.config import GradientReady, StepEntered
+from hvd_async.algorithms.eager.gradient_format import GradientFormat
+from hvd_async.algorithms.eager.rank import HandedOver, RoundsInFlight
 
 
-def test_one_event_tells_of_all_that_backward_has_brought() -> None:
-    hand_over = handing((3, 1, False), (1, 1, False))
-    assert ready(7, hand_over.take(1, False), 5) == GradientReady(7, [3, 1], 1, 5, empty=[1])
-    assert hand_over.take(1, False) == []
+class Bench:
+    """Engine side of a rank with four buckets.
+
+    Attributes:
+        sent: events.
+    """
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        engine: Any = SimpleNamespace(rank=0, send=self.sent.append)
+        wire = GradientFormat(zeros=lambda bucket: np.zeros(1), nbytes=(8,) * 4)
+        self.rounds = RoundsInFlight(engine, wire, lambda rounds: None, [0])
+
+    def give(self, *buckets: int, step: int = 1, in_step: bool = False) -> None:
+        """Hand over buckets of a step; bucket 1 is empty."""
+        for bucket in buckets:
+            self.rounds.give(HandedOver(bucket, None if bucket == 1 else np.zeros(1), 0, step, in_step))
+
+    def report(self, step: int = 1, in_step: bool = False) -> list[Any]:
+        """Return the events that the engine sends when it wakes up."""
+        self.sent.clear()
+        self.rounds.report(7, step, in_step)
+        return list(self.sent)
 
 
-def test_what_comes_with_the_step_comes_after_it_and_brings_the_rest() -> None:
-    hand_over = handing((3, 1, False), (2, 1, True), (0, 1, True))
-    assert hand_over.take(1, False) == [], "the rank is about to say that it is in step()"
-    assert [one.bucket for one in hand_over.take(1, True)] == [3, 2, 0]
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
 
 
-def test_the_next_step_is_not_taken_for_this_one() -> None:
-    hand_over = handing((3, 1, False), (2, 2, False), (0, 2, True))
-    assert [one.bucket for one in hand_over.take(1, False)] == [3]
-    assert hand_over.take(1, True) == []
-    assert [one.bucket for one in hand_over.take(2, True)] == [2, 0]
+def test_one_event_covers_all_that_backward_has_brought(bench: Bench) -> None:
+    bench.give(3, 1)
+    assert bench.report() == [GradientReady(7, [3, 1], 1, 0, empty=[1])]
+    assert bench.report() == []
+
+
+def test_what_comes_with_the_step_is_reported_with_it_and_with_the_rest(bench: Bench) -> None:
+    bench.give(3)
+    bench.give(2, 0, in_step=True)
+    assert bench.report() == [], "the training thread is about to report the step"
+    assert bench.report(in_step=True) == [StepEntered(7, 1, None, [3, 2, 0])]
+
+
+def test_a_step_is_reported_without_buckets_too(bench: Bench) -> None:
+    assert bench.report(in_step=True) == [StepEntered(7, 1, None)]
+
+
+def test_the_next_step_is_not_taken_for_this_one(bench: Bench) -> None:
+    bench.give(3)
+    bench.give(2, step=2)
+    bench.give(0, step=2, in_step=True)
+    assert bench.report() == [GradientReady(7, [3], 1, 0)]
+    assert bench.report(in_step=True) == [StepEntered(7, 1, None)]
+    assert bench.report(step=2, in_step=True) == [StepEntered(7, 2, None, [2, 0])]
+    assert sum(len(pending.versions) for pending in bench.rounds.pending()) == 3

@@ -12,7 +12,7 @@ import pytest
 
 from hvd_async.algorithms.eager.config import HostSteps, StartRound
 from hvd_async.algorithms.eager.gradient_format import GradientFormat, ReducedRound
-from hvd_async.algorithms.eager.rank import Counters, RoundsInFlight
+from hvd_async.algorithms.eager.rank import RoundsInFlight
 
 
 class Bench:
@@ -26,8 +26,7 @@ class Bench:
             rank=2, submit=self._submit, collectives=self, elastic=elastic, clock=time.monotonic
         )
         wire = GradientFormat(zeros=lambda bucket: np.zeros(2), nbytes=(16,))
-        self.counters = Counters(range(4))
-        self.rounds = RoundsInFlight(engine, wire, self.delivered.extend, self.counters, 1)
+        self.rounds = RoundsInFlight(engine, wire, self.delivered.extend, range(4), 1)
 
     def allreduce_sum(self, vector: Any, name: str, process_set: Any, keep: bool, *_: Any) -> Any:
         """Take what the rank gives; the sum of all takes its place, unless it is to be kept."""
@@ -73,11 +72,11 @@ def test_an_empty_gradient_is_one_of_the_hosts_steps(bench: Bench) -> None:
 
 def test_late_steps_are_added_up_when_they_are_whole(bench: Bench) -> None:
     for value, whole in ((1.0, 1), (10.0, 2)):
-        bench.counters.add_held_bytes(16)
+        bench.rounds.hold(16)
         bench.arrive(value)
         bench.rounds.end_step(whole)
     assert [vector.tolist() for vector, _ in bench.rounds.pending()] == [[11.0, 2.0]]
-    assert bench.counters.stats(steps=0, rounds=0).held_bytes == 16
+    assert bench.rounds.counts()["held_bytes"] == 16
 
 
 def test_a_late_step_is_kept_from_rounds_that_started_before(bench: Bench) -> None:

@@ -3,9 +3,9 @@
 The training thread calls ``connect``, ``hand_over``, ``step`` and ``drain``; the engine thread carries out the
 coordinator's commands. Source: Li et al., PPoPP 2020, with the guarantees that the paper leaves open.
 
-A gradient passes this file from top to bottom: ``Counters`` and ``GradientLedger`` count it, ``HandOver`` brings it to
-the engine, ``RoundsInFlight`` submits it, ``RoundInbox`` holds its round until the training thread applies it.
-``Remains`` holds the gradients that outlive a membership change. ``EagerWorker`` is the rank, which drives all of them.
+Two objects hold a rank's gradients, one for each thread. ``RoundsInFlight`` belongs to the engine thread: it takes
+gradients from the training thread by a queue, and submits them in rounds. ``EagerWorker`` belongs to the training
+thread: it is given complete rounds, and applies them. ``Remains`` holds the gradients that outlive a membership change.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import contextlib
 import dataclasses
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from hvd_async.algorithms.eager.config import (
@@ -34,148 +35,23 @@ from hvd_async.algorithms.eager.config import (
 from hvd_async.algorithms.eager.gradient_format import GradientFormat, PendingGradient, ReducedRound, Tail
 from hvd_async.algorithms.eager.timeline import recorder
 from hvd_async.errors import GradientLossError, ReplicaStateError
-from hvd_async.runtime.inbox import Inbox
-from hvd_async.runtime.interfaces import Changed, Program, RankRuntime, Vector, Wait
+from hvd_async.runtime.interfaces import Program, RankRuntime, Vector, Wait
 from hvd_async.runtime.log import warn
 from hvd_async.runtime.protocol import Drained, Hyper, OptimizerCommand
 from hvd_async.runtime.uninterrupted import Uninterrupted
 from hvd_async.runtime.worker import Worker
 from hvd_async.stats import Stats
 
-# -- counts ------------------------------------------------------------------------------------------------------------
+# -- gradients from their hand-over until their round is complete ------------------------------------------------------
+# A gradient is queued until the engine wakes up, pending until a round takes it, and in flight until that is complete.
+#
+# A round takes all gradients that are pending when it is submitted; a later gradient stays for the next round, so
+# nothing is lost and nothing counts twice. If ranks step host by host, a gradient becomes pending only when the host's
+# other ranks have theirs, as the round's command says; so all of them go into the same round.
 
 
-class Counters:
-    """Statistics of an optimizer, counted by both the engine thread and the training thread.
-
-    Args:
-        ranks: the ranks that share the optimizer.
-    """
-
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._lock = threading.Lock()
-        self._staleness: Counter[int] = Counter()
-        self._contributors: Counter[int] = Counter()
-        self._held_s = dict.fromkeys(ranks, 0.0)
-        self._sent = self._bytes = self._peak = self._rounds = 0
-        self._latency = self._longest = 0.0
-
-    def add_held_bytes(self, nbytes: int) -> None:
-        """Adjust the number of held gradient bytes by ``nbytes``, which may be negative."""
-        with self._lock:
-            self._bytes += nbytes
-            self._peak = max(self._peak, self._bytes)
-
-    def took(self, staleness: Sequence[int]) -> None:
-        """Count the gradients that a round has taken, by their staleness in rounds."""
-        with self._lock:
-            self._staleness.update(staleness)
-
-    def started(self, by: int, held: float) -> None:
-        """Count a start of buckets by an event of rank ``by``, for which ranks have waited ``held`` (s) in total."""
-        with self._lock:
-            self._held_s[by] += held
-
-    def went(self, bucket: int, arrived: int, nbytes: int) -> None:
-        """Count a bucket that was submitted to a collective when ``arrived`` ranks had arrived for it."""
-        with self._lock:
-            self._sent += nbytes
-            if bucket == 0:
-                self._contributors[arrived] += 1
-
-    def came(self, seconds: float) -> None:
-        """Count a round that completed ``seconds`` after its first command."""
-        with self._lock:
-            self._rounds += 1
-            self._latency += seconds
-            self._longest = max(self._longest, seconds)
-
-    def stats(self, **own: int | float | None) -> Stats:
-        """Return a snapshot, together with the caller's own counts."""
-        with self._lock:
-            return Stats(
-                **own,  # type: ignore[arg-type]
-                staleness=dict(sorted(self._staleness.items())),
-                contributors=dict(sorted(self._contributors.items())),
-                held_s=tuple(self._held_s.values()),
-                bytes_sent=self._sent,
-                latency_s=self._latency / self._rounds if self._rounds else 0.0,
-                latency_max_s=self._longest,
-                held_bytes=self._bytes,
-                peak_bytes=self._peak,
-            )
-
-
-class GradientLedger:
-    """Counts of gradients handed over and gradients applied by the training thread; each must be applied once.
-
-    Args:
-        buckets: number of buckets.
-
-    Attributes:
-        produced: number of gradients handed over since the start, by bucket.
-        applied: number of gradients of all ranks in applied rounds, by bucket.
-    """
-
-    def __init__(self, buckets: int) -> None:
-        self.produced, self.applied = [0] * buckets, [0] * buckets
-        self._rounds = self._skipped = 0
-        self._total: int | None = None
-        self._lacks = False
-        """Whether a bucket of the current step holds no gradient."""
-
-    def hand_over(self, bucket: int, empty: bool) -> None:
-        """Count a bucket of the current step; an empty bucket holds no gradient."""
-        self._lacks = self._lacks or empty
-        self.produced[bucket] += not empty
-
-    def end_step(self) -> None:
-        """Count a step whose buckets have all been handed over."""
-        self._skipped, self._lacks = self._skipped + self._lacks, False
-
-    def take_back(self, buckets: Sequence[int]) -> None:
-        """Subtract buckets of a step that have turned out to hold no gradient."""
-        for bucket in buckets:
-            self.produced[bucket] -= 1
-        self._skipped += bool(buckets)
-
-    def restore(self, bucket: int, gradients: int) -> None:
-        """Count gradients of an earlier run that are pending here."""
-        self.produced[bucket] += gradients
-
-    def apply(self, round_: ReducedRound) -> None:
-        """Count a round that was applied."""
-        self.applied = [a + b for a, b in zip(self.applied, round_.counts, strict=True)]
-        self._rounds += round_.gradients > 0
-
-    def note_drained(self, drained: Drained[Any]) -> None:
-        """Record how many gradients all ranks have produced."""
-        self._total = max(drained.produced)
-
-    def check_drained(self, drained: Drained[Any], rank: int) -> None:
-        """Compare the gradients produced with those applied, after a drain.
-
-        Raises:
-            GradientLossError: they differ.
-        """
-        if drained.flushed and self.applied != drained.produced:
-            raise GradientLossError(
-                f"drain: {drained.produced} gradients (by bucket) were produced but {self.applied} were applied "
-                f"on rank {rank}. This is a bug in hvd_async; please report it with stats()."
-            )
-
-    def stats(self) -> dict[str, int | None]:
-        """Return the fields of ``Stats`` that are counted here."""
-        return {
-            "rounds_applied": self._rounds,
-            "gradients_produced": max(self.produced),
-            "gradients_applied": max(self.applied),
-            "gradients_skipped": self._skipped,
-            "total_produced": self._total,
-        }
-
-
-# -- gradients between the training thread and the engine --------------------------------------------------------------
+NAMES_IN_RING = 4
+"""Maximum number of a bucket's collectives in flight. Their names are reused, as Horovod's cache requires."""
 
 
 class HandedOver(NamedTuple):
@@ -186,110 +62,7 @@ class HandedOver(NamedTuple):
     vector: Vector | None
     version: int
     step: int
-    in_step: bool
-
-
-def ready(number: int, taken: Sequence[HandedOver], landed: int) -> GradientReady:
-    """Return the event that the engine has received buckets of a step of optimizer ``number``."""
-    empty = [one.bucket for one in taken if one.vector is None]
-    return GradientReady(number, [one.bucket for one in taken], taken[0].step, landed, empty)
-
-
-def entered(number: int, step: int, hyper: Hyper | None, taken: Sequence[HandedOver], landed: int) -> StepEntered:
-    """Return the event that this rank is in ``step()``, and that the engine has received buckets of that step."""
-    empty = [one.bucket for one in taken if one.vector is None]
-    return StepEntered(number, step, hyper, [one.bucket for one in taken], landed if taken else 0, empty)
-
-
-class HandOver:
-    """FIFO of gradient buckets on their way from the training thread to the engine.
-
-    Args:
-        nbytes: size of each bucket's vector, bytes.
-        counters: counts of the optimizer.
-
-    Attributes:
-        ledger: counts of gradients handed over and applied.
-        handed: buckets of the current step that were handed over.
-        brought: buckets of the current step whose gradient has been pending since before a reset; vectors that are
-            handed over for them are dropped.
-    """
-
-    def __init__(self, nbytes: Collection[int], counters: Counters) -> None:
-        self._nbytes, self._counters = tuple(nbytes), counters
-        self.ledger = GradientLedger(len(self._nbytes))
-        self.handed: set[int] = set()
-        self.brought = frozenset[int]()
-        self._leaving: deque[HandedOver] = deque()
-
-    @property
-    def all_brought(self) -> bool:
-        """Whether all buckets of the current step have been pending since before a reset."""
-        return len(self.brought) == len(self._nbytes)
-
-    # -- training thread --------------------------------------------------------------------------------------
-
-    def check_new(self, bucket: int) -> None:
-        """Raise ReplicaStateError if a bucket of the current step was already handed over."""
-        if bucket in self.handed:
-            raise ReplicaStateError(f"bucket {bucket} was handed over twice in one step: a bug in the binding")
-
-    def check_whole(self, others: Collection[int]) -> None:
-        """Raise ReplicaStateError unless these are exactly the buckets that the current step lacks."""
-        if sorted([*self.handed, *others]) != list(range(len(self._nbytes))):
-            raise ReplicaStateError(f"step() lacks buckets: it has only {sorted(self.handed)} and {sorted(others)}")
-
-    def give(self, bucket: int, vector: Vector | None, version: int, step: int, in_step: bool = False) -> None:
-        """Append a bucket to the queue, from which the engine takes it by ``take``."""
-        if bucket in self.brought:
-            vector = None
-        else:
-            self.ledger.hand_over(bucket, vector is None)
-        if vector is not None:
-            self._counters.add_held_bytes(self._nbytes[bucket])
-        self.handed.add(bucket)
-        self._leaving.append(HandedOver(bucket, vector, version, step, in_step))
-
-    def end_step(self) -> None:
-        """End the current step, whose buckets have all been handed over."""
-        self.ledger.end_step()
-        self.handed.clear()
-        self.brought = frozenset()
-
-    # -- engine thread ----------------------------------------------------------------------------------------
-
-    def take(self, step: int, in_step: bool) -> list[HandedOver]:
-        """Remove and return the queued buckets of a step, so that one event covers all of them.
-
-        Args:
-            step: number of the step.
-            in_step: whether the coordinator knows that this rank is in ``step()``. If not, and a queued bucket came
-                with ``step()``, nothing is returned: the training thread is about to report the step.
-        """
-        count = 0
-        while count < len(self._leaving) and self._leaving[count].step == step:  # (more may be appended meanwhile)
-            if self._leaving[count].in_step and not in_step:
-                return []
-            count += 1
-        return [self._leaving.popleft() for _ in range(count)]
-
-    def take_rest(self) -> list[tuple[int, Vector | None, int]]:
-        """Remove and return the whole queue as (bucket, vector, version), after the engine has ended."""
-        rest = [(bucket, vector, version) for bucket, vector, version, *_ in self._leaving]
-        self._leaving.clear()
-        return rest
-
-
-# -- gradients in flight (engine thread) -------------------------------------------------------------------------------
-# A gradient is pending until a round takes it, then in flight until the round is complete.
-#
-# A round takes all gradients that are pending when it is submitted; a later gradient stays for the next round, so
-# nothing is lost and nothing counts twice. If ranks step host by host, a gradient becomes pending only when the host's
-# other ranks have theirs, as the round's command says; so all of them go into the same round.
-
-
-NAMES_IN_RING = 4
-"""Maximum number of a bucket's collectives in flight. Their names are reused, as Horovod's cache requires."""
+    in_step: bool = False
 
 
 @dataclass
@@ -337,13 +110,15 @@ class _Start:
 
 
 class RoundsInFlight:
-    """Pending gradients of an optimizer, and its rounds in flight.
+    """Gradients of an optimizer on their way: handed over, pending, and in rounds in flight.
+
+    The engine thread owns it. Any thread may call ``give``, ``hold`` and ``counts``.
 
     Args:
         engine: the engine of this rank.
         wire: the format of vectors.
         deliver: called with rounds that are ready to be applied, in order.
-        counters: counts of the optimizer.
+        ranks: the ranks that share the optimizer.
         host: number of the host that this rank steps with; None if it steps separately.
     """
 
@@ -352,13 +127,14 @@ class RoundsInFlight:
         engine: RankRuntime,
         wire: GradientFormat,
         deliver: Callable[[list[ReducedRound]], None],
-        counters: Counters,
+        ranks: Sequence[int],
         host: int | None = None,
     ) -> None:
-        self._engine, self._wire, self._deliver, self._counters = engine, wire, deliver, counters
-        self._host = host
+        self._engine, self._wire, self._deliver, self._host = engine, wire, deliver, host
         self.timeline = recorder(engine.rank)
         self._buckets = len(wire.nbytes)
+        self._queue: deque[HandedOver] = deque()
+        """Buckets on their way from the training thread."""
         self._pending = [_Pending() for _ in range(self._buckets)]
         self._held_back = [_Held() for _ in range(self._buckets)]
         self._busy: set[str] = set()
@@ -377,11 +153,66 @@ class RoundsInFlight:
         self.at_cut: list[PendingGradient] | None = None
         """Copy of the pending gradients at the last cut, until the next step. (Ranks that continue earlier may start
         rounds in between.)"""
+        # Statistics:
+        self._lock = threading.Lock()
+        self._held_bytes = self._peak_bytes = 0  # guarded by the lock; the engine thread counts all others
+        self._staleness: Counter[int] = Counter()
+        self._contributors: Counter[int] = Counter()
+        self._held_s = dict.fromkeys(ranks, 0.0)
+        self._sent = self._rounds = 0
+        self._latency = self._longest = 0.0
 
-    @property
-    def complete(self) -> int:
-        """Number of rounds that are complete in all buckets and whose hyperparameters are known."""
-        return self._next_ready - 1
+    # -- any thread -------------------------------------------------------------------------------------------
+
+    def give(self, one: HandedOver) -> None:
+        """Append a bucket to the queue, from which the engine takes it by ``report``."""
+        if one.vector is not None:
+            self.hold(self._wire.nbytes[one.bucket])
+        self._queue.append(one)
+
+    def hold(self, nbytes: int) -> None:
+        """Adjust the number of held gradient bytes by ``nbytes``, which may be negative."""
+        with self._lock:
+            self._held_bytes += nbytes
+            self._peak_bytes = max(self._peak_bytes, self._held_bytes)
+
+    def counts(self) -> dict[str, Any]:
+        """Return the fields of ``Stats`` that are counted here."""
+        return {
+            "staleness": dict(sorted(self._staleness.copy().items())),
+            "contributors": dict(sorted(self._contributors.copy().items())),
+            "held_s": tuple(self._held_s.values()),
+            "bytes_sent": self._sent,
+            "latency_s": self._latency / self._rounds if self._rounds else 0.0,
+            "latency_max_s": self._longest,
+            "held_bytes": self._held_bytes,
+            "peak_bytes": self._peak_bytes,
+        }
+
+    # -- gradients that become pending ------------------------------------------------------------------------
+
+    def report(self, number: int, step: int, in_step: bool, hyper: Hyper | None = None) -> None:
+        """Take in the queued buckets of a step, and send one event that covers all of them.
+
+        Args:
+            number: number of the optimizer.
+            step: number of the step.
+            in_step: whether this rank is in ``step()``, which the event then states, even without buckets. If not, and
+                a queued bucket came with ``step()``, nothing is taken: the training thread is about to report the step.
+            hyper: hyperparameters of the step; None if they equal the ones sent last.
+        """
+        taken = [one for one in self._queue.copy() if one.step == step]
+        if not in_step and (not taken or any(one.in_step for one in taken)):
+            return
+        for one in taken:
+            self._queue.popleft()
+            self.arrive(one.bucket, one.vector, one.version)
+        buckets, empty = [one.bucket for one in taken], [one.bucket for one in taken if one.vector is None]
+        complete = self._next_ready - 1
+        if in_step:
+            self._engine.send(StepEntered(number, step, hyper, buckets, complete if taken else 0, empty))
+        else:
+            self._engine.send(GradientReady(number, buckets, step, complete, empty))
 
     def arrive(self, bucket: int, vector: Vector | None, version: int) -> None:
         """Take in a gradient computed at ``version``; None if it is empty."""
@@ -399,10 +230,11 @@ class RoundsInFlight:
             if vector is not None:
                 self.add(bucket, vector, version)
 
-    def take_in(self, rest: Iterable[tuple[int, Vector | None, int]]) -> None:
-        """Make all held gradients pending, and ``rest`` (as in ``arrive``), after the engine has ended."""
-        for one in rest:
-            self.arrive(*one)
+    def take_in_all(self) -> None:
+        """Make all queued and held gradients pending, after the engine has ended."""
+        while self._queue:
+            bucket, vector, version, *_ = self._queue.popleft()
+            self.arrive(bucket, vector, version)
         for bucket in range(self._buckets):
             self.release(bucket, None)
 
@@ -428,7 +260,7 @@ class RoundsInFlight:
             pending.vector = vector
         else:
             pending.vector += vector
-            self._counters.add_held_bytes(-self._wire.nbytes[bucket])
+            self.hold(-self._wire.nbytes[bucket])
         pending.versions.append(version)
 
     def restore(self, held: list[PendingGradient]) -> None:
@@ -436,7 +268,7 @@ class RoundsInFlight:
         for bucket, (vector, versions) in enumerate(held):
             self._pending[bucket] = _Pending(vector, list(versions))
             if vector is not None:
-                self._counters.add_held_bytes(self._wire.nbytes[bucket])
+                self.hold(self._wire.nbytes[bucket])
 
     def pending(self) -> list[PendingGradient]:
         """Return the pending gradients, by bucket; after a drain or cut, all that no round has carried."""
@@ -458,25 +290,27 @@ class RoundsInFlight:
             PendingGradient(None, []) if vector is None or bucket in leaving else PendingGradient(vector + 0, at)
             for bucket, (vector, at) in enumerate(self.pending())
         ]
-        self._counters.add_held_bytes(self._nbytes(held))
+        self.hold(self._nbytes(held))
         self.at_cut = held
 
     def forget_cut(self) -> None:
         """Drop the copy of ``keep_for_cut``, before a step, drain or cut (training thread or engine thread)."""
         held, self.at_cut = self.at_cut, None
         if held is not None:
-            self._counters.add_held_bytes(-self._nbytes(held))
+            self.hold(-self._nbytes(held))
 
     def _nbytes(self, held: list[PendingGradient]) -> int:
         pairs = zip(held, self._wire.nbytes, strict=True)
         return sum(nbytes for (vector, _), nbytes in pairs if vector is not None)
+
+    # -- rounds -----------------------------------------------------------------------------------------------
 
     def go(self, go: StartRound | ExplainRound) -> None:
         """Submit the pending gradients of some buckets for a round, or record why a round is about to start."""
         if isinstance(go, ExplainRound):
             self._triggers[go.bucket, go.round] = go.trigger
             return
-        self._counters.started(go.by, go.held)
+        self._held_s[go.by] += go.held
         if go.settled:
             self._set_hyper(go.round, go.hyper)
         whole = None if self._host is None or go.whole is None else go.whole.of(self._host)
@@ -484,43 +318,47 @@ class RoundsInFlight:
             self._start(_Start(go.optimizer, bucket, go.round, arrived, whole))
 
     def _start(self, go: _Start) -> None:
-        name = f"hvd_async.eager.{go.optimizer}.{go.bucket}.{go.round % NAMES_IN_RING}"
-        if name in self._busy or any(held.bucket == go.bucket for held in self._held):
+        name, bucket = f"hvd_async.eager.{go.optimizer}.{go.bucket}.{go.round % NAMES_IN_RING}", go.bucket
+        if name in self._busy or any(held.bucket == bucket for held in self._held):
             self._held.append(go)  # its name, or that of an earlier round, is still in flight on this rank
             return
         self._busy.add(name)
-        flight = self._flight(go.round)
+        flight, wire = self._flight(go.round), self._wire
         if go.whole is not None:
-            self.release(go.bucket, go.whole)
+            self.release(bucket, go.whole)
             flight.whole = go.whole if flight.whole is None else min(flight.whole, go.whole)
-        late_by = [go.round - 1 - version for version in self._pending[go.bucket].versions]
+        taken, self._pending[bucket] = self._pending[bucket], _Pending()
+        late_by = [go.round - 1 - version for version in taken.versions]
+        if bucket == 0:
+            self._staleness.update(late_by)
+            self._contributors[go.arrived] += 1
+        self._sent += (wire.sent or wire.nbytes)[bucket]
+        if taken.vector is None:
+            self.hold(wire.nbytes[bucket])  # of the vector that the collective returns
         keep = self._engine.elastic
         if keep:
-            flight.taken[go.bucket] = self._pending[go.bucket]
-        taken = self._take(go.bucket, go.arrived, late_by)
-        vector = self._wire.zeros(go.bucket) if taken is None else taken
-        unit = self._units.get(name, self._wire.first_unit)
+            flight.taken[bucket] = taken
+        vector = wire.zeros(bucket) if taken.vector is None else taken.vector
+        unit = self._units.get(name, wire.first_unit)
         submitted = self._engine.clock()
 
         def landed(sums: Vector) -> None:
             self._busy.discard(name)
-            self.landed[go.bucket] = max(self.landed[go.bucket], go.round)
-            trigger = self._triggers.pop((go.bucket, go.round), None)
+            self.landed[bucket] = max(self.landed[bucket], go.round)
+            trigger = self._triggers.pop((bucket, go.round), None)
             if self.timeline is not None and trigger is not None:
-                self.timeline.round(
-                    go.optimizer, go.bucket, go.round, trigger, submitted, self._engine.clock(), late_by
-                )
-            flight.sums[go.bucket] = decoded = self._wire.decode(sums, go.bucket)
-            tally = self._wire.tally(decoded)  # now, rather than at the last bucket, for which all ranks wait
-            flight.counts[go.bucket] = tally.gradients
-            flight.weights[go.bucket] = self._wire.weight(tally, unit)
-            self._units[name] = self._wire.next_unit(tally, unit)
+                self.timeline.round(go.optimizer, bucket, go.round, trigger, submitted, self._engine.clock(), late_by)
+            flight.sums[bucket] = decoded = wire.decode(sums, bucket)
+            tally = wire.tally(decoded)  # now, rather than at the last bucket, for which all ranks wait
+            flight.counts[bucket] = tally.gradients
+            flight.weights[bucket] = wire.weight(tally, unit)
+            self._units[name] = wire.next_unit(tally, unit)
             self._pass_on()
             held, self._held = self._held, deque()
             for late in held:
                 self._start(late)
 
-        wire, keep = self._wire, keep or taken is None
+        keep = keep or taken.vector is None
         self._engine.submit(
             lambda: self._engine.collectives.allreduce_sum(
                 wire.encode(vector, unit), name, wire.process_set, keep, wire.scale
@@ -539,15 +377,6 @@ class RoundsInFlight:
         assert self._last_hyper is not None, "the first round came without hyperparameters"
         self._flight(round_).hyper = self._last_hyper
 
-    def _take(self, bucket: int, arrived: int, staleness: list[int]) -> Vector | None:
-        taken, self._pending[bucket] = self._pending[bucket], _Pending()
-        if bucket == 0:
-            self._counters.took(staleness)
-        self._counters.went(bucket, arrived, self._wire.bytes_sent(bucket))
-        if taken.vector is None:
-            self._counters.add_held_bytes(self._wire.nbytes[bucket])  # of the vector that the collective returns
-        return taken.vector
-
     def _flight(self, round_: int) -> _Flight:
         flight = self._flights.get(round_)
         if flight is None:
@@ -563,91 +392,14 @@ class RoundsInFlight:
             if len(sums) < self._buckets or flight.hyper is None:
                 break
             del self._flights[self._next_ready]
-            self._counters.came(self._engine.clock() - flight.started)
+            seconds = self._engine.clock() - flight.started
+            self._rounds, self._latency = self._rounds + 1, self._latency + seconds
+            self._longest = max(self._longest, seconds)
             counts, weights, whole = tuple(flight.counts), tuple(flight.weights), flight.whole or 0
             ready.append(ReducedRound(self._next_ready, sums, flight.hyper, counts, whole, weights))
             self._next_ready += 1
         if ready:
             self._deliver(ready)
-
-
-# -- rounds that wait to be applied ------------------------------------------------------------------------------------
-
-
-class RoundInbox(Inbox):
-    """Rounds that wait to be applied, in addition to what the training thread of any optimizer receives.
-
-    Attributes:
-        ready: rounds that wait to be applied, in order.
-        whole: number of steps since the last drain or cut that all ranks of this host are known to have handed over; 0
-            if ranks do not step host by host.
-        ends_at: version at which the last of these steps ends.
-    """
-
-    def __init__(self, changed: Changed) -> None:
-        super().__init__(changed)
-        self.ready: deque[ReducedRound] = deque()
-        self._discards = False
-        self.whole = self.ends_at = 0
-
-    # -- engine thread ----------------------------------------------------------------------------------------
-
-    def deliver(self, rounds: list[ReducedRound]) -> None:
-        """Append rounds, in order."""
-        with self._changed:
-            if not self._discards:
-                self.ready.extend(rounds)
-            for round_ in rounds:
-                self._end_step(round_.whole, round_.index)
-            self._changed.notify_all()
-
-    def end_step(self, whole: int, version: int) -> None:
-        """Record that a late step of the host ends when this rank's weights are at ``version``."""
-        with self._changed:
-            self._end_step(whole, version)
-            self._changed.notify_all()
-
-    def _end_step(self, whole: int, version: int) -> None:
-        if whole > self.whole:
-            self.whole, self.ends_at = whole, version
-
-    def end(self, rounds: int) -> None:
-        """Record that all ranks have finished, after ``rounds`` rounds."""
-        with self._changed:
-            self.whole, self.ends_at = 0, rounds
-
-    def discard(self) -> None:
-        """Drop all rounds from now on, since the training thread takes none (on the engine thread, as ``deliver``, so
-        without the lock)."""
-        self._discards = True
-        self.ready.clear()
-
-    # -- training thread --------------------------------------------------------------------------------------
-
-    def _last(self) -> float:
-        """Return the last round to take. A rank that has already left the drain may have started later rounds, which
-        belong to the next step."""
-        return float("inf") if self.drained is None else self.drained.rounds
-
-    def has_round(self) -> bool:
-        """Return whether ``waiting`` would return a round."""
-        return bool(self.ready) and self.ready[0].index <= self._last()
-
-    def waiting(self, most: int | None = None) -> list[ReducedRound]:
-        """Return at most ``most`` rounds to be applied. They stay in the inbox until they are applied, so that an
-        interrupted step finds them again."""
-        with self._changed:
-            rounds = [round_ for round_ in self.ready if round_.index <= self._last()]
-        return rounds if most is None else rounds[:most]
-
-    def take(self) -> ReducedRound:
-        """Remove and return the first round, which has been applied."""
-        with self._changed:
-            return self.ready.popleft()
-
-    def complete(self, version: int) -> bool:
-        """Return whether all ranks have finished, and ``version`` includes all rounds."""
-        return self.drained is not None and version >= self.drained.rounds
 
 
 # -- gradients that outlive a membership change ------------------------------------------------------------------------
@@ -762,9 +514,11 @@ class EagerWorker(Worker):
 
     Attributes:
         version: number of rounds that this rank's weights include.
+        produced: number of gradients handed over since the start, by bucket; each must be applied once.
+        applied: number of gradients of all ranks in applied rounds, by bucket.
+        mend: rank whose weights all ranks took over at the last drain or cut, since it had applied the most rounds;
+            None if there was none.
     """
-
-    _inbox: RoundInbox
 
     def __init__(
         self,
@@ -775,26 +529,37 @@ class EagerWorker(Worker):
         apply: Apply = lambda round_: None,
         emptied: Callable[[], Sequence[int]] = tuple,
     ) -> None:
-        inbox = RoundInbox(engine.changed)
-        super().__init__(engine, config, wire.members, wire.process_set, wire.process_set_id, finish, inbox)
+        super().__init__(engine, config, wire.members, wire.process_set, wire.process_set_id, finish)
         self.config, self.wire, self.apply, self._emptied = config, wire, apply, emptied
         ranks = wire.members or range(engine.size)
-        self._counters = Counters(ranks)
         self._host = ranks.index(engine.rank) // config.local_size if config.local_size > 1 else None
-        self._in_flight = RoundsInFlight(engine, wire, inbox.deliver, self._counters, self._host)
+        self._in_flight = RoundsInFlight(engine, wire, self._deliver, ranks, self._host)
         self._records_timeline = self._in_flight.timeline is not None
+        # Set by the engine thread, under ``engine.changed``:
+        self._rounds: deque[ReducedRound] = deque()
+        """Rounds that wait to be applied, in order."""
+        self._discards = False
+        self._whole = self._ends_at = 0
+        """Number of steps since the last drain or cut that all ranks of this host are known to have handed over (0 if
+        ranks do not step host by host), and the version at which the last of these steps ends."""
         # State of the training thread:
-        self._steps = self._base = 0  # steps in total; round number minus step number, re-based by drains and cuts
-        self._hand_over = HandOver(wire.nbytes, self._counters)
-        self._half_applied = False
         self.whole = Uninterrupted()
-        self.version = 0
-        self.ledger = self._hand_over.ledger
+        self._steps = self._base = 0  # steps in total; round number minus step number, re-based by drains and cuts
         self._settled_at = 0  # steps at the last drain or cut
         self._ended = 0  # steps that all ranks of the host have handed over, as far as this rank has waited for them
+        self._handed: set[int] = set()
+        """Buckets of the current step that were handed over."""
+        self._brought = frozenset[int]()
+        """Buckets of the current step whose gradient has been pending since before a reset; vectors that are handed
+        over for them are dropped."""
+        self._lacks = False
+        """Whether a bucket of the current step holds no gradient."""
+        self._half_applied = False
+        self.version = 0
+        self.produced, self.applied = [0] * config.buckets, [0] * config.buckets
+        self._applied_rounds = self._skipped = 0
+        self._total_produced: int | None = None
         self.mend: int | None = None
-        """Rank whose weights all ranks took over at the last drain or cut, since it had applied the most rounds; None
-        if there was none."""
 
     # -- progress -------------------------------------------------------------------------------------------------
 
@@ -816,19 +581,23 @@ class EagerWorker(Worker):
     @property
     def gone(self) -> frozenset[int]:
         """Buckets of the current step that have been handed over."""
-        return frozenset(self._hand_over.handed)
+        return frozenset(self._handed)
 
     @property
     def settled(self) -> bool:
         """Whether no step was taken and no gradient handed over since the last drain or cut."""
-        return self._steps == self._settled_at and not self._hand_over.handed
+        return self._steps == self._settled_at and not self._handed
 
-    def _check_able(self) -> None:
-        """Raise if this rank can neither hand over nor apply. (An elastic rank keeps gradients even after a loss.)"""
+    def _check_able(self) -> int:
+        """Return the optimizer's number; raise if this rank can neither hand over nor apply.
+
+        An elastic rank keeps gradients even after a loss.
+        """
         self.whole.check()
         if not self.engine.elastic:
             self.engine.check()
         self._check_drained()
+        return self._registered_number()
 
     # -- stepping (training thread) ---------------------------------------------------------------------------
 
@@ -839,12 +608,30 @@ class EagerWorker(Worker):
             bucket: bucket that this step has not handed over yet.
             vector: gradient, of which the worker takes ownership. None: counts as no gradient (NaN, overflow).
         """
-        number = self._registered_number()
-        self._check_able()
-        self._hand_over.check_new(bucket)
+        number = self._check_able()
+        if bucket in self._handed:
+            raise ReplicaStateError(f"bucket {bucket} was handed over twice in one step: a bug in the binding")
         with self.whole(f"bucket {bucket} could not be handed over"):
-            self._hand_over.give(bucket, vector, self.version, step := self._steps + 1 + self._base)
-            self.engine.notify(lambda: self._arrive(number, step), hurry=False)
+            step = self._steps + 1 + self._base
+            self._give(bucket, vector, step)
+            self.engine.notify(partial(self._in_flight.report, number, step, False), hurry=False)
+
+    def _give(self, bucket: int, vector: Vector | None, step: int, in_step: bool = False) -> None:
+        """Count a bucket of the current step, and queue it for the engine."""
+        if bucket in self._brought:
+            vector = None
+        else:
+            self._lacks = self._lacks or vector is None
+            self.produced[bucket] += vector is not None
+        self._handed.add(bucket)
+        self._in_flight.give(HandedOver(bucket, vector, self.version, step, in_step))
+
+    def _take_back_empty(self) -> None:
+        """Subtract the buckets that have turned out to hold no gradient."""
+        buckets = self._emptied()
+        for bucket in buckets:
+            self.produced[bucket] -= 1
+        self._skipped += bool(buckets)
 
     def step(self, vectors: Mapping[int, Vector | None], hyper: Hyper, apply: Apply | None = None) -> int:
         """Finish the step, apply its rounds by ``apply`` (None: that of the constructor), and return their number."""
@@ -877,8 +664,7 @@ class EagerWorker(Worker):
         self, vectors: Mapping[int, Vector | None], hyper: Hyper, most: int | None = None
     ) -> Program[list[ReducedRound]]:
         """Return the program of ``finish_step``."""
-        number = self._registered_number()
-        self._check_able()
+        number = self._check_able()
         if most is not None and self._host is not None and self.config.pace == "rounds":
             raise ReplicaStateError(
                 "synchronize() applies one round per step, but with hierarchical= and pace='rounds' a host's ranks "
@@ -887,45 +673,57 @@ class EagerWorker(Worker):
         if self._broken_off:
             warn(f"rank {self.engine.rank}: the last step was interrupted. This one completes it and adds no gradient")
         else:
-            self._hand_over.check_whole(vectors)
+            if sorted([*self._handed, *vectors]) != list(range(self.config.buckets)):
+                raise ReplicaStateError(
+                    f"step() lacks buckets: it has only {sorted(self._handed)} and {sorted(vectors)}"
+                )
             with self.whole("a step could not be handed over"):
                 self._hand_in(number, vectors, hyper)
-        yield Wait(lambda: len(self._inbox.ready) >= self._behind and self._host_has_ended(most))
+        yield Wait(lambda: len(self._rounds) >= self._behind and self._host_has_ended(most))
         with self.whole("a step could not be ended"):
             self._ended = self._steps
-            self.ledger.take_back(self._emptied())
-            rounds = self._inbox.waiting(most if self._host is None else self._most(most))
+            self._take_back_empty()
+            rounds = self._waiting(most if self._host is None else self._most(most))
             if self.config.pace == "rounds":
                 taken = VersionTaken(number, self.version + len(rounds))
                 self._base = taken.version - self._steps
-                self.engine.call_soon(lambda: self.engine.send(taken))
+                self.send(taken)
         return rounds
+
+    def _hand_in(self, number: int, vectors: Mapping[int, Vector | None], hyper: Hyper) -> None:
+        """Hand over the rest of this step, and have the engine report it."""
+        step = self._steps + 1 + self._base
+        for bucket, vector in vectors.items():
+            self._give(bucket, vector, step, in_step=True)
+        self._in_flight.forget_cut()
+        self._steps += 1
+        self._skipped, self._lacks = self._skipped + self._lacks, False
+        self._handed.clear()
+        self._brought = frozenset()
+        unsent, self._told = None if hyper == self._told else hyper, hyper
+        self.engine.notify(partial(self._in_flight.report, number, step, True, unsent))
 
     def _host_has_ended(self, most: int | None) -> bool:
         """Return whether all ranks of the host have handed this step over and its rounds have arrived."""
         if self._host is None:
             return True
-        whole = self._inbox.whole >= self._steps - self._settled_at
-        return whole and len(self._inbox.ready) >= self._most(most)
+        return self._whole >= self._steps - self._settled_at and len(self._rounds) >= self._most(most)
 
     def _most(self, most: int | None) -> int:
         """Return how many rounds this step applies: the same number on all ranks of a host, whose weights stay
         equal."""
-        own = max(0, self._inbox.ends_at - self.version)
+        own = max(0, self._ends_at - self.version)
         return own if most is None else min(own, most)
 
-    def _hand_in(self, number: int, vectors: Mapping[int, Vector | None], hyper: Hyper) -> None:
-        """Hand over the rest of this step."""
-        step = self._steps + 1 + self._base
-        for bucket, vector in vectors.items():
-            self._hand_over.give(bucket, vector, self.version, step, in_step=True)
-        self._in_flight.forget_cut()
-        self._steps += 1
-        self._hand_over.end_step()
-        unsent, self._told = None if hyper == self._told else hyper, hyper
-        self.engine.notify(lambda: self._enter(number, step, unsent))
-
     # -- applying rounds (training thread) --------------------------------------------------------------------
+
+    def _waiting(self, most: int | None = None) -> list[ReducedRound]:
+        """Return at most ``most`` rounds to be applied. They stay in the queue until they are applied, so that an
+        interrupted step finds them again. During an end, later rounds, which a rank that has left it may have started,
+        belong to the next step."""
+        with self.engine.changed:
+            drained = self._inbox.drained
+            return [one for one in self._rounds if drained is None or one.index <= drained.rounds][:most]
 
     def _apply_all(self, rounds: list[ReducedRound], apply: Apply) -> None:
         rounds.reverse()
@@ -946,17 +744,19 @@ class EagerWorker(Worker):
 
     def begin(self, round_: ReducedRound) -> None:
         """Begin to apply a round if ``applying`` cannot be used as a block; ``end`` must follow."""
-        self.whole.begin(f"round {round_.index} could not be applied")
+        self.whole(f"round {round_.index} could not be applied")
         self._half_applied = True
 
     def end(self) -> None:
         """Count the next round as applied."""
-        round_ = self._inbox.take()
+        with self.engine.changed:
+            round_ = self._rounds.popleft()
         if self._in_flight.timeline is not None:
             self._in_flight.timeline.applied(self._registered_number(), round_.index, self.engine.clock())
         self.version = round_.index
-        self.ledger.apply(round_)
-        self._counters.add_held_bytes(-sum(self.wire.nbytes))
+        self.applied = [a + b for a, b in zip(self.applied, round_.counts, strict=True)]
+        self._applied_rounds += round_.gradients > 0
+        self._in_flight.hold(-sum(self.wire.nbytes))
         self._half_applied = False
         self.whole.end()
 
@@ -973,32 +773,33 @@ class EagerWorker(Worker):
                 interrupted half-way.
         """
         self.whole.check()
-        if self._hand_over.handed:
+        if self._handed:
             raise ReplicaStateError(
                 f"{self.label}: backward() has handed gradients over and no step() has followed: call "
                 f"optimizer.step() first, or optimizer.discard() if it will not be trained any more"
             )
 
     def _counts(self) -> list[int]:
-        self.ledger.take_back(self._emptied())
-        return list(self.ledger.produced)
+        self._take_back_empty()
+        return list(self.produced)
 
     def _is_complete(self) -> bool:
-        return self._inbox.complete(self.version)
+        drained = self._inbox.drained
+        return drained is not None and self.version >= drained.rounds
 
     @property
     def has_available(self) -> bool:
-        return super().has_available or self._inbox.has_round()
+        return super().has_available or bool(self._waiting(1))
 
     def apply_available(self) -> bool:
         self._check_refused()
         self.whole.check()
-        self._apply_all(self._inbox.waiting(), self.apply)
+        self._apply_all(self._waiting(), self.apply)
         return super().apply_available()
 
     def announce_finished(self, flush: bool) -> None:
         """Announce that this rank has finished; at the end of the process, even between backward() and step()."""
-        if self._hand_over.handed:
+        if self._handed:
             warn(
                 f"rank {self.engine.rank} ends after backward() without step(): {self.label} adds the gradients that "
                 f"were handed over to the last round"
@@ -1017,12 +818,17 @@ class EagerWorker(Worker):
             drained = self._take_drained()
             self._settled_at, self._ended, self.shown, self.mend = self._steps, self._steps, 0, drained.mend
             self._base = drained.rounds - self._steps
-            self.ledger.note_drained(drained)
-        self.ledger.check_drained(drained, self.engine.rank)
+            self._total_produced = max(drained.produced)
+        if drained.flushed and self.applied != drained.produced:
+            raise GradientLossError(
+                f"drain: {drained.produced} gradients (by bucket) were produced but {self.applied} were applied "
+                f"on rank {self.engine.rank}. This is a bug in hvd_async; please report it with stats()."
+            )
         yield from self._finish(drained.flushed)
 
     def discard_results(self) -> None:
-        self._inbox.discard()
+        self._discards = True  # (without the lock: ``_deliver`` runs on this thread too)
+        self._rounds.clear()
 
     # -- checkpoints (training thread) ------------------------------------------------------------------------
 
@@ -1052,7 +858,7 @@ class EagerWorker(Worker):
         self._in_flight.restore(held)
         self._restored = max((len(versions) for _, versions in held), default=0)
         for bucket, (_, versions) in enumerate(held):
-            self.ledger.restore(bucket, len(versions))
+            self.produced[bucket] += len(versions)
 
     # -- elastic training (training thread) ---------------------------------------------------------------------
 
@@ -1061,17 +867,17 @@ class EagerWorker(Worker):
         fit, ended = not self._half_applied, self._steps - self._broken_off  # (as user code sees it)
         if fit:
             self.whole = Uninterrupted()  # (nothing is lost: all that was handed over is still on this rank)
-            self._apply_all(list(self._inbox.ready), self.apply)
-        self._in_flight.take_in(self._hand_over.take_rest())
-        self.ledger.take_back(self._emptied())
-        step = self._hand_over
+            self._apply_all(list(self._rounds), self.apply)
+        self._in_flight.take_in_all()
+        self._take_back_empty()
+        all_brought = len(self._brought) == self.config.buckets
         return Remains(
             version=self.version,
             in_rounds=self._in_flight.unfinished(),
             pending=self._in_flight.pending(),
-            begun=self._steps + step.all_brought,
+            begun=self._steps + all_brought,
             ended=ended,
-            handed=frozenset() if step.all_brought else step.brought | step.handed,
+            handed=frozenset() if all_brought else self._brought | self._handed,
             fit=fit,
             tail=self.wire.tail,
         )
@@ -1079,42 +885,58 @@ class EagerWorker(Worker):
     def take_over(self, remains: Remains) -> None:
         """Start with gradients from before a reset, before ``connect``; the current version counts as 0."""
         self.restore(remains.pending_in(self.wire))
-        self._hand_over.brought = remains.brought
+        self._brought = remains.brought
 
     def stats(self) -> Stats:
-        return self._counters.stats(steps=self._steps, rounds=self.version, wait_s=self._wait_s, **self.ledger.stats())
+        return Stats(
+            steps=self._steps,
+            rounds=self.version,
+            wait_s=self._wait_s,
+            rounds_applied=self._applied_rounds,
+            gradients_produced=max(self.produced),
+            gradients_applied=max(self.applied),
+            gradients_skipped=self._skipped,
+            total_produced=self._total_produced,
+            **self._in_flight.counts(),
+        )
 
     # -- engine thread ----------------------------------------------------------------------------------------
-
-    def _arrive(self, number: int, step: int) -> None:
-        if taken := self._taken(step, in_step=False):
-            self.engine.send(ready(number, taken, self._in_flight.complete))
-
-    def _enter(self, number: int, step: int, hyper: Hyper | None) -> None:
-        self.engine.send(entered(number, step, hyper, self._taken(step, in_step=True), self._in_flight.complete))
-
-    def _taken(self, step: int, in_step: bool) -> list[HandedOver]:
-        for one in (taken := self._hand_over.take(step, in_step)):
-            self._in_flight.arrive(one.bucket, one.vector, one.version)
-        return taken
 
     def on_command(self, command: OptimizerCommand) -> None:
         """Carry out a command."""
         match command:
             case StartRound() | ExplainRound():
                 self._in_flight.go(command)
+            case SetHyperparameters(_, round_, hyper):
+                self._in_flight.settle(round_, hyper)
             case EndStep(_, host, steps, version):
                 if host == self._host:
                     self._in_flight.end_step(steps)
-                    self._inbox.end_step(steps, version)
-            case SetHyperparameters(_, round_, hyper):
-                self._in_flight.settle(round_, hyper)
+                    self._note_steps(steps, version)
             case ReportReceived():
                 self.engine.send(RoundsReceived(command.optimizer, command.call, list(self._in_flight.landed)))
             case Drained():
                 self._in_flight.end()
-                self._inbox.end(command.rounds)
+                with self.engine.changed:
+                    self._whole, self._ends_at = 0, command.rounds
                 self._in_flight.forget_cut()
                 if not command.flushed:
                     self._in_flight.keep_for_cut()
-        super().on_command(command)
+                super().on_command(command)
+            case _:
+                super().on_command(command)
+
+    def _deliver(self, rounds: list[ReducedRound]) -> None:
+        """Append rounds, in order, to those that wait to be applied."""
+        with self.engine.changed:
+            if not self._discards:
+                self._rounds.extend(rounds)
+            for round_ in rounds:
+                self._note_steps(round_.whole, round_.index)
+
+    def _note_steps(self, whole: int, version: int) -> None:
+        """Note that ``whole`` steps of the host are handed over, and that the last of them ends at ``version``."""
+        with self.engine.changed:
+            if whole > self._whole:
+                self._whole, self._ends_at = whole, version
+            self.engine.changed.notify_all()
