@@ -14,7 +14,7 @@ from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.algorithms.gossip.config import ALGORITHMS, rank_class
 from hvd_async.algorithms.gossip.machine import GossipStateMachine
-from hvd_async.algorithms.gossip.message_format import make_message_format
+from hvd_async.algorithms.gossip.message_format import NumpyMessageFormat
 from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
 from hvd_async.algorithms.gossip.rank import GossipWorker
 from hvd_async.algorithms.leader.config import LeaderConfig, LeaderOptions, StartPull
@@ -120,7 +120,7 @@ class GossipJob(Job[GossipWorker]):
 
     def _worker(self, rank: Rank) -> GossipWorker:
         plan = self._plan
-        post = make_message_format(
+        post = NumpyMessageFormat(
             1, np.float64, plan.config.compression, plan.max_messages, None, plan.parts, plain=plan.plain_messages
         )
         kind = rank_class(plan.config)

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_async.algorithms.gossip.message_format import MessageFormat, make_message_format
+from hvd_async.algorithms.gossip.message_format import MessageFormat, NumpyMessageFormat
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import replica
 from hvd_async.optimizers.agreement import Buffers
@@ -227,7 +227,7 @@ class WeightReplica(replica.WeightReplica):
     ) -> MessageFormat:
         flat = self.mixed()
         kind = flat.dtype.as_numpy_dtype
-        return make_message_format(flat.elements, kind, compression, messages, rank_group, parts, self._memory, plain)
+        return NumpyMessageFormat(flat.elements, kind, compression, messages, rank_group, parts, self._memory, plain)
 
     def is_finite(self, weights: Array) -> bool:
         return is_finite(weights)

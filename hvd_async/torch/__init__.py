@@ -19,11 +19,18 @@ else:
 from hvd_async.monitor import Monitor
 from hvd_async.optimizers.public_names import public_names as _public_names
 from hvd_async.torch.factories import EagerOptimizer, GossipOptimizer, LeaderOptimizer
-from hvd_async.torch.functions import broadcast_optimizer_state, broadcast_parameters, init, join, shutdown
+from hvd_async.torch.functions import (
+    attach_monitor,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    declare_torchvision_operators,
+    init,
+    join,
+    record,
+    shutdown,
+)
 from hvd_async.torch.functions import install as _install
 from hvd_async.torch.gradient_format import Compression
-from hvd_async.torch.observers import attach_monitor, record
-from hvd_async.torch.torchvision_operators import declare_torchvision_operators
 
 if _ON_HOROVOD:
     _install()

@@ -1,22 +1,33 @@
-"""Replacements of names of ``horovod.torch`` that do not work with this library's optimizers."""
+"""Functions of ``hvd_async.torch`` besides the wrappers.
+
+They are replacements of names of ``horovod.torch`` that do not work with this library's optimizers, observers of an
+optimizer, and declarations that let torchvision be imported."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import importlib.util
 import itertools
+import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from hvd_async.algorithms.eager import timeline
+from hvd_async.monitor import Monitor
 from hvd_async.optimizers import elastic
 from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.runtime import time_limits
 from hvd_async.torch.collectives import LIFECYCLE, outside_inference_mode
 from hvd_async.torch.horovod_api import HorovodInternalError, horovods_broadcast, hvd
 from hvd_async.torch.tensors import bytes_of, from_bytes, is_plain, write
+from hvd_async.traces.recorded import recorded
+from hvd_async.traces.recorder import Recorder
 
 timeline.watch_exit(hvd.shutdown)
 
@@ -278,3 +289,99 @@ def install() -> None:
     state.restore = _rolling_back(state.restore)
     horovods_elastic._reset = _reset
     time_limits.limit_gloo()
+
+
+# -- observers ---------------------------------------------------------------------------------------------------------
+
+
+class AttachedMonitor(Monitor):
+    """A ``Monitor`` that is called by the step hook of its optimizer, until it is closed.
+
+    The hook runs once for each update of the weights: once a step, and more often where a late rank applies several
+    rounds in one.
+
+    Args:
+        optimizer: a wrapped torch optimizer.
+        options: of ``Monitor``.
+    """
+
+    def __init__(self, optimizer: Any, **options: Any) -> None:
+        super().__init__(optimizer, **options)
+        self._handle = optimizer.register_step_post_hook(lambda *_: self.step())
+
+    def close(self) -> None:
+        """Take a last sample, close the files, and stop watching the optimizer."""
+        self._handle.remove()
+        super().close()
+
+
+def attach_monitor(optimizer: Any, **options: Any) -> AttachedMonitor:
+    """Watch a wrapped torch optimizer without a call in the loop, and return the monitor, to close it.
+
+    Args:
+        optimizer: of ``EagerOptimizer``, ``GossipOptimizer`` or ``LeaderOptimizer``. It keeps the monitor alive.
+        options: of ``hvd_async.monitor.Monitor``.
+
+    Raises:
+        ValueError, OSError: as ``Monitor``.
+    """
+    return AttachedMonitor(optimizer, **options)
+
+
+def record(optimizer: Any, folder: str | os.PathLike[str], synchronize: bool = False) -> Recorder:
+    """Record when this rank computes and when it waits, into a file of a trace that ``hvd_async advise`` reads.
+
+    Call it once on every rank, after the optimizer is wrapped, by Horovod or by this library; training is not changed.
+    DDP's waits in the backward pass cannot be distinguished from computation.
+
+    Args:
+        optimizer: the one that the training loop steps.
+        folder: of the trace, the same for all ranks; on several hosts a shared one, or collect the files afterwards.
+        synchronize: whether to wait for the GPU before each mark. Without it times on CUDA are those at which kernels
+            were submitted, which say little; with it the host and the GPU overlap less, which may be slower.
+
+    Returns:
+        The recorder: ``skip()`` leaves out time that belongs to no step, such as an evaluation; ``close()`` ends it, as
+        does the end of the process.
+
+    Raises:
+        ValueError: the optimizer is recorded already, or only some ranks share it (a process set).
+        OSError: the folder cannot be written.
+    """
+    wait = torch.cuda.synchronize if synchronize and torch.cuda.is_available() else None
+    return recorded(optimizer, folder, hvd.rank(), hvd.size(), wait)
+
+
+# -- torchvision beside a torch that its compiled operators were not built for -----------------------------------------
+
+
+_declared: list[torch.library.Library] = []
+"""Holds the declarations, which end with the object."""
+
+
+def declare_torchvision_operators() -> bool:
+    """Let torchvision be imported where its compiled operators cannot be loaded.
+
+    PyPI's torchvision is built for CUDA's torch. With a torch for CPUs its import, and that of packages that import it
+    (Lightning, Transformers, timm), ends in "operator torchvision::nms does not exist". After this call the import
+    succeeds: models, transforms and data sets work, and functions with a compiled operator (``torchvision.ops.nms``)
+    raise an error when they are called. Call it before the first import of any of these packages. If a torchvision of
+    the same build as torch is available, install that instead.
+
+    Returns:
+        Whether the operators had to be declared; False if torchvision is not installed, is imported already, or loads
+        its own.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    if _declared or "torchvision" in sys.modules or spec is None or spec.origin is None:
+        return False
+    try:
+        for library in Path(spec.origin).parent.glob("_C*.so"):
+            ctypes.CDLL(str(library))
+    except OSError:
+        declared = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):  # (torchvision registers implementations of these even if they do not exist)
+            declared.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _declared.append(declared)
+        return True
+    return False

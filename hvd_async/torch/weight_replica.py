@@ -16,15 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from hvd_async.algorithms.gossip.message_format import (
-    CHUNK,
-    HEADER,
-    LEVELS,
-    MessageFormat,
-    encoded_bytes,
-    plain_rows,
-    row_bytes,
-)
+from hvd_async.algorithms.gossip.message_format import CHUNK, HEADER, LEVELS, MessageFormat, row_bytes
 from hvd_async.optimizers import replica
 from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.interfaces import RankRuntime
@@ -202,162 +194,95 @@ def dequantize(data: torch.Tensor, elements: int) -> torch.Tensor:
     return (data[4 * count :].view(torch.int8).view(count, CHUNK) * scales).view(-1)[:elements]
 
 
-class Codec:
-    """Vectors of one length as bytes, and back; methods as in ``MessageFormat``.
+class TorchMessageFormat(MessageFormat):
+    """Messages and vectors in torch.
 
     Args:
-        like: a vector, shape (n,), float32 or float64.
-        compression: "none", "fp16", "bf16" or "int8".
-        memory: of encoded vectors, with room for a header.
-
-    Attributes:
-        nbytes: of an encoded vector.
+        like: a vector of weights, shape (n,), float32 or float64.
+        compression, messages, rank_group, parts, plain: as in ``MessageFormat``.
+        memory: of messages.
+        received: rows that an exchange brings, at most; 0 if unknown.
+        empty: returns an uninitialized vector of weights with room for a header behind it; None: there is no room.
     """
 
-    def __init__(self, like: torch.Tensor, compression: str, memory: ReusedMemory) -> None:
-        self._elements, self._kind, self._device = like.numel(), like.dtype, like.device
-        self._compression, self._memory = compression, memory
-        self.nbytes = encoded_bytes(self._elements, self._kind.itemsize, compression)
-
-    def encode(self, vector: torch.Tensor) -> torch.Tensor:
-        if self._compression == "none":
-            return self.as_bytes(vector)
-        data = self._memory.empty(row_bytes(self.nbytes), self._device)[: self.nbytes]
-        if self._compression == "int8":
-            quantize(vector, data)
-        else:  # (the sender keeps what is clipped, like all rounding errors)
-            half = HALVES[self._compression]
-            largest = torch.finfo(half).max
-            data.view(half).copy_(vector).clamp_(-largest, largest)
-        return data
+    def __init__(
+        self,
+        like: torch.Tensor,
+        compression: str,
+        messages: int,
+        rank_group: RankGroup,
+        parts: int,
+        memory: ReusedMemory,
+        received: int = 0,
+        plain: int = 0,
+        empty: Callable[[], torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__(like.numel(), like.dtype, compression, messages, rank_group, parts, plain)
+        self._device, self._memory, self._received, self._empty = like.device, memory, received, empty
+        self._nothing = torch.zeros(self.rows, self._stride, dtype=torch.uint8, device=like.device)
 
     def decode(self, data: torch.Tensor) -> torch.Tensor:
         if self._compression == "int8":
-            return dequantize(data, self._elements).to(self._kind)
+            return dequantize(data, self._part).to(self._kind)
         return data.view(HALVES.get(self._compression, self._kind)).to(self._kind)
 
     def as_bytes(self, vector: torch.Tensor) -> torch.Tensor:
         return vector.view(torch.uint8)
 
-    def from_bytes(self, data: torch.Tensor) -> torch.Tensor:
-        return data[: self._elements * self._kind.itemsize].view(self._kind)
-
-
-class RowFormat:
-    """Rows of an exchange: an encoded vector, and a header at the row's end; methods as in ``MessageFormat``.
-
-    Args:
-        nbytes: of an encoded vector.
-        rows: per exchange.
-        received: rows that an exchange brings, at most; 0 if unknown.
-        alone: whether an encoded vector owns the memory behind it, if there is one row.
-        device: of vectors.
-        memory: for received rows.
-    """
-
-    def __init__(
-        self, nbytes: int, rows: int, received: int, alone: bool, device: torch.device, memory: ReusedMemory
-    ) -> None:
-        self._nbytes, self._stride, self._rows, self._received = nbytes, row_bytes(nbytes), rows, received
-        self._alone, self._device, self._memory = alone, device, memory
-        self._nothing = torch.zeros(rows, self._stride, dtype=torch.uint8, device=device)
-
-    def pack(self, messages: Sequence[tuple[torch.Tensor, bytes]]) -> torch.Tensor:
-        if not messages:
-            return self._nothing
-        if self._rows == 1 and self._has_room(messages[0][0]):
-            packed = messages[0][0].as_strided((1, self._stride), (self._stride, 1))
-        else:
-            packed = torch.empty(self._rows, self._stride, dtype=torch.uint8, device=self._device)
-            for row, (data, _) in zip(packed[: len(messages)], messages, strict=True):
-                row[: len(data)].copy_(data)
-        headers = torch.frombuffer(bytearray(b"".join(header for _, header in messages)), dtype=torch.uint8)
-        if streams.gpu.holds(packed):  # (a copy from other memory would wait for all that the stream has to do)
-            headers = streams.gpu.pin(headers)
-        packed[: len(messages), -HEADER.size :].copy_(headers.view(-1, HEADER.size), non_blocking=True)
-        return packed
-
     def unpack(self, row: torch.Tensor) -> tuple[torch.Tensor, bytes]:
-        return row[: self._nbytes], streams.copy_to_host(row[-HEADER.size :]).numpy().tobytes()
+        return row[: self.nbytes], streams.copy_to_host(row[-HEADER.size :]).numpy().tobytes()
 
     def room(self) -> torch.Tensor | None:
         if not self._received or streams.gpu.has_allocator(self._device):
             return None
-        return self._memory.empty(self._received * self._stride, self._device).view(self._received, self._stride)
+        return self._bytes(self._received * self._stride).view(self._received, self._stride)
 
-    def _has_room(self, data: torch.Tensor) -> bool:
-        """Return whether ``data`` is the start of a row of its own, with room for the header."""
-        return self._alone and data.storage_offset() == 0 and data.untyped_storage().nbytes() == self._stride
+    def add(self, x: torch.Tensor, y: torch.Tensor, a: float) -> torch.Tensor:
+        return x.add_(y, alpha=a)
 
-
-def make_message_format(
-    like: torch.Tensor,
-    compression: str,
-    messages: int,
-    rank_group: RankGroup,
-    parts: int,
-    memory: ReusedMemory,
-    received: int = 0,
-    plain: int = 0,
-    empty: Callable[[], torch.Tensor] | None = None,
-) -> MessageFormat:
-    """Return the message format of torch vectors of weights.
-
-    Args:
-        like: a vector of weights, shape (n,), float32 or float64.
-        compression: "none", "fp16", "bf16" or "int8".
-        messages: messages per exchange, at most.
-        rank_group: the ranks that gossip.
-        parts: number of parts of a vector; a message holds one.
-        memory: for messages.
-        received: rows that an exchange brings, at most; 0 if unknown.
-        plain: messages of one exchange that may be sent uncompressed.
-        empty: returns an uninitialized vector of weights with room for a header behind it; None: there is no room.
-    """
-    elements, kind, device = like.numel(), like.dtype, like.device
-    part = -(-elements // parts)
-    codec = Codec(like[:part], compression, memory)
-    rows_of_plain = plain_rows(part, kind.itemsize, compression)
-    rows = max(messages, plain * rows_of_plain)
-    # (behind one of several parts lies the next)
-    layout = RowFormat(codec.nbytes, rows, received, parts == 1, device, memory)
-
-    def times(x: torch.Tensor, a: float) -> torch.Tensor:
-        if empty is None or x.numel() != elements:
+    def times(self, x: torch.Tensor, a: float) -> torch.Tensor:
+        if self._empty is None or x.numel() != self._elements:
             return x * a
-        return torch.mul(x, a, out=empty())  # (its message is sent without a copy)
+        return torch.mul(x, a, out=self._empty())  # (its message is sent without a copy)
 
-    def split(vector: torch.Tensor) -> list[torch.Tensor]:
-        return list(torch.nn.functional.pad(vector, (0, part * parts - elements)).view(parts, part))
+    def split(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        padded = torch.nn.functional.pad(vector, (0, self._part * self._parts - self._elements))
+        return list(padded.view(self._parts, self._part))
 
-    def join(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        kept = [piece[: max(0, elements - part * number)] for number, piece in enumerate(pieces)]
-        return torch.cat(kept) if empty is None else torch.cat(kept, out=empty())
+    def concatenate(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(pieces))
 
-    return MessageFormat(
-        encode=codec.encode,
-        decode=codec.decode,
-        as_bytes=codec.as_bytes,
-        from_bytes=codec.from_bytes,
-        pack=layout.pack,
-        unpack=layout.unpack,
-        nbytes=codec.nbytes,
-        rows=rows,
-        plain_rows=rows_of_plain,
-        lossless=compression == "none",
-        differences=compression == "int8",
-        add=lambda x, y, a: x.add_(y, alpha=a),
-        times=times,
-        room=layout.room,
-        split=split,
-        concatenate=lambda pieces: torch.cat(list(pieces)),
-        join=join,
-        zeros=lambda: torch.zeros(elements, dtype=kind, device=device),
-        scalar=lambda value: torch.tensor([value], dtype=torch.float64),
-        process_set=rank_group.process_set,
-        members=rank_group.members,
-        process_set_id=rank_group.id,
-    )
+    def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        kept = [piece[: max(0, self._elements - self._part * number)] for number, piece in enumerate(pieces)]
+        return torch.cat(kept) if self._empty is None else torch.cat(kept, out=self._empty())
+
+    def zeros(self) -> torch.Tensor:
+        return torch.zeros(self._elements, dtype=self._kind, device=self._device)
+
+    def scalar(self, value: float) -> torch.Tensor:
+        return torch.tensor([value], dtype=torch.float64)
+
+    def _bytes(self, nbytes: int) -> torch.Tensor:
+        return self._memory.empty(nbytes, self._device)
+
+    def _quantize(self, vector: torch.Tensor, data: torch.Tensor) -> None:
+        quantize(vector, data)
+
+    def _halve(self, vector: torch.Tensor, data: torch.Tensor) -> None:
+        half = HALVES[self._compression]
+        largest = torch.finfo(half).max
+        data.view(half).copy_(vector).clamp_(-largest, largest)
+
+    def _row_of(self, data: torch.Tensor) -> torch.Tensor | None:
+        if data.storage_offset() or data.untyped_storage().nbytes() != self._stride:
+            return None
+        return data.as_strided((1, self._stride), (self._stride, 1))
+
+    def _write_headers(self, ends: torch.Tensor, headers: bytes) -> None:
+        written = torch.frombuffer(bytearray(headers), dtype=torch.uint8)
+        if streams.gpu.holds(ends):  # (a copy from other memory would wait for all that the stream has to do)
+            written = streams.gpu.pin(written)
+        ends.copy_(written.view(-1, HEADER.size), non_blocking=True)
 
 
 # -- the replica -------------------------------------------------------------------------------------------------------
@@ -515,7 +440,7 @@ class WeightReplica(replica.WeightReplica):
     def message_format(
         self, compression: str, rank_group: RankGroup, parts: int, messages: int, plain: int, received: int
     ) -> MessageFormat:
-        return make_message_format(
+        return TorchMessageFormat(
             self.read(), compression, messages, rank_group, parts, self._memory, received, plain, self._vectors.empty
         )
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import hvd_async.tensorflow.keras as hvd
-from hvd_async.tensorflow.keras import observers
-from hvd_async.tensorflow.keras.observers import MonitorCallback
+from hvd_async.tensorflow.keras import fit
+from hvd_async.tensorflow.keras.fit import MonitorCallback
 from hvd_async.testing import Cluster
 from tests.conformance.keras_ranks import LOSS, batch, conv_model
 
@@ -36,10 +36,10 @@ class Made:
 @pytest.fixture(autouse=True)
 def made(monkeypatch) -> type[Made]:
     monkeypatch.setattr(Made, "made", [])
-    monkeypatch.setattr(observers, "_OPEN", observers._Open())
-    monkeypatch.setattr(observers, "Monitor", Made)
-    monkeypatch.setattr(observers, "our_optimizers", lambda model: model)
-    monkeypatch.setattr(observers, "size", lambda: 4)
+    monkeypatch.setattr(fit, "_OPEN", fit._Open())
+    monkeypatch.setattr(fit, "Monitor", Made)
+    monkeypatch.setattr(fit, "our_optimizers", lambda model: model)
+    monkeypatch.setattr(fit, "size", lambda: 4)
     return Made
 
 

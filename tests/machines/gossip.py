@@ -21,7 +21,7 @@ from hvd_async.algorithms.gossip.config import (
     rank_class,
 )
 from hvd_async.algorithms.gossip.machine import GossipStateMachine
-from hvd_async.algorithms.gossip.message_format import make_message_format
+from hvd_async.algorithms.gossip.message_format import NumpyMessageFormat
 from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
 from hvd_async.algorithms.gossip.rank import GossipWorker, PushSumWorker
 from hvd_async.runtime.interfaces import Program, Wait
@@ -62,7 +62,7 @@ class GossipDrive(Drive):
 
     def worker(self, rank: Rank) -> GossipWorker:
         plan, group, size = self.plan, self.group(rank), len(self.numbers)
-        post = make_message_format(
+        post = NumpyMessageFormat(
             size, np.float64, plan.config.compression, plan.max_messages, group, plan.parts, plain=plan.plain_messages
         )
         worker = rank_class(plan.config)(rank, plan, post, lambda flush: self._gather(rank, flush))

@@ -10,7 +10,7 @@ import numpy as np
 
 from hvd_async.algorithms.gossip.config import rank_class
 from hvd_async.algorithms.gossip.error_feedback import SavedState
-from hvd_async.algorithms.gossip.message_format import OutgoingMessage, make_message_format
+from hvd_async.algorithms.gossip.message_format import NumpyMessageFormat, OutgoingMessage
 from hvd_async.algorithms.gossip.plan import ALGORITHMS, GossipPlan, make_plan
 from hvd_async.algorithms.gossip.rank import PushSumWorker
 from hvd_async.runtime.lifecycle import local_engine
@@ -62,7 +62,7 @@ class Job:
         assert engine is not None
         rank_group = None if ranks is None else RankGroup(ranks, ranks, place, 1, len(ranks))
         own = plan.max_messages, rank_group, plan.parts
-        post = make_message_format(self.elements, np.float64, config.compression, *own, plain=plan.plain_messages)
+        post = NumpyMessageFormat(self.elements, np.float64, config.compression, *own, plain=plan.plain_messages)
         kind: Any = rank_class(config)
         worker: PushSumWorker = kind(engine, plan, post, finish)
         return worker
@@ -270,7 +270,7 @@ def _encoder(one: Job, begin: Array) -> Encode | None:
     config, ranks = one.plan.config, one.plan.config.local_size
     if config.compression == "none":
         return None
-    post = make_message_format(one.elements, np.float64, config.compression, 1, parts=ranks)
+    post = NumpyMessageFormat(one.elements, np.float64, config.compression, 1, parts=ranks)
     copies: dict[tuple[int, int, int], list[Array]] = {}
 
     def encode(x: Array, receiver: int, sender: int, step: int) -> Array:

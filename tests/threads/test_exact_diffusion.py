@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hvd_async import mixing, topology
 from hvd_async.algorithms.gossip.error_feedback import SavedState
 from hvd_async.algorithms.gossip.exact_diffusion import ExactDiffusionWorker
-from hvd_async.algorithms.gossip.message_format import make_message_format
+from hvd_async.algorithms.gossip.message_format import NumpyMessageFormat
 from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.algorithms.gossip.rank import PushSumWorker
 from hvd_async.runtime.lifecycle import local_engine
@@ -150,7 +150,7 @@ def test_ranks_go_on_without_the_part_of_one_that_has_left(every):
     def train(number: int) -> Any:
         engine, model = local_engine(), {"z": np.zeros(6)}
         assert engine is not None
-        post = make_message_format(6, np.float64, "none", plan.max_messages, None)
+        post = NumpyMessageFormat(6, np.float64, "none", plan.max_messages, None)
         worker = ExactDiffusionWorker(
             engine, plan, post, lambda flush: model.update(z=worker.gather(model["z"], flush))
         )

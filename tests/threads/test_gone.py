@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hvd_async.algorithms.gossip.config import rank_class
-from hvd_async.algorithms.gossip.message_format import make_message_format
+from hvd_async.algorithms.gossip.message_format import NumpyMessageFormat
 from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
 from hvd_async.errors import ReplicaStateError, WaitTimeoutError
 from hvd_async.runtime.engine import Engine
@@ -31,7 +31,7 @@ class Rank:
         self.engine: Engine = engine
         self.z = np.zeros(WEIGHTS)
         own = plan.max_messages, None, plan.parts
-        post = make_message_format(WEIGHTS, np.float64, plan.config.compression, *own, plain=plan.plain_messages)
+        post = NumpyMessageFormat(WEIGHTS, np.float64, plan.config.compression, *own, plain=plan.plain_messages)
         kind: Any = rank_class(plan.config)
         self.worker = kind(engine, plan, post, self._finish)
         self.worker.begin(self.z + 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import textwrap
 import threading
@@ -20,7 +19,7 @@ from hvd_async.algorithms.eager.gradient_format import GradientFormat
 from hvd_async.algorithms.eager.rank import RoundsInFlight
 from hvd_async.algorithms.gossip.averages import DifferenceAverages
 from hvd_async.algorithms.gossip.config import StartAverage, StartExchange
-from hvd_async.algorithms.gossip.message_format import HEADER, make_message_format, row_bytes
+from hvd_async.algorithms.gossip.message_format import HEADER, NumpyMessageFormat, row_bytes
 from hvd_async.algorithms.gossip.rank import Links, MessageExchange
 from hvd_async.runtime.collective_calls import CollectiveCalls
 from hvd_async.runtime.process_sets import RankGroup
@@ -180,8 +179,8 @@ def stages_begun(completed: list[int]) -> list[int]:
     engine: Any = Engine()
     engine.changed = threading.Condition()
     engine.collectives.alltoall = lambda rows, *arguments: engine.order.append(rows)
-    post = make_message_format(8, np.float64, "fp16", 1, RankGroup(None, (0, 1), 0, 0, 2), parts=4)
-    post = dataclasses.replace(post, pack=lambda messages: HEADER.unpack(messages[0][1])[0])
+    post: Any = NumpyMessageFormat(8, np.float64, "fp16", 1, RankGroup(None, (0, 1), 0, 0, 2), parts=4)
+    post.pack = lambda messages: HEADER.unpack(messages[0][1])[0]
     averages = DifferenceAverages(engine, post, 2)
     for number in (1, 2):
         averages._contributed[number] = np.zeros(4)

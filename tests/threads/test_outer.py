@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_async.algorithms.gossip.config import ALGORITHMS as ALL
-from hvd_async.algorithms.gossip.message_format import make_message_format
+from hvd_async.algorithms.gossip.message_format import NumpyMessageFormat
 from hvd_async.algorithms.gossip.outer import Rhythm
 from hvd_async.testing import Cluster
 from tests.conformance.outer_reference import Compress, Outer, TwoStages, due, of_config, train
@@ -28,7 +28,7 @@ def compress_of(one: Job) -> Compress | None:
     config, size = one.plan.config, one.size
     if config.compression == "none":
         return None
-    post = make_message_format(one.elements, np.float64, config.compression, size, parts=one.plan.parts)
+    post = NumpyMessageFormat(one.elements, np.float64, config.compression, size, parts=one.plan.parts)
     return TwoStages(one.elements, config.fragments, size, lambda part: post.decode(post.encode(part)))
 
 

@@ -170,7 +170,7 @@ for name in ("torch", "tensorflow", "keras", "horovod"):
 import numpy as np
 
 from hvd_async.algorithms.gossip.config import rank_class
-from hvd_async.algorithms.gossip.message_format import make_message_format
+from hvd_async.algorithms.gossip.message_format import NumpyMessageFormat
 from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.runner.options import parse
 from hvd_async.runtime.lifecycle import local_engine
@@ -196,7 +196,7 @@ def train(rank):
         nonlocal z
         z = worker.gather(z, flush)
 
-    post = make_message_format(2, np.float64, "none", PLAN.max_messages, None, PLAN.parts, plain=PLAN.plain_messages)
+    post = NumpyMessageFormat(2, np.float64, "none", PLAN.max_messages, None, PLAN.parts, plain=PLAN.plain_messages)
     worker = rank_class(PLAN.config)(local_engine(), PLAN, post, finish)
     worker.begin(z + 0)
     worker.connect(["w"], [1])

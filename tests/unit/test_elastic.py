@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hvd_async.algorithms.eager.gradient_format import PendingGradient, Tail
 from hvd_async.algorithms.eager.rank import Remains
 from hvd_async.algorithms.gossip.adpsgd import ADPSGDWorker
-from hvd_async.algorithms.gossip.message_format import make_message_format
+from hvd_async.algorithms.gossip.message_format import NumpyMessageFormat
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import elastic
 from hvd_async.optimizers.driver import GradientCounts, Standing
@@ -319,7 +319,7 @@ def test_a_drain_of_adpsgd_that_a_death_breaks_off_leaves_this_ranks_weights():
 
     class Broken(ADPSGDWorker):
         def __init__(self) -> None:
-            self._lock, self._post, self.log = threading.Lock(), make_message_format(2, np.float32, "none", 1), None
+            self._lock, self._post, self.log = threading.Lock(), NumpyMessageFormat(2, np.float32, "none", 1), None
             self._together = False
             self.begin(np.array([1.0, 2.0], np.float32))
 

@@ -16,10 +16,10 @@ from hvd_async.algorithms.gossip.message_format import (
     CHUNK,
     HEADER,
     LEVELS,
+    NumpyMessageFormat,
     dequantize,
     encoded_bytes,
     from_bf16,
-    make_message_format,
     quantize,
     row_bytes,
     to_bf16,
@@ -73,7 +73,7 @@ def test_bf16_of_awkward_numbers(bfloat16):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("codec", ["fp16", "bf16"])
 def test_half_precision_is_that_of_numpy_but_for_what_is_too_large(bfloat16, codec, kind):
-    post, half = make_message_format(len(AWKWARD), kind, codec, 1), {"fp16": np.float16, "bf16": bfloat16}[codec]
+    post, half = NumpyMessageFormat(len(AWKWARD), kind, codec, 1), {"fp16": np.float16, "bf16": bfloat16}[codec]
     largest = float(pytest.importorskip("ml_dtypes").finfo(half).max)
     data, expected = post.encode(AWKWARD.astype(kind)), AWKWARD.clip(-largest, largest).astype(half).astype(kind)
     assert np.isfinite(expected[~np.isnan(AWKWARD)]).all()
@@ -145,7 +145,7 @@ def test_the_error_of_int8_that_is_fed_back_dies_out():
 @pytest.mark.parametrize("elements", SIZES)
 @pytest.mark.parametrize("codec", CODECS)
 def test_messages_come_out_of_a_packet_as_they_went_in(codec, elements, kind):
-    post = make_message_format(elements, kind, codec, messages=3)
+    post = NumpyMessageFormat(elements, kind, codec, messages=3)
     assert post.nbytes == encoded_bytes(elements, np.dtype(kind).itemsize, codec)
     sent = [(post.encode(vector(elements, kind, seed)), HEADER.pack(seed, 0.5 * seed)) for seed in (1, 2)]
     rows = post.pack(sent)
@@ -166,7 +166,7 @@ def test_messages_come_out_of_a_packet_as_they_went_in(codec, elements, kind):
 @pytest.mark.parametrize("codec", CODECS)
 def test_every_row_can_be_read_in_place_wherever_it_lies(codec, kind):
     """As it comes out of a collective: rows one after another, in a buffer aligned like NumPy's."""
-    post = make_message_format(13, kind, codec, messages=3)
+    post = NumpyMessageFormat(13, kind, codec, messages=3)
     rows = post.pack([(post.encode(vector(13, kind, seed)), HEADER.pack(0, 1.0)) for seed in range(3)])
     for seed, row in enumerate(rows):
         assert row.ctypes.data % ALIGNMENT == 0
@@ -176,7 +176,7 @@ def test_every_row_can_be_read_in_place_wherever_it_lies(codec, kind):
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_all_packets_of_a_post_have_one_shape(codec):
-    post = make_message_format(9, np.float32, codec, messages=2)
+    post = NumpyMessageFormat(9, np.float32, codec, messages=2)
     empty = post.pack([])
     assert empty.shape == post.pack([(post.encode(vector(9)), HEADER.pack(1, 1.0))]).shape
     assert post.pack([]) is empty
@@ -187,7 +187,7 @@ def test_all_packets_of_a_post_have_one_shape(codec):
 @pytest.mark.parametrize("codec", CODECS)
 def test_parts_of_a_host_travel_as_they_are_in_several_rows(codec, elements, kind):
     """At once to the 2 other ranks of a host, whatever is behind the last one's end."""
-    post, values = make_message_format(elements, kind, codec, 1, parts=3, plain=2), vector(elements, kind)
+    post, values = NumpyMessageFormat(elements, kind, codec, 1, parts=3, plain=2), vector(elements, kind)
     for part in post.split(values):
         data, step = post.as_bytes(part), max(1, post.nbytes)
         pieces = [data[at : at + step] for at in range(0, max(1, len(data)), step)]
@@ -200,13 +200,13 @@ def test_parts_of_a_host_travel_as_they_are_in_several_rows(codec, elements, kin
 @pytest.mark.parametrize("codec", CODECS)
 def test_an_exchange_has_rows_for_what_may_go_and_no_more(codec):
     """Of parts that are all encoded, as many as are sent at once, however many there are of a vector."""
-    assert make_message_format(8 * CHUNK, np.float32, codec, 3, parts=8).rows == 3
+    assert NumpyMessageFormat(8 * CHUNK, np.float32, codec, 3, parts=8).rows == 3
     plain = {"none": 1, "fp16": 2, "bf16": 2, "int8": 4}[codec]
-    assert make_message_format(8 * CHUNK, np.float32, codec, 3, parts=8, plain=7).rows == 7 * plain
+    assert NumpyMessageFormat(8 * CHUNK, np.float32, codec, 3, parts=8, plain=7).rows == 7 * plain
 
 
 def test_a_lossless_message_is_the_vector_itself():
-    post, one = make_message_format(9, np.float64, "none", 1), vector(9, np.float64)
+    post, one = NumpyMessageFormat(9, np.float64, "none", 1), vector(9, np.float64)
     assert post.lossless
     assert np.shares_memory(post.encode(one), one)
     np.testing.assert_array_equal(post.decode(post.encode(one)), one)
@@ -217,17 +217,17 @@ def test_a_lossless_message_is_the_vector_itself():
 def test_a_vector_with_gaps_can_be_sent():
     one = vector(20, np.float32)[::2]
     for codec in CODECS:
-        post = make_message_format(10, np.float32, codec, 1)
+        post = NumpyMessageFormat(10, np.float32, codec, 1)
         np.testing.assert_array_equal(post.decode(post.encode(one)), post.decode(post.encode(one.copy())))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("codec", CODECS)
 def test_what_a_post_says_of_itself(codec, kind):
-    post = make_message_format(10, kind, codec, 4, RankGroup((1, 3), (1, 3), 1, 5, 2))
+    post = NumpyMessageFormat(10, kind, codec, 4, RankGroup((1, 3), (1, 3), 1, 5, 2))
     assert (post.lossless, post.differences) == (codec == "none", codec == "int8")
     assert (post.rows, post.process_set, post.members, post.process_set_id) == (4, (1, 3), (1, 3), 5)
-    everyone = make_message_format(10, kind, codec, 4)
+    everyone = NumpyMessageFormat(10, kind, codec, 4)
     assert (everyone.process_set, everyone.members, everyone.process_set_id) == (None, (), 0)
     assert post.zeros().tolist() == [0.0] * 10
     assert post.zeros().dtype == kind
@@ -238,7 +238,7 @@ def test_what_a_post_says_of_itself(codec, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("a", [1.0, -1.0, 0.3])
 def test_adding_stays_in_the_vectors_precision_and_leaves_the_second(a, kind):
-    post, x, y = make_message_format(6, kind, "none", 1), vector(6, kind, 1), vector(6, kind, 2)
+    post, x, y = NumpyMessageFormat(6, kind, "none", 1), vector(6, kind, 1), vector(6, kind, 2)
     expected, before = x + kind(a) * y, y.copy()
     total = post.add(x, y, a)
     assert total.dtype == kind
@@ -250,14 +250,14 @@ def test_adding_stays_in_the_vectors_precision_and_leaves_the_second(a, kind):
 @pytest.mark.parametrize("elements", [1, 2, CACHED - 1, CACHED, 2 * CACHED + 5])
 def test_long_vectors_are_worked_on_in_runs_with_the_same_bits(elements, kind):
     memory = ReusedBlocks(most=4)
-    post = make_message_format(elements, kind, "none", 1, memory=memory)
+    post = NumpyMessageFormat(elements, kind, "none", 1, memory=memory)
     x, y = vector(elements, kind, 1), vector(elements, kind, 2)
     assert post.times(x, 0.3).tobytes() == (x * kind(0.3)).tobytes()
     assert post.times(x[:1], 0.3).tobytes() == (x[:1] * kind(0.3)).tobytes()
     expected = x + y * kind(-0.7)
     assert post.add(x, y, -0.7).tobytes() == expected.tobytes()
     for codec in ("fp16", "bf16"):
-        half = make_message_format(elements, kind, codec, 1, memory=memory)
+        half = NumpyMessageFormat(elements, kind, codec, 1, memory=memory)
         expected = to_bf16(x) if codec == "bf16" else x.astype(np.float16)
         assert half.encode(x).tobytes() == expected.tobytes()
 
@@ -269,7 +269,7 @@ def test_long_vectors_are_worked_on_in_runs_with_the_same_bits(elements, kind):
 @pytest.mark.parametrize("codec", ["none", "fp16", "bf16"])
 def test_a_message_with_room_behind_it_is_packed_without_a_copy(codec, kind):
     memory = ReusedBlocks(most=4)
-    post = make_message_format(7, kind, codec, 1, memory=memory)
+    post = NumpyMessageFormat(7, kind, codec, 1, memory=memory)
     one = vector_with_room(7, kind, memory)
     one[:] = vector(7, kind)
     data, header = post.encode(one), HEADER.pack(5, 0.25)
@@ -289,9 +289,9 @@ def test_a_message_whose_neighbours_are_others_is_copied():
     memory, header = ReusedBlocks(most=4), HEADER.pack(5, 0.25)
     whole = vector_with_room(8, np.float32, memory)
     whole[:] = vector(8)
-    parted = make_message_format(8, np.float32, "none", 1, parts=2, memory=memory)
-    several = make_message_format(8, np.float32, "none", 2, memory=memory)
-    single = make_message_format(8, np.float32, "none", 1, memory=memory)
+    parted = NumpyMessageFormat(8, np.float32, "none", 1, parts=2, memory=memory)
+    several = NumpyMessageFormat(8, np.float32, "none", 2, memory=memory)
+    single = NumpyMessageFormat(8, np.float32, "none", 1, memory=memory)
     longer = np.zeros(row_bytes(32) + 16, np.uint8)
     amid, behind = longer[:32], np.zeros(row_bytes(32), np.uint8)[HEADER.size :]
     fixed = np.zeros(row_bytes(32), np.uint8)

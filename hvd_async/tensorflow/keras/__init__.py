@@ -14,8 +14,8 @@ from hvd_async.tensorflow.eager_methods import EagerMethods as _EagerMethods
 from hvd_async.tensorflow.factories import DistributedOptimizer, EagerOptimizer, GossipOptimizer, LeaderOptimizer
 from hvd_async.tensorflow.functions import broadcast_variables, init, join, shutdown
 from hvd_async.tensorflow.gradient_format import Compression
+from hvd_async.tensorflow.keras.fit import MonitorCallback, RecordCallback
 from hvd_async.tensorflow.keras.fit import our_optimizer as _our_optimizer
-from hvd_async.tensorflow.keras.observers import MonitorCallback, RecordCallback
 from hvd_async.tensorflow.wrapping import check_backend as _check_backend
 
 _check_backend(ImportError)
