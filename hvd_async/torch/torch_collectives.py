@@ -50,10 +50,11 @@ class _WorkHandle:
 
     def __init__(self, work: Any, result: Any, wake: Callable[[], None], scale: float = 1.0) -> None:
         self._work, self._result, self._scale = work, result, scale
-        self._on_gpu, self._completed = streams.gpu.holds(result), False
+        self._on_gpu = streams.gpu.holds(result)
+        self._completed = completed = threading.Event()
 
-        def complete(_: Any) -> None:
-            self._completed = True
+        def complete(_: Any) -> None:  # (refers to no handle: in a cycle the result would keep its memory for long)
+            completed.set()
             wake()
 
         if not self._on_gpu:
@@ -61,7 +62,7 @@ class _WorkHandle:
 
     def done(self) -> bool:
         # (Gloo's own flag is set only after the future's callbacks, one of which has woken the engine)
-        return self._completed or (self._on_gpu and bool(self._work.is_completed()))
+        return self._completed.is_set() or (self._on_gpu and bool(self._work.is_completed()))
 
     def result(self) -> torch.Tensor:
         _finish(self._work)
@@ -109,14 +110,18 @@ class _Waiter:
 
     def _serve(self) -> None:
         while (begun := self._begun.get()) is not None:
-            works, future = begun
-            try:
-                for work in works:
-                    work.wait(FOREVER)
-            except RuntimeError as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
+            self._wait(*begun)
+            del begun  # (its works hold the received rows, whose memory the next exchange can use)
+
+    @staticmethod
+    def _wait(works: list[Any], future: Future[None]) -> None:
+        try:
+            for work in works:
+                work.wait(FOREVER)
+        except RuntimeError as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
 
 
 class _Sends:
