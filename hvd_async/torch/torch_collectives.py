@@ -14,7 +14,6 @@ import contextlib
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -30,11 +29,9 @@ from hvd_async.runtime.interfaces import CompletedHandle, Handle, lane_of
 from hvd_async.runtime.process_sets import SingleRank
 from hvd_async.torch import streams
 from hvd_async.torch.distributed import world
+from hvd_async.torch.distributed.functions import allgather_object
 from hvd_async.torch.distributed.world import FOREVER, HorovodInternalError
-from hvd_async.torch.tensor_collectives import FINEST_POLL, POLLS_OF_GPU, Staged, TensorCollectives
-
-COARSEST_MEETING_POLL = 0.05
-"""Seconds between two polls for the other ranks' keys in the store, at most."""
+from hvd_async.torch.tensor_collectives import POLLS_OF_GPU, Staged, TensorCollectives
 
 
 class _WorkHandle:
@@ -50,10 +47,11 @@ class _WorkHandle:
 
     def __init__(self, work: Any, result: Any, wake: Callable[[], None], scale: float = 1.0) -> None:
         self._work, self._result, self._scale = work, result, scale
-        self._on_gpu, self._completed = streams.gpu.holds(result), False
+        self._on_gpu = streams.gpu.holds(result)
+        self._completed = completed = threading.Event()
 
-        def complete(_: Any) -> None:
-            self._completed = True
+        def complete(_: Any) -> None:  # (refers to no handle: in a cycle the result would keep its memory for long)
+            completed.set()
             wake()
 
         if not self._on_gpu:
@@ -61,7 +59,7 @@ class _WorkHandle:
 
     def done(self) -> bool:
         # (Gloo's own flag is set only after the future's callbacks, one of which has woken the engine)
-        return self._completed or (self._on_gpu and bool(self._work.is_completed()))
+        return self._completed.is_set() or (self._on_gpu and bool(self._work.is_completed()))
 
     def result(self) -> torch.Tensor:
         _finish(self._work)
@@ -109,14 +107,18 @@ class _Waiter:
 
     def _serve(self) -> None:
         while (begun := self._begun.get()) is not None:
-            works, future = begun
-            try:
-                for work in works:
-                    work.wait(FOREVER)
-            except RuntimeError as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
+            self._wait(*begun)
+            del begun  # (its works hold the received rows, whose memory the next exchange can use)
+
+    @staticmethod
+    def _wait(works: list[Any], future: Future[None]) -> None:
+        try:
+            for work in works:
+                work.wait(FOREVER)
+        except RuntimeError as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
 
 
 class _Sends:
@@ -310,20 +312,8 @@ class TorchCollectives(TensorCollectives):
         return self._start(rows, name, process_set, start)
 
     def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
-        """Return all ranks' payloads, in rank order, by way of the store; block until every rank has called it."""
-        self._world.calls[name] += 1
-        keys = [f"bytes/{name}/{self._world.calls[name]}/{rank}" for rank in range(self.size)]
-        store, pause = self._world.store, FINEST_POLL
-        try:
-            store.set(keys[self.rank], payload)  # type: ignore[arg-type]
-            while not store.check(keys):
-                time.sleep(pause)
-                pause = min(2 * pause, COARSEST_MEETING_POLL)
-            return [bytes(found) for found in store.multi_get(keys)]
-        except RuntimeError as error:
-            raise HorovodInternalError(
-                f"the ranks' store was lost; rank 0 or the launcher has ended: {error}"
-            ) from error
+        """Return all ranks' payloads, in rank order; block until every rank has called it."""
+        return allgather_object(payload, name)
 
 
 @contextlib.contextmanager

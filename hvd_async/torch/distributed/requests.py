@@ -126,8 +126,11 @@ class Queue:
 
     def __init__(self, number: int, ranks: Sequence[int]) -> None:
         self.ranks, self.size = list(ranks), len(ranks)
-        self.place = self.ranks.index(world.current().rank)
-        self.group = world.current().group(f"requests.{number}", self.ranks)
+        self._world, self._name = world.current(), f"requests.{number}"
+        self.place = self.ranks.index(self._world.rank)
+        self.group = self._world.group(self._name, self.ranks)
+        self._suspects = ""
+        """Ranks that have probably ended, as a clause for errors; empty while no collective has failed."""
         self._called: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._names: set[str] = set()
         """Names of the collectives that are outstanding here."""
@@ -159,7 +162,7 @@ class Queue:
         self._called.put(None)
         self._thread.join(timeout)
         if not self._thread.is_alive():
-            world.current().close([self.group])
+            self._world.close([self.group])
 
     # -- the queue's thread -----------------------------------------------------------------------------------------
 
@@ -239,9 +242,10 @@ class Queue:
                 work.wait(timedelta(seconds=min(self._warn_after, 1e6)))
             except RuntimeError as error:
                 if work.is_completed():
-                    raise HorovodInternalError(f"{what} has failed; a rank has probably ended: {error}") from error
+                    self._suspects = self._suspects or self._world.suspects(self._name, self.ranks)
+                    raise HorovodInternalError(f"{what} has failed; {self._suspects}: {error}") from error
                 warn(
-                    f"rank {world.current().rank} has waited {self._warn_after:.0f} s more for other ranks of "
+                    f"rank {self._world.rank} has waited {self._warn_after:.0f} s more for other ranks of "
                     f"{ranks_text(self.ranks)} to call {what}. Waiting on."
                 )
             else:

@@ -45,6 +45,10 @@ FOREVER = timedelta(days=365)
 """Time limit of a collective: a late rank is waited for, a lost one closes its connections."""
 
 
+ROLL_CALL = timedelta(seconds=2.0)
+"""Time that ranks have to report a failure that another rank has seen."""
+
+
 class World:
     """The ranks of this job after ``hvd.init()``.
 
@@ -55,8 +59,6 @@ class World:
         rank, size: this rank, and the number of ranks.
         place: this rank's place on its host.
         store: shared keys and values of the ranks.
-        calls: number of collectives by way of the store that this rank has taken part in, by name; making a process
-            group is one.
 
     Raises:
         ValueError: as ``launch.read``.
@@ -74,23 +76,43 @@ class World:
         self.rank, self.size, self.launcher = started.rank, started.size, started.launcher
         self.store = PrefixStore(f"hvd_async/{number}", store)
         self.place = launch.place_of(self.rank, self._hosts(started.host))
-        self.calls: Counter[str] = Counter()
+        self._made: Counter[str] = Counter()
+        """Number of stores that this rank has asked for, by name and ranks."""
         self._groups: list[Any] = []
 
     def _hosts(self, own: str) -> list[str]:
         """Return the hosts of all ranks, when they are all there."""
-        self.store.set(f"host/{self.rank}", own)
-        keys = [f"host/{rank}" for rank in range(self.size)]
         limit = _meeting_limit()
-        try:
-            self.store.wait(keys, limit)
-        except RuntimeError:
-            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+        missing = self._missing("host", own, range(self.size), limit)
+        if missing:
             raise HorovodInternalError(
                 f"{ranks_text(missing)} did not call hvd.init() within {limit.total_seconds():.0f} s. See their "
                 f"output, or set HVD_ASYNC_INIT_TIMEOUT to more seconds."
-            ) from None
-        return [self.store.get(key).decode() for key in keys]
+            )
+        return [self.store.get(f"host/{rank}").decode() for rank in range(self.size)]
+
+    def _missing(self, name: str, own: str, ranks: Sequence[int], limit: timedelta) -> list[int]:
+        """Set this rank's value of a name in the store; return the ranks that have not set theirs within the limit."""
+        keys = [f"{name}/{rank}" for rank in ranks]
+        self.store.set(f"{name}/{self.rank}", own)
+        try:
+            self.store.wait(keys, limit)
+        except RuntimeError:
+            return [rank for rank, key in zip(ranks, keys, strict=True) if not self.store.check([key])]
+        return []
+
+    def suspects(self, name: str, ranks: Sequence[int]) -> str:
+        """Return which ranks have probably ended, for an error: those that do not report the same failure.
+
+        Args:
+            name: of what has failed, the same on all ranks; it fails once.
+            ranks: those that took part.
+        """
+        try:
+            missing = self._missing(f"failed/{name}", "", ranks, ROLL_CALL)
+        except RuntimeError:
+            return "the ranks' store was lost: rank 0 or the launcher has ended"
+        return f"{ranks_text(missing or ranks)} {'has' if len(missing) == 1 else 'have'} probably ended"
 
     def group(self, name: str, ranks: Sequence[int], timeout: timedelta = FOREVER) -> Any:
         """Return a new Gloo process group of some ranks, all of which call this. A collective.
@@ -110,8 +132,8 @@ class World:
         """Return a store for some ranks to meet in, all of which call this. It is a new one each time: in the last one
         they might find addresses of an earlier group."""
         prefix = f"{name}/{','.join(map(str, ranks))}"
-        self.calls[prefix] += 1
-        return PrefixStore(f"{prefix}/{self.calls[prefix]}", self.store)
+        self._made[prefix] += 1
+        return PrefixStore(f"{prefix}/{self._made[prefix]}", self.store)
 
     def close(self, groups: Sequence[Any] | None = None) -> None:
         """Close process groups, on which no collective is under way.

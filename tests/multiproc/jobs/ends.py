@@ -1,7 +1,7 @@
 """How a job ends: one rank dies in some manner while the others train, or is slow, or all end without a drain.
 
-``--framework torch|tensorflow --manner MANNER --victim RANK --quorum QUORUM``, and ``--on-gpu`` where the control plane
-is to take it that tensors are on GPUs.
+``--framework torch|tensorflow --manner MANNER --point POINT --victim RANK --quorum QUORUM``, and ``--on-gpu`` where the
+control plane is to take it that tensors are on GPUs.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import atexit
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 import numpy as np
@@ -37,6 +38,11 @@ DEADLY = (
     "forked, sigkill",
     "stands still",
 )
+AT_ENDS = ("drain", "checkpoint", "end")
+"""Points at which the victim is killed after its last step. The others are "init", "registration", "step" (before one),
+"backward" and "waiting" (in one)."""
+HEAD_START = 0.5
+"""Seconds by which the victim waits earlier than the others; it is killed in the middle."""
 SHAPE = (6,)
 
 
@@ -61,8 +67,13 @@ class TorchRank:
         )
 
     def step(self, optimizer: Any, gradient: np.ndarray[Any, Any]) -> None:
-        self._parameter.grad = self.torch.tensor(gradient, dtype=self.torch.float32)
+        optimizer.zero_grad()
+        (self._parameter * self.torch.tensor(gradient, dtype=self.torch.float32)).sum().backward()
         optimizer.step()
+
+    def call_in_backward(self, function: Callable[[], None]) -> None:
+        """Call a function in the next backward pass."""
+        self._parameter.register_hook(lambda gradient: function())
 
     def weights(self) -> list[float]:
         return [float(x) for x in self._parameter.detach()]
@@ -165,11 +176,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--framework", default="torch")
     parser.add_argument("--manner", required=True)
+    parser.add_argument("--point", default="step")
     parser.add_argument("--victim", type=int, default=1)
     parser.add_argument("--quorum", default="solo")
     parser.add_argument("--on-gpu", action="store_true")
     options = parser.parse_args()
-    manner = options.manner
+    manner, point = options.manner, options.point
+    if point == "init" and os.environ["RANK"] == str(options.victim):
+        die(manner, ())
     framework = TorchRank() if options.framework == "torch" else TensorflowRank()
     rank, size = framework.hvd.rank(), framework.hvd.size()
     report = Report(rank)
@@ -191,16 +205,28 @@ def main() -> None:
 
     if manner == "fork":
         fork_and_end(framework, optimizer, report)
-    for step in range(1, 10_000 if endless else steps[rank] + 1):
-        if rank == options.victim and step == STEPS:
-            if endless:
+    is_victim, others = rank == options.victim, set(range(size)) - {rank}
+
+    def wait_with_the_victim() -> None:
+        """Let the victim, which is about to wait for the others, wait first, and die meanwhile."""
+        if is_victim:
+            threading.Timer(HEAD_START / 2, die, (manner, others)).start()
+        else:
+            time.sleep(HEAD_START)
+
+    for step in range(1, 10_000 if endless and point not in AT_ENDS else steps[rank] + 1):
+        if step == (1 if point == "registration" else STEPS):
+            if is_victim and endless and point in ("registration", "step"):
                 report.put("death")
-                others = set(range(size)) - {rank}
                 if manner == "stands still":
                     stand_still(others)
                 else:
                     die(manner, others)
-            if manner == "slow":
+            if is_victim and point == "backward":
+                framework.call_in_backward(lambda: die(manner, others))
+            if point == "waiting":
+                wait_with_the_victim()
+            if is_victim and manner == "slow":
                 time.sleep(2.5)
         try:
             framework.step(optimizer, integers(SHAPE, rank, step, 0))
@@ -213,6 +239,20 @@ def main() -> None:
             time.sleep(0.005)
         if manner == "early" and step == STEPS:
             optimizer.drain()
+    if point == "drain":
+        wait_with_the_victim()
+        optimizer.drain()
+    if point == "checkpoint":
+        optimizer.cut()
+        optimizer.state_dict()
+        if is_victim:
+            time.sleep(HEAD_START)  # (as if it wrote a file)
+            die(manner, others)
+        framework.hvd.barrier()
+    if point == "end":
+        if is_victim:
+            die(manner, others)
+        framework.hvd.shutdown()
     report.put("last step")
     if manner == "unequal" and rank == 0:
         optimizer.drain()
