@@ -137,39 +137,6 @@ def _own(topology: Topology, step: int) -> EdgeWeights:
     return made
 
 
-def uniform(topology: Topology, step: int) -> Matrix:
-    """Return uniform weights: W[i, j] = 1 / (1 + number of out-neighbours of j at ``step``).
-
-    Returns:
-        Shape (P, P), float64; columns sum to 1, and on regular graphs also rows.
-    """
-    return _uniform(topology, step).dense()
-
-
-def metropolis(topology: Topology, step: int) -> Matrix:
-    """Return Metropolis-Hastings weights: W[i, j] = 1 / (1 + the larger of both degrees), the rest on the diagonal.
-
-    Returns:
-        Shape (P, P), float64; symmetric, rows and columns sum to 1.
-
-    Raises:
-        ValueError: the graph is not symmetric at this step.
-    """
-    return _metropolis(topology, step).dense()
-
-
-def own(topology: Topology, step: int) -> Matrix:
-    """Return the weights that a topology defines itself.
-
-    Returns:
-        Shape (P, P), float64; columns sum to 1.
-
-    Raises:
-        ValueError: the weights that a rank sends sum to more than 1.
-    """
-    return _own(topology, step).dense()
-
-
 def edge_weights(topology: Topology, scheme: str) -> list[EdgeWeights]:
     """Return the mixing matrix of each phase, as edges; "uniform" keeps the weights that a topology defines itself.
 
@@ -337,14 +304,6 @@ def disagreement(weights: Sequence[Matrix], steps: int) -> list[float]:
         product = weights[step % len(weights)] @ product
         found.append(float(np.linalg.norm(product - 1.0 / size, 2)))
     return found
-
-
-def contraction(weights: Sequence[Matrix]) -> float:
-    """Return the second largest singular value of the product of a period's (doubly stochastic) matrices.
-
-    The ranks' disagreement shrinks at least by this factor in a period; 1: not in one period.
-    """
-    return disagreement(weights, len(weights))[-1]
 
 
 def second_eigenvalue(weights: Sequence[Matrix]) -> float:

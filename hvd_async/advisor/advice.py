@@ -149,15 +149,6 @@ def read_given(file: Path) -> Given:
         given = msgspec.json.decode(file.read_bytes(), type=Given)
     except msgspec.MsgspecError as error:
         raise ValueError(f"{file} must be JSON with latency_s or bandwidth_bytes_s: {error}") from error
-    return checked(given)
-
-
-def checked(given: Given) -> Given:
-    """Return ``given`` if it is valid.
-
-    Raises:
-        ValueError: a number is not above 0.
-    """
     for name, value in (("latency", given.latency_s), ("bandwidth", given.bandwidth_bytes_s)):
         if value is not None and not value > 0:
             raise ValueError(f"the network's {name} must be above 0, got {value:g}: correct it, or leave it out")

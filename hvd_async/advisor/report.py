@@ -1,23 +1,18 @@
-"""Advice as rich's tables, plain text, or JSON."""
+"""Advice as tables and sentences, or as JSON."""
 
 from __future__ import annotations
 
-import shutil
-import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hvd_async.advisor.advice import Advice
 from hvd_async.advisor.prediction import YARDSTICK, Prediction, Risk, Spread
 
-WIDTH = 110
-"""Width of wrapped text, characters."""
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 """Title, names of columns, and rows."""
 
 
-def as_json(advice: Advice) -> dict[str, Any]:
+def advice_as_json(advice: Advice) -> dict[str, Any]:
     """Return advice as JSON values; times in s."""
     found, header = advice.culprits, advice.trace.headers[0]
     return {
@@ -54,22 +49,21 @@ def as_json(advice: Advice) -> dict[str, Any]:
 
 def modes_as_json(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
     """Return predictions as JSON values; times in s."""
-    return [_mode(each) for each in predictions]
-
-
-def _mode(each: Prediction) -> dict[str, Any]:
-    return {
-        "mode": each.mode.name,
-        "line": each.mode.line,
-        "risk": each.mode.risk.name.lower(),
-        "remark": each.mode.remark,
-        "steps_per_s": each.steps_per_s._asdict(),
-        "gain": each.gain._asdict(),
-        "staleness": each.staleness,
-        "staleness_most": each.staleness_most,
-        "megabytes": each.megabytes,
-        "wait_s": each.wait_s,
-    }
+    return [
+        {
+            "mode": each.mode.name,
+            "line": each.mode.line,
+            "risk": each.mode.risk.name.lower(),
+            "remark": each.mode.remark,
+            "steps_per_s": each.steps_per_s._asdict(),
+            "gain": each.gain._asdict(),
+            "staleness": each.staleness,
+            "staleness_most": each.staleness_most,
+            "megabytes": each.megabytes,
+            "wait_s": each.wait_s,
+        }
+        for each in predictions
+    ]
 
 
 def who(advice: Advice) -> Table:
@@ -149,50 +143,3 @@ def sentences(advice: Advice) -> Iterator[str]:
         line = f"The line: opt = {mode.line}, with your other arguments."
         yield f"{head} {mode.name}: {choice.reason}. Risk: {mode.risk.text}{remark}. {line}"
     yield "Not known:\n" + "\n".join(f"- {each}" for each in advice.unknown)
-
-
-def show(advice: Advice) -> None:
-    """Print advice, with rich's tables on a terminal, else as plain text."""
-    tables, (first, *rest) = [who(advice), what(advice.predictions, advice.base)], list(sentences(advice))
-    show_table(tables[0])
-    print(f"\n{_wrapped(first)}\n")
-    show_table(tables[1])
-    for paragraph in rest:
-        print(f"\n{_wrapped(paragraph)}")
-
-
-def _wrapped(paragraph: str) -> str:
-    """Wrap a paragraph to ``WIDTH``; items of a list keep their lines."""
-    lines = paragraph.split("\n")
-    return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  " * line.startswith("- ")) for line in lines)
-
-
-def show_table(table: Table) -> None:
-    """Print a table, rich's on a terminal that is wide enough, else as plain text."""
-    framed = sum(_widths(table)) + 3 * len(table[1]) + 1
-    (_rich_table if sys.stdout.isatty() and framed <= shutil.get_terminal_size().columns else _plain_table)(table)
-
-
-def _widths(table: Table) -> list[int]:
-    """Return the width of each column."""
-    _, columns, rows = table
-    return [max(len(row[place]) for row in (columns, *rows)) for place in range(len(columns))]
-
-
-def _plain_table(table: Table) -> None:
-    title, columns, rows = table
-    widths = _widths(table)
-    print(f"{title}:")
-    for row in (columns, *rows):
-        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _rich_table(table: Table) -> None:
-    from rich.console import Console
-    from rich.table import Table as RichTable
-
-    title, columns, rows = table
-    made = RichTable(*columns, title=title, title_justify="left")
-    for row in rows:
-        made.add_row(*row)
-    Console().print(made)

@@ -1,1 +1,1 @@
-"""Command line ``hvd_async COMMAND``: a module per command."""
+"""Command line ``hvd_async COMMAND``."""

@@ -1,56 +1,345 @@
-"""Entry point of the command line. A command is a module of this package, imported when the command is called."""
+"""Commands of ``hvd_async``: for each a function that adds its options, and one that runs it."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import json
+import runpy
+import shlex
 import sys
-from collections.abc import Sequence
-from typing import Any
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
 
 import hvd_async
+from hvd_async.advisor.advice import Given, advise, read_given
+from hvd_async.advisor.prediction import EVERY, named_modes, simulated
+from hvd_async.advisor.report import advice_as_json, modes_as_json, what
+from hvd_async.cli.output import draw, show_advice, show_findings, show_table
+from hvd_async.doctor.findings import Finding, Verdict, findings_as_json, worst
+from hvd_async.doctor.machine import check_machine
+from hvd_async.doctor.network import Measurement, in_a_job, judge_network, measure_here, measure_hosts, tables
+from hvd_async.doctor.software import check_software, read_software, self_test
 from hvd_async.errors import HvdAsyncError
+from hvd_async.simulation.network import Network
+from hvd_async.simulation.schedule import Schedule, lengths, one_slow, stalls
+from hvd_async.traces.format import read_trace
+from hvd_async.traces.recorded import record_what_is_made
 
-COMMANDS: dict[str, str] = {
-    "doctor": "will Horovod and hvd_async work on this machine, and how fast is its network?",
-    "record": "run a training script and record when each rank computes and when it waits",
-    "advise": "learn from a recorded run which ranks are stragglers, and what each mode would bring",
-    "simulate": "simulate a job under several modes",
-    "plot": "draw a recorded run: when each rank computed, and when it waited",
+# -- options -----------------------------------------------------------------------------------------------------------
+
+Number = TypeVar("Number", int, float)
+
+
+def _number(kind: type[Number], is_valid: Callable[[Number], bool], rule: str) -> Callable[[str], Number]:
+    """Return a converter of text to a number; ``rule``: human-readable description of valid numbers."""
+
+    def number(text: str) -> Number:
+        value = kind(text)
+        if not is_valid(value):
+            raise argparse.ArgumentTypeError(f"must be {rule}, got {text}")
+        return value
+
+    return number
+
+
+COUNT = _number(int, lambda value: value >= 1, "at least 1")
+RANKS = _number(int, lambda value: value >= 2, "at least 2")
+POSITIVE = _number(float, lambda value: value > 0, "a number above 0")
+NOT_NEGATIVE = _number(float, lambda value: value >= 0, "a number of at least 0")
+SHARE = _number(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
+SECONDS = _number(float, lambda value: 0 < value < 86400, "a number of seconds above 0 and below 86400")
+TRACE = "folder that `hvd_async record` or hvd_async.torch.record has written"
+SKIP = "steps at the start to leave out"
+
+
+def _print_json(value: Any) -> None:
+    print(msgspec.json.format(msgspec.json.encode(value), indent=1).decode())
+
+
+# -- doctor ------------------------------------------------------------------------------------------------------------
+
+
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``doctor``."""
+    add = parser.add_argument
+    trains = "train something tiny on two ranks, with each framework that is installed"
+    add("--self-test", action=argparse.BooleanOptionalAction, default=True, help=trains)
+    add("--local-ranks", type=COUNT, default=2, metavar="N", help="ranks planned on this machine")
+    add("--ranks", type=COUNT, default=64, metavar="N", help="ranks planned in the job")
+    add("--limit", type=SECONDS, default=120.0, metavar="S", help="seconds for each import or job")
+    measures = (
+        "measure the network between these hosts instead, with N ranks on each, such as node1:1,node2:1; "
+        "a rank that horovodrun or mpirun has started does so without it"
+    )
+    add("--hosts", metavar="H:N,...", help=measures)
+    options = "options for horovodrun with --hosts, as one word: --horovodrun='--ssh-port 2222'"
+    add("--horovodrun", metavar="OPTIONS", help=options)
+    add("--network", metavar="FILE", help="write the measurement as JSON, for hvd_async advise --network")
+    add("--json", metavar="FILE", help="write the findings as JSON; - for standard output")
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """Will Horovod and hvd_async work here, and what must be fixed? Exit status 1 if there is a problem.
+
+    With --hosts, or as a rank of a job: how fast is the network between the hosts?
+
+    Raises:
+        ValueError: --network without ranks on hosts, or --hosts does not read like ``h1:1,h2:1``.
+        EngineError: the job on the hosts has failed.
+    """
+    if arguments.hosts:
+        options = shlex.split(arguments.horovodrun or "")
+        return _finish_network(measure_hosts(arguments.hosts, arguments.limit, options), arguments)
+    if in_a_job():
+        rank, measured = measure_here()
+        # (If a rank fails, a launcher ends all ranks, including rank 0, which prints.)
+        return _finish_network(measured, arguments) if rank == 0 else 0
+    if arguments.network or arguments.horovodrun:
+        raise ValueError("--network and --horovodrun are for a measurement: name the hosts, --hosts node1:1,node2:1")
+    software = read_software(arguments.limit)
+    findings = [
+        *check_software(software),
+        *check_machine(arguments.local_ranks, arguments.ranks, bool(software.versions["tensorflow"])),
+        *(self_test(software, arguments.limit) if arguments.self_test else ()),
+    ]
+    return _finish(findings, arguments.json)
+
+
+def _finish_network(measured: Measurement, arguments: argparse.Namespace) -> int:
+    """Show a measurement, or write it, and return the exit status."""
+    value = msgspec.to_builtins(measured)
+    if arguments.json != "-":
+        for table in tables(measured):
+            show_table(table)
+    if arguments.network:
+        _write(value, arguments.network)
+    return _finish(list(judge_network(measured)), arguments.json, network=value)
+
+
+def _finish(findings: list[Finding], target: str | None, **more: Any) -> int:
+    """Show findings, or write them as JSON to a file or (``-``) to standard output, and return the exit status."""
+    if target != "-":
+        show_findings(findings)
+    if target:
+        _write(findings_as_json(findings, **more), target)
+    return int(worst(findings) is Verdict.PROBLEM)
+
+
+def _write(value: Mapping[str, Any], target: str) -> None:
+    text = json.dumps(value, indent=1) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+    else:
+        Path(target).write_text(text, encoding="utf-8")
+
+
+# -- record ------------------------------------------------------------------------------------------------------------
+
+
+def add_record(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``record``."""
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the trace, for all ranks")
+    waits = "wait for the GPU before each mark; without it, times on CUDA are not meaningful"
+    parser.add_argument("--synchronize", action="store_true", help=waits)
+    parser.add_argument("script", type=Path, help="the training script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+
+
+def run_record(arguments: argparse.Namespace) -> int:
+    """Run a torch training script, unchanged, and record when each rank computes and when it waits.
+
+    It runs on every rank: ``torchrun --nproc-per-node 4 -m hvd_async record --out trace train.py --its --own options``,
+    or ``horovodrun -np 4 --gloo python -m hvd_async record ...``. The first optimizer is recorded: Horovod's
+    DistributedOptimizer, one of this library, or that of a script for torchrun, under DDP, FSDP2 or its own
+    collectives. Returns 1 if the script fails.
+
+    Raises:
+        ValueError: the script does not exist, or made no optimizer that can be recorded.
+    """
+    script: Path = arguments.script
+    if not script.is_file():
+        raise ValueError(f"there is no script {script}: name a Python file, then its own arguments")
+    made = record_what_is_made(arguments.out, arguments.synchronize)
+    sys.argv = [str(script), *arguments.arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except Exception:  # noqa: BLE001  the script's own, shown as Python shows it
+        traceback.print_exc()
+        return 1
+    if not made:
+        raise ValueError(
+            "nothing was recorded: the script made no optimizer by hvd.DistributedOptimizer in torch or by hvd_async, "
+            "and none stepped after torch.distributed.init_process_group(). Launch it by torchrun or horovodrun; in "
+            "Keras use RecordCallback, in your own loop a Recorder (docs/advisor.md)"
+        )
+    return 0
+
+
+# -- advise ------------------------------------------------------------------------------------------------------------
+
+
+def add_advise(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``advise``."""
+    add = parser.add_argument
+    add("trace", type=Path, help=TRACE)
+    add("--network", type=Path, metavar="FILE", help="JSON with latency_s and bandwidth_bytes_s")
+    add("--bandwidth", type=POSITIVE, metavar="MBIT", help="of a rank's link, in Mbit/s; over --network")
+    add("--latency", type=POSITIVE, metavar="MS", help="of a message, one way, in ms; over --network")
+    add("--modes", default=EVERY, metavar="NAMES", help="to try, separated by commas")
+    add("--skip", type=int, default=3, metavar="N", help=SKIP)
+    add("--steps", type=COUNT, default=200, metavar="N", help="of each simulated job")
+    add("--resamples", type=COUNT, default=8, metavar="N", help="simulated jobs of each mode")
+    add("--seed", type=int, default=0, help="of the resampling")
+    add("--json", action="store_true", help="print JSON")
+
+
+def run_advise(arguments: argparse.Namespace) -> int:
+    """Learn from a recorded run which ranks are stragglers, and how many steps per second each mode would reach.
+
+    The recorded computation of each rank goes through a simulation of the library's own protocol under each mode.
+    Nothing is trained: what a mode costs in accuracy is not predicted.
+    """
+    given = read_given(arguments.network) if arguments.network is not None else Given()
+    if arguments.bandwidth is not None:
+        given = msgspec.structs.replace(given, bandwidth_bytes_s=arguments.bandwidth * 1e6 / 8)
+    if arguments.latency is not None:
+        given = msgspec.structs.replace(given, latency_s=arguments.latency / 1e3)
+    trace = read_trace(arguments.trace, arguments.skip)
+    found = advise(trace, given, arguments.modes, arguments.steps, arguments.resamples, arguments.seed)
+    if arguments.json:
+        _print_json(advice_as_json(found))
+    else:
+        show_advice(found)
+    return 0
+
+
+# -- simulate ----------------------------------------------------------------------------------------------------------
+
+
+def add_simulate(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``simulate``."""
+    add = parser.add_argument
+    add("--ranks", type=RANKS, default=8, metavar="N", help="of the job")
+    add("--per-host", type=COUNT, default=1, metavar="N", help="ranks of a host, a group under a leader")
+    add("--compute", type=POSITIVE, default=0.3, metavar="S", help="seconds of computation in a step")
+    add("--slow", type=POSITIVE, default=1.0, metavar="TIMES", help="how much slower the last rank is")
+    add("--late", type=NOT_NEGATIVE, default=0.0, metavar="S", help="seconds by which one random rank per step is late")
+    add("--vary", type=NOT_NEGATIVE, default=0.0, metavar="SD", help="log-normal deviation of each computation")
+    add("--stall", type=NOT_NEGATIVE, default=0.0, metavar="S", help="seconds of a random stall of a rank")
+    add("--stall-share", type=SHARE, default=0.01, metavar="P", help="probability of a stall in a step")
+    add("--mode", default=EVERY, metavar="NAMES", help="modes, separated by commas")
+    add("--megabytes", type=NOT_NEGATIVE, default=100.0, metavar="MB", help="of gradients, and of weights")
+    add("--bandwidth", type=POSITIVE, default=10_000.0, metavar="MBIT", help="of a rank's link, Mbit/s")
+    add("--latency", type=NOT_NEGATIVE, default=0.3, metavar="MS", help="of a message, one way, in ms")
+    add("--steps", type=COUNT, default=200, metavar="N", help="of each rank")
+    add("--repetitions", type=COUNT, default=3, metavar="N", help="jobs with different random draws")
+    add("--seed", type=int, default=0, help="of the random draws")
+    add("--json", action="store_true", help="print JSON")
+
+
+def run_simulate(arguments: argparse.Namespace) -> int:
+    """Simulate a job under several modes: the library's own protocol, simulated ranks, simulated time.
+
+    Each rank computes for --compute seconds in a step, longer if it is slow, late, varies, or stalls.
+    """
+    modes = named_modes(arguments.ranks, arguments.mode)
+    jobs = [_computation(arguments, arguments.seed + number) for number in range(arguments.repetitions)]
+    link = Network(latency=arguments.latency / 1e3, bandwidth=arguments.bandwidth * 1e6 / 8, cycle=0.001)
+    base, *others = simulated(jobs, link, arguments.megabytes * 1e6, modes, 0, arguments.seed, arguments.per_host)
+    found = [base, *sorted(others, key=lambda each: -each.gain.mean)]
+    if arguments.json:
+        _print_json(modes_as_json(found))
+    else:
+        show_table(what(found))
+    return 0
+
+
+def _computation(arguments: argparse.Namespace, seed: int) -> Schedule:
+    """Return the seconds that each rank computes in each step, [steps, ranks]."""
+    steps, ranks = arguments.steps, arguments.ranks
+    found: Schedule = one_slow(steps, ranks, arguments.compute, arguments.slow)
+    found = found * lengths(steps, ranks, 1.0, arguments.vary, seed)
+    found = found + stalls(steps, ranks, 0.0, arguments.stall, arguments.stall_share, seed)
+    found[np.arange(steps), np.random.default_rng(seed).integers(ranks, size=steps)] += arguments.late
+    return found
+
+
+# -- plot --------------------------------------------------------------------------------------------------------------
+
+
+def add_plot(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``plot``."""
+    parser.add_argument("trace", type=Path, help=TRACE)
+    parser.add_argument("--out", type=Path, required=True, metavar="PNG", help="picture to write: .png, .svg or .pdf")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="first step to draw, after those left out")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="number of steps to draw")
+    parser.add_argument("--skip", type=int, default=3, metavar="N", help=SKIP)
+
+
+def run_plot(arguments: argparse.Namespace) -> int:
+    """Draw a recorded run, a row per rank: when it computed, waited for others, updated its weights."""
+    draw(read_trace(arguments.trace, arguments.skip, least=1), arguments.out, arguments.first, arguments.steps)
+    print(f"wrote {arguments.out}")
+    return 0
+
+
+# -- the entry point ---------------------------------------------------------------------------------------------------
+
+
+class Command(NamedTuple):
+    """A command.
+
+    Attributes:
+        line: of ``hvd_async --help``.
+        add_arguments: adds its options to its parser.
+        run: runs it and returns the exit status; the first paragraph of the docstring is its description.
+    """
+
+    line: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+COMMANDS = {
+    "doctor": Command(
+        "will Horovod and hvd_async work on this machine, and how fast is its network?", add_doctor, run_doctor
+    ),
+    "record": Command(
+        "run a training script and record when each rank computes and when it waits", add_record, run_record
+    ),
+    "advise": Command(
+        "learn from a recorded run which ranks are stragglers, and what each mode would bring", add_advise, run_advise
+    ),
+    "simulate": Command("simulate a job under several modes", add_simulate, run_simulate),
+    "plot": Command("draw a recorded run: when each rank computed, and when it waited", add_plot, run_plot),
 }
-"""Line of ``--help`` per command.
-
-A command is the module of its name: ``add_arguments(parser)`` adds its options, ``run(arguments)`` runs it and returns
-the exit status. The first paragraph of its docstring is its description.
-"""
 
 
-def module_of(command: str) -> Any:
-    """Return the module of a command."""
-    return importlib.import_module(f"hvd_async.cli.{command}")
-
-
-def make_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of all commands, with the options of ``command`` only."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     about = "Optimizers on Horovod that do not wait: check a machine, record a job, learn what would make it faster."
     parser = argparse.ArgumentParser("hvd_async", description=about)
     parser.add_argument("--version", action="version", version=f"hvd_async {hvd_async.__version__}")
     several = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, line in COMMANDS.items():
-        own = several.add_parser(name, help=line, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        if name == command:
-            module = module_of(name)
-            own.description = (module.__doc__ or "").split("\n\n")[0]
-            module.add_arguments(own)
+    for name, command in COMMANDS.items():
+        description = (command.run.__doc__ or "").split("\n\n")[0]
+        formatter = argparse.ArgumentDefaultsHelpFormatter
+        own = several.add_parser(name, help=command.line, description=description, formatter_class=formatter)
+        command.add_arguments(own)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = make_parser(next((word for word in given if not word.startswith("-")), None))
-    parsed = parser.parse_args(given)
+    parser = make_parser()
+    parsed = parser.parse_args(arguments)
     try:
-        return int(module_of(parsed.command).run(parsed))
+        return COMMANDS[parsed.command].run(parsed)
     except (HvdAsyncError, ValueError, OSError) as error:
         parser.exit(2, f"hvd_async {parsed.command}: {error}\n")

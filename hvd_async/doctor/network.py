@@ -6,7 +6,6 @@ Every rank calls ``measure``. ``measure_hosts`` starts such a job on named hosts
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
 import platform
@@ -203,7 +202,7 @@ class Ranks:
         else:
             self._hvd = importlib.import_module(f"horovod.{framework}")
             self._module.config.set_visible_devices([], "GPU")
-        self._counts = getattr(self._module, "tensor" if framework == "torch" else "constant")
+        self._tensor = getattr(self._module, "tensor" if framework == "torch" else "constant")
         self.framework = f"{framework} {self._module.__version__}"
 
     def __enter__(self) -> Ranks:
@@ -226,8 +225,7 @@ class Ranks:
     def alltoall(self, splits: Sequence[int]) -> None:
         """Send each rank its number of bytes in ``splits``."""
         sent = self._module.zeros(sum(splits), dtype=self._module.uint8)
-        counts = self._counts(splits, dtype=self._module.int32)
-        self._hvd.alltoall(sent, splits=counts, name="hvd_async.doctor.alltoall")
+        self._hvd.alltoall(sent, self._tensor(splits, dtype=self._module.int32), name="hvd_async.doctor.alltoall")
 
 
 def measure(ranks: Ranks) -> Measurement:
@@ -245,7 +243,7 @@ def measure(ranks: Ranks) -> Measurement:
         cards = ranks.gather((host, own_addresses(rank == 0), echo.port, echo.token, version))
         hosts = [str(card[0]) for card in cards]
         names = [host if hosts.count(host) == 1 else f"{host}[{place}]" for place, host in enumerate(hosts)]
-        software = fastest(ranks, functools.partial(ranks.allreduce, SMALL))
+        software = fastest(ranks, lambda: ranks.allreduce(SMALL))
         links = []
         for sender, receiver in pairs_of(hosts):
             delay, failure = None, ""
@@ -305,24 +303,23 @@ def fastest(ranks: Ranks, act: Callable[[], None], repeats: int = REPEATS) -> fl
 def _bandwidth(ranks: Ranks, sender: int, receiver: int) -> tuple[int, float]:
     """Return the bytes of a long message from one rank to another, and its bytes per second."""
 
-    def send(length: int) -> Callable[[], None]:
+    def send(length: int, repeats: int = REPEATS) -> float:
         splits = [0] * ranks.size
         if ranks.rank == sender:
             splits[receiver] = length
-        return functools.partial(ranks.alltoall, splits)
+        return fastest(ranks, lambda: ranks.alltoall(splits), repeats)
 
-    software = fastest(ranks, send(SMALL))
-    length = FIRST
-    while fastest(ranks, send(length), 1) < LONG and length < LARGEST:
+    software, length = send(SMALL), FIRST
+    while send(length, 1) < LONG and length < LARGEST:
         length *= 2
-    return length, length / max(fastest(ranks, send(length)) - software, 1e-9)
+    return length, length / max(send(length) - software, 1e-9)
 
 
 def _allreduces(ranks: Ranks, software: float) -> Iterator[Allreduce]:
     """Measure allreduces of increasing sizes, until one takes ``LONG``."""
     length, seconds = FIRST, 0.0
     while seconds < LONG and length <= LARGEST:
-        seconds = fastest(ranks, functools.partial(ranks.allreduce, length))
+        seconds = fastest(ranks, lambda size=length: ranks.allreduce(size))  # type: ignore[misc]
         sent = 2 * (ranks.size - 1) / ranks.size * length
         yield Allreduce(length, seconds, sent / max(seconds - software, 1e-9))
         length *= 4

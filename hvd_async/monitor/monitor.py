@@ -13,6 +13,7 @@ from hvd_async.errors import ranks_text
 from hvd_async.monitor.sample import Counts, Sample, Totals
 from hvd_async.monitor.sinks import Sinks
 from hvd_async.monitor.slow_ranks import Warner
+from hvd_async.runtime.log import warn
 
 COMPARISONS = 2
 """Consecutive comparisons in which a rank must stand out to be called slow."""
@@ -118,7 +119,9 @@ class Monitor:
         self._totals = Totals(name)
         folder, file = (None if place is None else Path(place) for place in (tensorboard, prometheus))
         self._sinks = Sinks(folder, file, prometheus_port, all_ranks, name)
-        self._sinks.open(self._group.place, self._group.own)
+        for error in self._sinks.open(self._group.place, self._group.own).values():
+            self._sinks.close()
+            raise error
 
     def _join(self, optimizer: Any, resets: int) -> None:
         """Begin with the ranks that currently share the optimizer."""
@@ -132,7 +135,8 @@ class Monitor:
         if _Group.of(optimizer) != before or resets != self._resets:
             self._join(optimizer, resets)
             if (self._group.place, self._group.own) != (before.place, before.own):
-                self._sinks.reopen(self._group.place, self._group.own)
+                for name, error in self._sinks.open(self._group.place, self._group.own).items():
+                    warn(f"the monitor cannot write to {name} yet: {error}")
 
     def _hosts(self, optimizer: Any) -> list[str]:
         """Return each rank's host by place; "?" before the first step, while there is no engine."""

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Literal, NamedTuple
 
 from hvd_async.stats import GossipStats, LeaderStats, Stats
+
+NAMES: Mapping[type, Mapping[str, str]] = {
+    Stats: {"waits": "held_s", "nbytes": "bytes_sent"},
+    GossipStats: {"waits": "waited_for", "nbytes": "bytes_sent"},
+    LeaderStats: {"rounds": "pulls", "nbytes": "bytes_received"},
+}
+"""Names of counts in each family's ``stats()``, if they differ from those in ``Counts``."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of one rank's optimizer so far, of any family.
+    """Counts of one rank's optimizer so far, of any family; a count that a family does not have is 0 or empty.
 
     Attributes:
-        steps, rounds, resets, gradients_lost, gradients_skipped: as of ``Stats``; of gossip ``GossipStats.rounds``,
-            of leaders pulls.
-        wait_s: seconds this rank's training thread waited.
+        steps, rounds, wait_s, resets, gradients_lost, gradients_skipped: as of ``Stats``; rounds of leaders are pulls.
         waits: seconds that this rank waited for each rank, by place; with ``of_all`` the sum over all other ranks.
             Empty if ranks do not wait for one another, or if it is not counted.
         of_all: whether ``waits`` are sums over all ranks. Such counts are reset by a membership change.
         staleness, contributors: histograms, as of ``Stats``.
         nbytes: bytes sent by this rank (leaders: received).
-        distance_sum, distances: sum and number of the distances to leaders; 0 in other families.
+        distance, distances: mean and number of the distances to leaders.
     """
 
     steps: int = 0
@@ -37,42 +42,15 @@ class Counts:
     resets: int = 0
     gradients_lost: int = 0
     gradients_skipped: int = 0
-    distance_sum: float = 0.0
+    distance: float = 0.0
     distances: int = 0
 
     @classmethod
     def of(cls, stats: Stats | GossipStats | LeaderStats) -> Counts:
         """Return the counts in an optimizer's ``stats()``."""
-        shared: dict[str, Any] = {name: getattr(stats, name) for name in ("steps", "wait_s", "resets")}
-        match stats:
-            case Stats():
-                return cls(
-                    **shared,
-                    rounds=stats.rounds,
-                    waits=stats.held_s,
-                    of_all=True,
-                    staleness=stats.staleness,
-                    contributors=stats.contributors,
-                    nbytes=stats.bytes_sent,
-                    gradients_lost=stats.gradients_lost,
-                    gradients_skipped=stats.gradients_skipped,
-                )
-            case GossipStats():
-                return cls(
-                    **shared,
-                    rounds=stats.rounds,
-                    waits=stats.waited_for,
-                    staleness=stats.staleness,
-                    nbytes=stats.bytes_sent,
-                )
-            case LeaderStats():
-                return cls(
-                    **shared,
-                    rounds=stats.pulls,
-                    nbytes=stats.bytes_received,
-                    distance_sum=stats.distance * stats.distances,
-                    distances=stats.distances,
-                )
+        names = {each.name: NAMES[type(stats)].get(each.name, each.name) for each in fields(cls)}
+        found = {name: getattr(stats, theirs) for name, theirs in names.items() if hasattr(stats, theirs)}
+        return cls(of_all=isinstance(stats, Stats), **found)
 
 
 @dataclass(frozen=True)
@@ -122,6 +100,7 @@ class Sample:
         earlier = () if after.of_all and after.resets != before.resets else before.waits
         pairs = itertools.zip_longest(after.waits, earlier[: len(after.waits)], fillvalue=0.0)
         pulled = after.distances - before.distances
+        distance_sum = after.distance * after.distances - before.distance * before.distances
         return cls(
             step=after.steps,
             seconds=seconds,
@@ -133,7 +112,7 @@ class Sample:
             staleness_mean=_mean(staleness),
             staleness_max=max(staleness, default=None),
             nbytes=max(0, after.nbytes - before.nbytes),
-            leader_distance=(after.distance_sum - before.distance_sum) / pulled if pulled > 0 else None,
+            leader_distance=distance_sum / pulled if pulled > 0 else None,
             counts=after,
             consensus_distance=distance,
         )

@@ -36,54 +36,41 @@ class EventFile:
 
     Args:
         folder: of the file; created if missing.
+        prefix: of the tags of samples.
 
     Raises:
         ImportError: TensorBoard is not installed.
         OSError: the file cannot be opened.
     """
 
-    def __init__(self, folder: Path) -> None:
+    port: int | None = None
+
+    def __init__(self, folder: Path, prefix: str = "") -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._summary = Event, Summary
+        self._event, self._summary, self._prefix = Event, Summary, prefix
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._records = RecordWriter(path.open("wb"))
-        self._write(file_version="brain.Event:2")
+        self._append(file_version="brain.Event:2")
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Append the values of a step, by tag."""
         listed = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        self._write(step=step, summary=self._summary(value=listed))
+        self._append(step=step, summary=self._summary(value=listed))
 
-    def _write(self, **event: Any) -> None:
+    def _append(self, **event: Any) -> None:
         self._records.write(self._event(wall_time=time.time(), **event).SerializeToString())
         self._records.flush()
 
-    def close(self) -> None:
+    def write(self, sample: Sample, metrics: Sequence[Metric], ranks: Sequence[int]) -> None:
+        self.scalars(sample.step, scalars(sample, ranks, self._prefix))
+
+    def close(self, moved: bool = False) -> None:
         """Close the file."""
         self._records.close()
-
-
-class Events:
-    """Sink that writes an event file; ``name``: of the optimizer, a part of the tags."""
-
-    port: int | None = None
-
-    def __init__(self, folder: Path, name: str) -> None:
-        try:
-            self._file = EventFile(folder)
-        except ImportError:
-            raise ValueError("tensorboard= needs TensorBoard: pip install tensorboard") from None
-        self._prefix = f"hvd_async/{name}/" if name else "hvd_async/"
-
-    def write(self, sample: Sample, metrics: Sequence[Metric], ranks: Sequence[int]) -> None:
-        self._file.scalars(sample.step, scalars(sample, ranks, self._prefix))
-
-    def close(self, moved: bool) -> None:
-        self._file.close()
 
 
 # -- Prometheus --------------------------------------------------------------------------------------------------------
@@ -183,10 +170,10 @@ class Sinks:
         name: str = "",
     ) -> None:
         self._tensorboard, self._prometheus, self._port = tensorboard, prometheus, prometheus_port
-        self._all_ranks, self._name = all_ranks, name
+        self._all_ranks, self._prefix = all_ranks, f"hvd_async/{name}/" if name else "hvd_async/"
         self._open: dict[str, Sink] = {}
         self._pending: dict[str, Callable[[], Sink]] = {}
-        """Sinks that could not be opened when this rank's number changed: another rank may still have them open."""
+        """Sinks that could not be opened yet: after a change of numbers another rank may still have them open."""
 
     def _openers(self, index: int, rank: int) -> dict[str, Callable[[], Sink]]:
         """Return openers of the sinks of a rank at place ``index`` among the ranks that share the optimizer."""
@@ -195,7 +182,7 @@ class Sinks:
             return found
         if (folder := self._tensorboard) is not None:
             folder = folder / f"rank{rank}" if index else folder
-            found[f"tensorboard={str(folder)!r}"] = functools.partial(Events, folder, self._name)
+            found[f"tensorboard={str(folder)!r}"] = functools.partial(EventFile, folder, self._prefix)
         if (path := self._prometheus) is not None:
             path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if index else path
             found[f"prometheus={str(path)!r}"] = functools.partial(TextFile, path)
@@ -204,38 +191,28 @@ class Sinks:
             found[f"prometheus_port={port}"] = functools.partial(Endpoint, port)
         return found
 
-    def open(self, index: int, rank: int) -> None:
-        """Open this rank's sinks, all or none.
+    def open(self, index: int, rank: int) -> dict[str, Exception]:
+        """Open this rank's sinks instead of those of its earlier number; samples retry any that cannot be opened yet.
 
         Args:
             index: its place among the ranks that share the optimizer.
             rank: its number.
 
-        Raises:
-            ValueError: a package is not installed.
-            OSError: a file or a port cannot be opened.
+        Returns:
+            The errors of sinks that cannot be opened, by name.
         """
-        try:
-            for name, opener in self._openers(index, rank).items():
-                self._open[name] = opener()
-        except (OSError, ValueError):
-            self.close()
-            raise
-
-    def reopen(self, index: int, rank: int) -> None:
-        """Open the sinks of this rank's new number; warn of sinks that cannot be opened yet. Samples retry them."""
         self.close(moved=True)
         self._pending = self._openers(index, rank)
-        for name, error in self._open_pending().items():
-            warn(f"the monitor cannot write to {name} yet: {error}")
+        return self._open_pending()
 
     def _open_pending(self) -> dict[str, Exception]:
-        """Open pending sinks; return the errors of sinks that could not be opened."""
         errors: dict[str, Exception] = {}
         for name, opener in self._pending.items():
             try:
                 self._open[name] = opener()
-            except (OSError, ValueError) as error:
+            except ImportError:
+                errors[name] = ValueError("tensorboard= needs TensorBoard: pip install tensorboard")
+            except OSError as error:
                 errors[name] = error
         self._pending = {name: self._pending[name] for name in errors}
         return errors

@@ -1,4 +1,4 @@
-"""Course of a run: the batches of each rank, the learning rate, and where the run starts, stops and resumes.
+"""Course of a run: the batches of each rank, the learning rate, injected delays, where it starts, stops and resumes.
 
 Batches depend only on the seed, the epoch and the number of ranks, so that a stopped run continues with exactly the
 next batches.
@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+from hvd_async.algorithms.option import Real, Whole
 
 from .data import Batch, Indices, Source, training_data
 
@@ -118,6 +120,70 @@ class Budget:
         if not self.limited:
             return epoch
         return self._epochs * min(1.0, self._from + (epoch - self._epoch) * self._share)
+
+
+# -- injected delays ---------------------------------------------------------------------------------------------------
+
+FORMS = "none, random:K:SECONDS, rank:R:SECONDS or linear:SECONDS"
+_PARTS = {"none": 0, "random": 2, "rank": 2, "linear": 1}
+"""Number of parts after the name, by kind."""
+
+
+@dataclass(frozen=True)
+class Injector:
+    """Stragglers that a job makes: ranks that sleep before a step.
+
+    Attributes:
+        kind: "none", "random", "rank" or "linear".
+        number: K of random, R of rank, else 0.
+        delay: SECONDS.
+        seed: of the draws of random.
+    """
+
+    kind: str
+    number: int = 0
+    delay: float = 0.0
+    seed: int = 0
+
+    @classmethod
+    def parse(cls, spec: str, seed: int = 0) -> Injector:
+        """Return the delays that a value of --inject describes.
+
+        Raises:
+            ValueError: it is not one of ``FORMS``.
+        """
+        kind, *parts = spec.strip().split(":")
+        if len(parts) != _PARTS.get(kind):
+            raise ValueError(f"--inject must be {FORMS}, got {spec!r}")
+        try:
+            number = Whole(1 if kind == "random" else 0)(parts[0]) if len(parts) == 2 else 0
+            delay = Real(0)(parts[-1]) if parts else 0.0
+        except ValueError as error:
+            raise ValueError(f"--inject must be {FORMS}, got {spec!r}: {error}") from None
+        return cls(kind, number, delay, seed)
+
+    def check(self, size: int) -> None:
+        """Refuse delays that do not fit a job of ``size`` ranks.
+
+        Raises:
+            ValueError: a delay names more ranks than there are.
+        """
+        if self.kind == "random" and self.number > size:
+            raise ValueError(
+                f"--inject random:{self.number}:{self.delay:g} delays {self.number} ranks per step, but the job has "
+                f"{size}: start at least {self.number} ranks, or pass random:{size}:{self.delay:g}"
+            )
+        if self.kind == "rank" and self.number >= size:
+            raise ValueError(f"--inject rank:{self.number}:{self.delay:g}: the job's ranks are 0 to {size - 1}")
+
+    def seconds(self, step: int, size: int) -> list[float]:
+        """Return the seconds that each rank of a job of ``size`` sleeps before a step, the same list on every rank."""
+        if self.kind == "linear":
+            return [rank * self.delay for rank in range(size)]
+        late: Sequence[int] = (self.number,) if self.kind == "rank" else ()
+        if self.kind == "random":
+            late = np.random.default_rng([self.seed, step]).permutation(size)[: self.number].tolist()
+        return [self.delay if rank in late else 0.0 for rank in range(size)]
 
 
 # -- the batches -------------------------------------------------------------------------------------------------------

@@ -224,7 +224,7 @@ class Run:
                 return
             if not self._step_times:
                 self._first_step = step
-            delay = self._injector.seconds(step, self.world.rank, self.world.size)
+            delay = self._injector.seconds(step, self.world.size)[self.world.rank]
             if delay:
                 self._sleep(delay)
                 self._slept_s += delay

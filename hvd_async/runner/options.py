@@ -20,8 +20,7 @@ from hvd_async.algorithms.leader.config import LeaderOptions
 from hvd_async.algorithms.option import Option, Real, Whole, either, flag, in_flags, option, options_of
 from hvd_async.algorithms.registry import ALGORITHMS, OPTIONS
 
-from .course import Schedule
-from .stragglers import FORMS, Injector
+from .course import FORMS, Injector, Schedule
 
 EMBEDDED = ("digits", "synthetic")
 """Values of --data that do not name a folder."""

@@ -19,7 +19,7 @@ import numpy as np
 from hvd_async.monitor.sinks import EventFile
 from hvd_async.stats import GossipStats, LeaderStats, Stats
 
-from .stragglers import Injector
+from .course import Injector
 
 Pull = tuple[float, int, int]
 """(Unix time in s; group, -1: all ranks; leader, -1: the center)."""
@@ -458,7 +458,7 @@ def straggler_lines(ranks: Sequence[RankMetrics], injector: Injector) -> list[st
     """Return the lines about the cost of injected delays, compared with a synchronous run's."""
     if injector.kind == "none":
         return ["none were injected (--inject makes some)"]
-    bound = max(len(rank.step_times) for rank in ranks) * injector.slowest(len(ranks))
+    bound = max(len(rank.step_times) for rank in ranks) * max(injector.seconds(0, len(ranks)))
     saved = bound - sum(rank.slept_s + rank.counts.wait_s for rank in ranks) / len(ranks)
     verdict = "were saved" if saved > 0 else "more, which is waiting for computing and the network"
     return [

@@ -26,7 +26,7 @@ from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.runtime.protocol import Command
 from hvd_async.simulation.job import HYPER, Job, Outcome, Rank, Setup, Sizes, Work
 from hvd_async.simulation.names import LEADERS, RIVALS, gossip_of, quorum_of, read_name
-from hvd_async.simulation.network import BACKWARD, sent_bytes
+from hvd_async.simulation.network import sent_bytes
 
 from . import baselines
 
@@ -64,18 +64,9 @@ class EagerJob(Job[EagerWorker]):
         return EagerWorker(rank, self._config, wire, lambda flush: None)
 
     def _step(self, rank: Rank, worker: EagerWorker) -> Iterator[Work]:
-        seconds, last = self.seconds_of(rank), self.setup.buckets
-        rest = {bucket: np.ones(1) for bucket in range(last)}
-        if self.setup.overlap and last > 1:
-            yield seconds * (1 - BACKWARD)
-            for bucket in range(last - 1):
-                yield seconds * BACKWARD / last
-                worker.hand_over(bucket, rest.pop(bucket))
-                self._send()
-            yield seconds * BACKWARD / last
-        else:
-            yield seconds
-        rounds = yield from worker.finish_step_program(rest, HYPER)
+        yield self.seconds_of(rank)
+        gradients = {bucket: np.ones(1) for bucket in range(self.setup.buckets)}
+        rounds = yield from worker.finish_step_program(gradients, HYPER)
         for round_ in rounds:
             with worker.applying(round_):
                 pass

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hvd_async import topology
 from hvd_async.simulation.job import Outcome, Setup
 from hvd_async.simulation.names import IN_STEP, LOCAL_PERIOD, read_name
-from hvd_async.simulation.network import BACKWARD, Network, ring_bytes, sent_bytes
+from hvd_async.simulation.network import Network, ring_bytes, sent_bytes
 
 Times = NDArray[np.float64]
 
@@ -45,18 +45,15 @@ def simulate(arm: str, setup: Setup) -> Outcome:
 
 
 def synchronous(arm: str, setup: Setup, size: float) -> Outcome:
-    """Simulate an average of all gradients, ``size`` bytes, in every step: bucket by bucket during the backward pass if
-    ``setup.overlap``."""
+    """Simulate an average of all gradients, ``size`` bytes, in every step."""
     network, ranks, buckets = setup.network, setup.ranks, setup.buckets
     seconds = network.allreduce_seconds(size / buckets, ranks)
 
     def end(_: int, begun: Times, computed: Times) -> Times:
-        free = 0.0
-        for bucket in range(1, buckets + 1):
-            share = 1 - BACKWARD * (buckets - bucket) / buckets if setup.overlap else 1.0
-            ready = float((begun + share * (computed - begun)).max()) if share < 1 else float(computed.max())
-            free = collective(network, max(free, ready), seconds, ranks)
-        return np.full(ranks, free)
+        ended = float(computed.max())
+        for _ in range(buckets):
+            ended = collective(network, ended, seconds, ranks)
+        return np.full(ranks, ended)
 
     return _outcome(arm, setup, end, ring_bytes(size, ranks), buckets * setup.steps)
 

@@ -34,8 +34,7 @@ class Setup(NamedTuple):
         times: seconds of computation, [steps, ranks]; a rank that takes more steps repeats them from the first.
         network: between the ranks.
         megabytes: of weights, and of gradients, in float32.
-        buckets: number of parts in which gradients are sent.
-        overlap: whether they are sent during the backward pass; else after it.
+        buckets: number of parts in which gradients are sent, after the backward pass.
         local_size: ranks per host, which is a group under a leader.
         barrier: whether all ranks begin every step together.
         window: seconds in which ranks that step at their own pace take as many steps as they can; None: until they
@@ -49,7 +48,6 @@ class Setup(NamedTuple):
     network: Network = Network()
     megabytes: float = 0.0
     buckets: int = 1
-    overlap: bool = False
     local_size: int = 1
     barrier: bool = False
     window: float | None = None
@@ -87,7 +85,6 @@ class Outcome(NamedTuple):
             until the end of the drain; equal if nothing is lost.
         coordinator_s: the coordinator's simulated CPU time.
         drain_s: from the last step to the end of the drain.
-        actions: number of actions that the simulation ran.
     """
 
     arm: str
@@ -104,7 +101,6 @@ class Outcome(NamedTuple):
     applied: int = 0
     coordinator_s: float = 0.0
     drain_s: float = 0.0
-    actions: int = 0
 
     @property
     def mean_staleness(self) -> float:
@@ -640,7 +636,6 @@ class Job(abc.ABC, Generic[W]):
             applied=applied,
             coordinator_s=self.coordinator.cpu,
             drain_s=self.clock.now - self._stopped,
-            actions=self.clock.actions,
         )
 
     def _contributors(self) -> float | None:

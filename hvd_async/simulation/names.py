@@ -11,8 +11,9 @@ OUTER = ("local", "slowmo", "diloco")
 """Algorithms that take local steps, and average all ranks during the next ones."""
 GOSSIP = {name: name for name in ("sgp", "osgp", "dpsgd", "adpsgd", "exact-diffusion", "noloco", *OUTER)}
 GOSSIP |= {"local-sgd": "allreduce"}
-"""Algorithms of ``LeaderOptimizer``."""
+"""Algorithm of ``GossipOptimizer`` by arm."""
 LEADERS = ("lsgd", "easgd")
+"""Algorithms of ``LeaderOptimizer``."""
 SYNCHRONOUS = ("horovod", "ddp", "all")
 LOCAL_RIVALS = ("post-local-sgd", "decent-dp", "torchft", "torchft-diloco")
 """Rivals whose ranks have different weights: torch's post-local SGD, decent-dp's D-PSGD, torchft's local SGD and
@@ -78,11 +79,6 @@ def read_name(arm: str) -> Name:
         raise ValueError(f"there is no arm {arm!r}: messages of {algorithm} may be {known}; -avg4 may come last")
     every = every or LOCAL_PERIOD * (rest in ("local-sgd", *OUTER))
     return Name(rest, compression, every, arm.endswith(OF_HOSTS), quasi_global)
-
-
-def compression_of(arm: str) -> tuple[str, str]:
-    """Split an arm into base and compression: ("horovod", "fp16") for ``horovod-fp16``; without a suffix "none"."""
-    return read_name(arm)[:2]
 
 
 def gossip_of(arm: str) -> Gossip | None:

@@ -32,10 +32,6 @@ def power_sgd_megabytes(megabytes: float) -> float:
     return 4e-6 * elements
 
 
-BACKWARD = 2 / 3
-"""Share of the backward pass, twice the work of the forward pass, in a step's computation."""
-
-
 # -- seconds of messages and collectives -------------------------------------------------------------------------------
 
 

@@ -55,11 +55,6 @@ def slowest_work(times: Schedule) -> float:
     return float(times.sum(axis=0).max())
 
 
-def solo_bound(times: Schedule) -> float:
-    """Return the largest speed-up over synchronous training that this schedule allows."""
-    return synchronous_seconds(times) / slowest_work(times)
-
-
 @dataclass(frozen=True)
 class Played:
     """Times in a schedule that was replayed under a quorum, s.

@@ -1,24 +1,32 @@
-"""``Monitor`` on made-up counts: what it samples, writes and says, also after membership changes."""
+"""``Monitor`` on made-up counts: what it samples, writes and says, and its rule for permanent stragglers."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
 import pathlib
+import random
 import struct
 import urllib.request
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.compat.proto.event_pb2 import Event
 
 import hvd_async
-from hvd_async.monitor import Monitor, WaitReport, slow_ranks
+from hvd_async.algorithms.registry import ALGORITHMS
+from hvd_async.monitor import Monitor, WaitReport
 from hvd_async.monitor.sample import MOST_CULPRITS
+from hvd_async.monitor.slow_ranks import BEGIN, END, WINDOWS, SlowRanks, advice, by_own_waits, by_waits_for, named
 from hvd_async.stats import GossipStats, LeaderStats, Stats
-from tests.unit.test_monitor_rule import EAGER
+from tests.conftest import examples
+
+EAGER = {"algorithm": "eager", "quorum": "solo", "pace": "steps", "max_staleness": 16, "local_size": 1}
+"""Settings of an EagerOptimizer."""
 
 FIRST = Stats(steps=10, rounds=10, wait_s=1.0, held_s=(0.0, 0.0, 0.5, 0.0), contributors={4: 10}, staleness={0: 10})
 LATER = Stats(
@@ -82,8 +90,8 @@ def scalars_in(folder: pathlib.Path) -> list[tuple[int, str, Any]]:
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Warnings."""
     lines: list[str] = []
-    for module in (slow_ranks.__name__, "hvd_async.monitor.sinks"):
-        monkeypatch.setattr(f"{module}.warn", lines.append)
+    for module in ("slow_ranks", "sinks", "monitor"):
+        monkeypatch.setattr(f"hvd_async.monitor.{module}.warn", lines.append)
     return lines
 
 
@@ -149,7 +157,6 @@ def test_a_monitor_does_not_keep_its_optimizer_alive(tmp_path: pathlib.Path):
     ("options", "error"),
     [
         ({"every": 0}, "every must be a number of steps, at least 1, got 0"),
-        ({"every": True}, "every must be a number of steps, at least 1, got True"),
         ({"window": 2.5}, "window must be a number of steps, at least 1, got 2.5"),
         ({"seconds": 0}, "seconds must be above 0, got 0"),
         ({"prometheus_port": 70000}, "prometheus_port must be a port from 1 to 65535, or 0, got 70000"),
@@ -158,9 +165,6 @@ def test_a_monitor_does_not_keep_its_optimizer_alive(tmp_path: pathlib.Path):
 def test_invalid_options_are_refused(options: dict[str, Any], error: str):
     with pytest.raises(ValueError, match=error):
         Monitor(Optimizer(FIRST), **options)
-
-
-def test_an_optimizer_that_is_not_wrapped_is_refused():
     with pytest.raises(ValueError, match="Monitor needs an optimizer wrapped by this library, got object"):
         hvd_async.Monitor(object())
 
@@ -230,19 +234,6 @@ def test_other_ranks_write_only_if_all_do_and_nothing_twice(tmp_path: pathlib.Pa
     assert WAITS not in {name for name, _ in found}, "the first rank reports what all ranks know"
 
 
-def test_a_last_sample_that_fails_keeps_no_port(monkeypatch: pytest.MonkeyPatch):
-    def fails() -> Stats:
-        raise RuntimeError("a rank is lost")
-
-    optimizer = Optimizer(FIRST)
-    monitor = Monitor(optimizer, prometheus_port=0)
-    monitor.step()
-    monkeypatch.setattr(optimizer, "stats", fails)
-    with pytest.raises(RuntimeError, match="is lost"):
-        monitor.close()
-    assert monitor.port is None
-
-
 def test_a_file_that_cannot_be_written_is_dropped_and_training_goes_on(tmp_path: pathlib.Path, said: list[str]):
     optimizer = Optimizer(FIRST)
     monitor = Monitor(optimizer, prometheus=tmp_path / "m.prom", tensorboard=tmp_path / "tb")
@@ -294,15 +285,6 @@ def test_only_the_first_rank_warns_and_not_if_it_must_not(said: list[str], optio
     monitor = Monitor(optimizer, window=10, clock=clock, **options)
     run(monitor, optimizer, clock, 9, (0.0, 0.0, 0.0, 2.0))
     assert not said
-
-
-def test_hosts_are_known_from_the_first_step_on(said: list[str]):
-    clock, optimizer = Clock(), Optimizer(Stats(held_s=(0.0,) * 4))
-    worker, optimizer._async.worker = optimizer._async.worker, None
-    monitor = Monitor(optimizer, window=10, clock=clock)
-    optimizer._async.worker = worker
-    run(monitor, optimizer, clock, 3, (0.0, 0.0, 0.0, 0.93))
-    assert "for rank 3 on host n1;" in said[0]
 
 
 def test_it_continues_among_other_ranks(said: list[str], tmp_path: pathlib.Path):
@@ -367,3 +349,102 @@ def test_gossip_is_judged_by_the_reports_of_all_ranks(said: list[str]):
     assert said[0].startswith("the other ranks wait 30% of their time, 30 ms a step, for rank 2 on host n1; Gossip")
     with pytest.raises(ValueError, match=r"compare\(\) lacks the report of ranks 1, 3"):
         monitor.compare([WaitReport(0, 0.0, 0.1), WaitReport(2, 0.0, 0.1)])
+
+
+# -- the rule for permanent stragglers, and the advice --------------------------------------------------------------
+
+
+def noise(size: int, low: float, high: float) -> st.SearchStrategy[list[float]]:
+    """A share for each rank."""
+    return st.lists(st.floats(low, high), min_size=size, max_size=size)
+
+
+@given(size=st.integers(2, 12), level=st.floats(0.0, 1.0), data=st.data())
+@settings(max_examples=examples(200))
+def test_ranks_that_are_even_are_never_called_slow(size, level, data):
+    """However long the others wait for them, if not twice as long for one as for another."""
+    by_others, by_own = SlowRanks(size), SlowRanks(size)
+    for _ in range(3 * WINDOWS):
+        shares = [level * x for x in data.draw(noise(size, 0.5, 1.0))]
+        assert not by_others.judge(by_waits_for(shares))
+        assert not by_own.judge(by_own_waits(shares))
+    assert not by_others.slow | by_own.slow
+
+
+@given(size=st.integers(2, 12), slow=st.integers(0, 11), share=st.floats(BEGIN, 1.0), data=st.data())
+@settings(max_examples=examples(200))
+def test_a_permanent_straggler_is_always_found(size, slow, share, data):
+    slow %= size
+    rule, own = SlowRanks(size), SlowRanks(size)
+    changes = []
+    for _ in range(2 * WINDOWS):
+        shares = [share * x for x in data.draw(noise(size, 0.0, 0.3))]
+        shares[slow] = share
+        changes.append(rule.judge(by_waits_for(shares)))
+        waits = [share + 0.1 - 0.05 * x / share for x in shares]  # the others wait, one as long as another
+        waits[slow] = 0.0
+        own.judge(by_own_waits(waits))
+    assert rule.slow == own.slow == {slow}
+    assert changes == [number == WINDOWS - 1 for number in range(2 * WINDOWS)], "and that changes once"
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_a_straggler_that_is_another_rank_in_each_step_is_not_called_slow(size):
+    """One random rank sleeps in every step, over 200 windows; all others wait for it."""
+    draw, rule = random.Random(size), SlowRanks(size)
+    for _ in range(200):
+        steps = [draw.randrange(size) for _ in range(50)]
+        rule.judge(by_waits_for([steps.count(rank) / 50 for rank in range(size)]))
+        assert not rule.slow
+
+
+def test_several_slow_ranks_are_found_together_and_a_share_between_the_limits_changes_nothing():
+    rule = SlowRanks(8)
+    for _ in range(WINDOWS):
+        rule.judge(by_waits_for([0.2, 0.2, *[0.0] * 6]))
+    assert rule.slow == {0, 1}
+    for _ in range(2 * WINDOWS):
+        rule.judge(by_waits_for([(BEGIN + END) / 2, 0.2, *[0.0] * 6]))
+    assert rule.slow == {0, 1}
+    for _ in range(WINDOWS):
+        rule.judge(by_waits_for([0.2, END / 2, *[0.0] * 6]))
+    assert rule.slow == {0}
+
+
+# -- words --------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_are_named_by_host():
+    assert named([3], range(4), ["a"] * 4) == "rank 3 on host a"
+    assert named([2, 0, 1], [4, 5, 9], ["a", "a", "b"]) == "ranks 4, 5 on host a and rank 9 on host b"
+
+
+GIVES = "would let it contribute fewer gradients instead of delaying the others"
+
+
+@pytest.mark.parametrize(
+    ("settings", "slow", "told"),
+    [
+        ({}, 1, f'pace="rounds" {GIVES}'),
+        ({"quorum": "auto"}, 1, f'pace="rounds" {GIVES}'),
+        ({"quorum": 3}, 2, f'quorum="solo", pace="rounds" {GIVES}'),
+        ({"quorum": 0.75}, 1, f'pace="rounds" {GIVES}'),
+        ({"quorum": "majority"}, 1, f'quorum="solo", pace="rounds" {GIVES}'),
+        ({"quorum": "all"}, 1, f'quorum="solo", pace="rounds" {GIVES}'),
+        ({"max_staleness": 0}, 1, f'quorum="solo", pace="rounds", max_staleness=16 {GIVES}'),
+        ({"local_size": 2}, 1, f'pace="rounds" {GIVES.replace("the others", "the other hosts")}'),
+        ({"pace": "rounds"}, 1, "a higher max_staleness (now 16) would have rounds wait for it later"),
+        ({"pace": "rounds", "quorum": "majority"}, 1, 'quorum="solo" would let rounds start without it'),
+        ({"algorithm": "lsgd"}, 1, ""),
+        ({"algorithm": "adpsgd", "max_local_steps": 4}, 1, "a higher max_local_steps (now 4) would make such waits "
+                                                            "rarer"),
+    ],
+)  # fmt: skip
+def test_the_advice_fits_the_mode(settings, slow, told):
+    assert advice({**EAGER, **settings}, 4, slow) == told
+
+
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_there_is_advice_wherever_a_step_waits_for_others(algorithm):
+    found = advice({**EAGER, "algorithm": algorithm}, 4, 1)
+    assert bool(found) == (ALGORITHMS[algorithm].waits_for != "nobody")

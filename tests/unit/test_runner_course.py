@@ -3,15 +3,11 @@
 import math
 import re
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_async.runner.course import Course, Schedule, evaluation_batches, training_batches
-from hvd_async.runner.data import open_source
-from hvd_async.runner.options import parse
-from hvd_async.runner.stragglers import Injector
+from hvd_async.runner.course import Injector, Schedule, evaluation_batches, training_batches
 
 JOBS = {"samples": st.integers(1, 200), "size": st.integers(1, 9), "batch_size": st.integers(1, 40)}
 
@@ -65,9 +61,9 @@ def test_in_lockstep_all_ranks_do_the_same_steps_with_different_samples(samples,
 
 
 def test_the_order_depends_on_seed_epoch_and_lap():
-    keys = [{"seed": seed, "epoch": epoch, "lap": lap} for seed in range(3) for epoch in range(3) for lap in range(3)]
+    keys = [{"seed": seed, "epoch": epoch, "lap": lap} for seed in range(2) for epoch in range(2) for lap in range(2)]
     orders = [tuple(training_batches(50, 0, 1, 50, lockstep=False, **key)[0].tolist()) for key in keys]
-    assert len(set(orders)) == 27
+    assert len(set(orders)) == 8
     assert orders[0] == tuple(training_batches(50, 0, 1, 50, lockstep=False, seed=0, epoch=0)[0].tolist())
 
 
@@ -78,12 +74,6 @@ def test_evaluation_sees_every_sample_exactly_once(samples, size, batch_size):
     assert all(1 <= len(batch) <= batch_size for batch in batches)
 
 
-def test_with_pace_rounds_a_rank_without_images_does_not_loop_forever():
-    options = parse("torch", ["--pace", "rounds", "--image-size", "8"]).at(2000)
-    course = Course(options, open_source("digits", 8, vary=False, workers=1), 1999, 2000)
-    assert list(course.batches(0, lambda: 0)) == []
-
-
 # -- injected delays --------------------------------------------------------------------------------------------------
 
 
@@ -91,26 +81,16 @@ def test_with_pace_rounds_a_rank_without_images_does_not_loop_forever():
 def test_random_delays_exactly_k_ranks_a_step(size, step, seed, data):
     k = data.draw(st.integers(1, size))
     injector = Injector.parse(f"random:{k}:0.3", seed)
-    assert sorted(injector.seconds(step, rank, size) for rank in range(size)) == [0.0] * (size - k) + [0.3] * k
-
-
-def test_random_varies_with_the_step_and_the_seed_only():
-    def drawn(seed):
-        injector = Injector.parse("random:1:1", seed)
-        return [[injector.seconds(step, rank, 4) for rank in range(4)].index(1.0) for step in range(400)]
-
-    assert drawn(0) == drawn(0) != drawn(1)
-    assert min(np.bincount(drawn(0), minlength=4)) > 60, "every rank should come up about 100 times"
+    assert sorted(injector.seconds(step, size)) == [0.0] * (size - k) + [0.3] * k
 
 
 @pytest.mark.parametrize(
     ("spec", "seconds"),
     [("none", [0, 0, 0]), (" rank:1:2e-1 ", [0, 0.2, 0]), ("linear:0.5", [0, 0.5, 1.0]), ("random:3:1", [1, 1, 1])],
 )
-def test_delays_and_the_longest_of_a_step(spec, seconds):
+def test_delays(spec, seconds):
     injector = Injector.parse(spec)
-    assert [injector.seconds(7, rank, 3) for rank in range(3)] == seconds
-    assert injector.slowest(3) == max(seconds)
+    assert injector.seconds(7, 3) == seconds
 
 
 @pytest.mark.parametrize("spec", ["slow:1", "random:1", "none:1", "random:0:1", "rank:-1:1", "rank:0:-1", "linear:inf"])

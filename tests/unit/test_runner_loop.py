@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import functools
 import json
 import signal
 import subprocess
@@ -13,20 +14,27 @@ from dataclasses import astuple
 import numpy as np
 import pytest
 
+from hvd_async.runner import loop
 from hvd_async.runner.course import QUESTIONS, Position
+from hvd_async.runner.data import open_source
 from hvd_async.runner.loop import SIGNAL, UNFINISHED, Run, start
 from hvd_async.runner.options import parse
 from hvd_async.runner.report import OptimizerCounts, Replicas
 from hvd_async.runner.trainer import World
 
-LOCKSTEP = ("allreduce",)
-APART = ("sgp", "adpsgd", "lsgd")
-FAMILIES = ("eager", *LOCKSTEP, *APART)
 DIGITS = ("--epochs", "4", "--batch-size", "60", "--lr", "0.1", "--cosine", "--inject", "random:1:0.5")
 """At 3 ranks: 480, 479 and 479 images in batches of 60, 8 steps an epoch (7 in lockstep); at 1 rank 24."""
 UNEVEN = ("--batch-size", "479")
 """At 3 ranks: 2, 1 and 1 steps an epoch."""
 NEVER = 10**6
+
+
+open_once = functools.cache(open_source)
+
+
+@pytest.fixture(autouse=True)
+def data_is_opened_once(monkeypatch):
+    monkeypatch.setattr(loop, "open_source", open_once)
 
 
 def cosine(share):
@@ -73,7 +81,7 @@ class Clock:
 
 
 class Counter:
-    """A trainer that learns nothing: its loss is 1 / (1 + epochs met), its accuracy is given.
+    """A trainer that learns nothing: its loss is 1 / (1 + drains), its accuracy is given.
 
     `calls` has what the loop asked for, in order; distances: of the ranks at each epoch's end, if they gossip.
     """
@@ -167,7 +175,7 @@ def test_a_run_of_three_uneven_ranks():
     assert summaries[0].step_time_s["mean"] == 1.0
 
 
-@pytest.mark.parametrize("algorithm", ["eager", *APART])
+@pytest.mark.parametrize("algorithm", ["eager", "sgp", "lsgd"])
 def test_ranks_with_fewer_batches_take_part_in_the_rest(algorithm):
     summaries, trainers = run_all(3, *UNEVEN, "--algorithm", algorithm, "--epochs", "2", distances=(0.5, 0.25))
     assert [len(trainer.rates) for trainer in trainers] == [4, 2, 2]
@@ -203,16 +211,6 @@ def test_delays_are_slept_and_the_end_is_written(tmp_path, capsys):
     assert {float(row["rank1"]) - float(row["rank0"]) for row in rows_of(tmp_path / "step_times.csv")} == {2.5}
 
 
-def test_every_epoch_has_its_own_order_and_every_seed():
-    def batches(*line):
-        return run_all(1, "--epochs", "2", "--batch-size", "719", "--no-augment", *line)[1][0].seen
-
-    seen = batches()
-    assert len(set(seen)) == 4
-    assert seen == batches()
-    assert seen[0] != batches("--seed", "1")[0]
-
-
 def test_tests_come_every_n_epochs_and_at_the_end(tmp_path):
     run_all(1, "--epochs", "5", "--batch-size", "1438", "--eval-every", "2", "--log-dir", str(tmp_path))
     assert [row["test_accuracy"] != "" for row in rows_of(tmp_path / "metrics.csv")] == [0, 1, 0, 1, 1]
@@ -243,12 +241,6 @@ def test_a_test_leaves_the_ranks_their_own_weights_until_the_end():
     assert summaries[0].replicas_identical, "after it"
     _, (trainer,) = run_all(1, *GOSSIP, "--eval-every", "2")
     assert trainer.calls[:3] == ["epoch 0", "consensus", "own"]
-
-
-def test_a_checkpoint_is_for_any_number_of_ranks(tmp_path):
-    _, (saver, other) = run_all(2, *GOSSIP, "--checkpoint-dir", str(tmp_path), distances=(0.5,) * 3)
-    assert saver.calls[:4] == ["epoch 0", "drain", "test", "save"]
-    assert "consensus" not in saver.calls + other.calls
 
 
 def test_measuring_the_distance_is_no_training_time(tmp_path):
@@ -293,7 +285,7 @@ def check_parts(parts, whole):
 
 @pytest.mark.parametrize(
     ("ranks", "line", "stops"),
-    [(1, DIGITS, (3, 5, 13, 16, 29)), (3, DIGITS, (3, 5, 13, 16, 29)), (3, (*UNEVEN, "--epochs", "9"), (3, 4, 7))],
+    [(3, DIGITS, (3, 5, 13, 16, 29)), (3, (*UNEVEN, "--epochs", "9"), (3, 4, 7))],
 )
 def test_a_run_that_steps_ended_in_mid_epoch_continues_with_the_next_batch(tmp_path, capsys, ranks, line, stops):
     kept = [*line, "--checkpoint-dir", str(tmp_path), "--resume"]
@@ -301,7 +293,7 @@ def test_a_run_that_steps_ended_in_mid_epoch_continues_with_the_next_batch(tmp_p
     check_parts(parts, run_all(ranks, *line, "--steps", str(stops[-1]))[1])
     if line is DIGITS:
         assert [[len(one.rates) for one in part] for part in parts] == [[n] * ranks for n in (3, 2, 8, 3, 13)]
-        assert f"resumed after epoch 0 and 3 of {24 // ranks} steps" in capsys.readouterr().out
+        assert "resumed after epoch 0 and 3 of 8 steps" in capsys.readouterr().out
 
 
 def test_a_run_continues_with_fewer_ranks_and_other_algorithms(tmp_path, capsys):
@@ -333,8 +325,7 @@ def test_with_pace_rounds_steps_are_rounds(tmp_path):
 @pytest.mark.parametrize(
     ("line", "stops", "steps"),
     [
-        *(((*DIGITS, "--algorithm", name), ([3, 5, 8], [2, 0, 1]), None) for name in FAMILIES),
-        (DIGITS, ([3, 3, 3], [0, 0, 0], [13, 13, 13]), [[3] * 3, [0] * 3, [13] * 3, [16] * 3]),
+        *(((*DIGITS, "--algorithm", name), ([3, 5, 8], [2, 0, 1]), None) for name in ("eager", "allreduce", "sgp")),
         (DIGITS, ([3, NEVER, NEVER],), [[3, 8, 8], [29, 24, 24]]),  # the others end their epoch
         ((*DIGITS, "--algorithm", "allreduce"), ([11, NEVER, 12],), [[11] * 3, [17] * 3]),
         ((*UNEVEN, "--epochs", "3"), ([3, 2, 1], [1, 0, 0]), None),
@@ -376,32 +367,12 @@ def test_a_stopped_run_continues_at_another_size_and_in_lockstep_by_its_share(tm
     assert len(trainers[0].rates) == 24 - 21
 
 
-def test_asked_when_nothing_is_left_the_run_ends_as_ever(tmp_path):
-    line = (*DIGITS, "--checkpoint-dir", str(tmp_path))
-    summaries, trainers = run_all(1, *line, "--epochs", "2", stops=[48])
-    assert summaries[0].test_accuracy == 1.0
-    assert trainers[0].calls[-2:] == ["test", "save"]
-    assert run_all(1, *line, "--steps", "30", stops=[30])[0][0].steps == 30
-
-
-def test_with_pace_rounds_a_stop_goes_by_rounds(tmp_path):
-    line = ("--pace", "rounds", "--epochs", "3", "--batch-size", "60", "--checkpoint-dir", str(tmp_path), "--resume")
-    assert run_all(3, *line, stops=[11, 11, 11])[0] == [None] * 3  # 8 rounds an epoch
-    assert position(tmp_path) == [1, 3, 8, []]
-    summaries, trainers = run_all(3, *line, stops=[NEVER] * 3)
-    assert [len(trainer.rates) for trainer in trainers] == [13] * 3
-    assert summaries[0] is not None
-
-
 LISTENER = """
 import os, signal, sys
 from hvd_async.runner.loop import stop_requested
 if "early" in sys.argv:
     os.kill(os.getpid(), signal.SIGUSR1)
 asked = stop_requested()
-if "late" in sys.argv:
-    assert not asked()
-    os.kill(os.getpid(), signal.SIGUSR1)
 print(asked(), signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
 
 class AtTheEnd:
@@ -413,7 +384,7 @@ if "ending" in sys.argv:
 """
 
 
-@pytest.mark.parametrize(("when", "asked"), [("early", True), ("late", True), ("ending", False)])
+@pytest.mark.parametrize(("when", "asked"), [("early", True), ("ending", False)])
 def test_a_signal_ends_no_process_and_one_that_the_launcher_blocked_is_kept(when, asked):
     def block():
         signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})
@@ -436,7 +407,7 @@ def run_one(trainer, *line, world=None):
     Run(options, world or Job(1).world(0), clock=lambda: clock.now, sleep=clock.sleep).fit(trainer)
 
 
-@pytest.mark.parametrize("line", [(), ("--algorithm", "sgp"), ("--algorithm", "allreduce"), ("--pace", "rounds")])
+@pytest.mark.parametrize("line", [(), ("--algorithm", "allreduce"), ("--pace", "rounds")])
 def test_all_ranks_end_with_the_time(line):
     summaries, trainers = run_all(3, *MINUTE, *line)
     assert [len(trainer.rates) for trainer in trainers] == [60] * 3
@@ -468,8 +439,8 @@ def test_ranks_ask_each_other_now_and_then_only_in_lockstep(algorithm, questions
     world = Job(1).world(0)
     counting = world._replace(gather=lambda value, name: (asked.append(name), world.gather(value, name))[1])
     trainer = Counter(Clock(), 1)
-    run_one(trainer, "--minutes", "20", "--batch-size", "60", "--algorithm", algorithm, world=counting)
-    assert 0 <= len(trainer.rates) - 1200 <= (1200 / QUESTIONS if questions else 0)
+    run_one(trainer, "--minutes", "5", "--batch-size", "60", "--algorithm", algorithm, world=counting)
+    assert 0 <= len(trainer.rates) - 300 <= (300 / QUESTIONS if questions else 0)
     assert questions <= asked.count("hvd_async.runner.asked") <= questions + 2 * bool(questions)
 
 

@@ -2,14 +2,11 @@
 
 import csv
 import json
-import struct
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
-from tensorboard.compat.proto.event_pb2 import Event
 
+from hvd_async.runner.course import Injector
 from hvd_async.runner.report import (
     AT_THE_END,
     COLUMNS,
@@ -26,8 +23,8 @@ from hvd_async.runner.report import (
     write_leaders,
     write_step_times,
 )
-from hvd_async.runner.stragglers import Injector
 from hvd_async.stats import GossipStats, LeaderStats, Stats
+from tests.unit.test_monitor import scalars_in
 
 ALIKE = Replicas(True, 0.0, 0.0)
 EAGER = {"contributors": {1: 4, 2: 1}, "held_s": (0.25, 0.5), "rounds": 5, "gradients_applied": 5}
@@ -94,14 +91,6 @@ def test_leaders_are_counted():
     summary = summary_of(leader_ranks(), algorithm="lsgd")
     assert (summary.rounds, summary.latency_s, summary.gradients_skipped) == (4, 0.25, 2)
     assert (summary.led, summary.leader_distance_by_rank) == ({0: 1, 1: 2}, (2.0, 0.5))
-
-
-def test_a_synchronous_run():
-    counts = OptimizerCounts.synchronous(7, 3, 0.25)
-    summary = summary_of([RankMetrics(counts, 1, 1.0, 0.0, (1.0,))] * 3)
-    assert (summary.rounds, summary.gradients_produced, summary.gradients_applied) == (7, 21, 21)
-    assert (summary.fresh, summary.contributors, summary.wait_s_by_rank) == (1.0, {"mean": 3.0}, (0.25,) * 3)
-    assert summary.held_s_by_rank is summary.bytes_sent is summary.latency_s is summary.peak_bytes is None
 
 
 def test_what_was_counted_since():
@@ -187,19 +176,6 @@ def row(epoch=1, loss=0.5, accuracy=0.75, distance=None):
     counts = [rank.counts for rank in eager_ranks()]
     values = (epoch, 10 * epoch, 0.1, loss, accuracy, 4.0, 100.0, 0.01, 0.02, 0.0, distance)
     return dict(zip(COLUMNS, values, strict=False)) | JobCounts.of(counts).columns()
-
-
-def scalars_in(folder):
-    """(step, tag, value) of every scalar in a folder of TensorBoard events."""
-    found = []
-    for path in sorted(folder.glob("events.out.tfevents.*")):
-        content = path.read_bytes()
-        while content:
-            (length,) = struct.unpack("<Q", content[:8])
-            event = Event.FromString(content[12 : 12 + length])
-            found += [(event.step, value.tag, pytest.approx(value.simple_value)) for value in event.summary.value]
-            content = content[16 + length :]
-    return found
 
 
 def rows_of(path):
@@ -309,18 +285,3 @@ def test_a_file_is_complete_or_not_changed(tmp_path):
         write_atomically(path, fails)
     assert path.read_text() == "one"
     assert [found.name for found in path.parent.iterdir()] == ["last.npz"]
-
-
-def test_neither_framework_is_needed(tmp_path):
-    program = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from hvd_async.runner import loop\n"
-        "from hvd_async.runner.data import Digits\n"
-        "from hvd_async.runner.report import Reporter\n"
-        "Digits(8, vary=True)\n"
-        "Reporter(1, log_dir=Path(sys.argv[1])).step(0, 1.0, 1.0)\n"
-        "sys.exit(' '.join(sorted({'torch', 'tensorflow', 'horovod', 'keras'} & set(sys.modules))) or 0)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, ""), f"imported: {done.stderr}"

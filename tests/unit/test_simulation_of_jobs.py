@@ -172,18 +172,6 @@ def test_a_collective_starts_at_horovods_next_cycle_and_after_the_one_before():
     assert found.seconds == pytest.approx(1.6)  # from 1.25 to 1.35, from 1.5 to 1.6
 
 
-def test_buckets_travel_while_the_backward_pass_goes_on():
-    network = Network(bandwidth=1e6)
-    seconds = {}
-    for overlap in (False, True):
-        setup = Setup(schedule.constant(1, 2, 3.0), network, megabytes=2.0, buckets=4, overlap=overlap)
-        for arm in ("all", "horovod"):
-            seconds[arm, overlap] = simulate(arm, setup).seconds
-    # The forward pass takes 1 s, each bucket's part of the backward pass 0.5 s, and 0.5 s on the wire.
-    assert seconds["all", False] == seconds["horovod", False] == pytest.approx(3.0 + 2.0)
-    assert seconds["all", True] == seconds["horovod", True] == pytest.approx(3.0 + 0.5)
-
-
 # -- those that ours are compared with --------------------------------------------------------------------------
 
 
@@ -205,7 +193,7 @@ def test_averages_inside_groups_wait_for_the_group_alone():
 @pytest.mark.parametrize("arm", OURS)
 def test_nothing_is_lost_whatever_the_network(arm):
     for ranks in (5, 8):
-        for setup in (Setup(uneven(24, ranks)), Setup(uneven(24, ranks), SLOW, 4.0, 3, overlap=True, local_size=2)):
+        for setup in (Setup(uneven(24, ranks)), Setup(uneven(24, ranks), SLOW, 4.0, 3, local_size=2)):
             found = simulate(arm, setup)
             assert found.produced == found.applied
             assert found.steps >= 24 * ranks
@@ -218,7 +206,7 @@ def test_nothing_is_lost_whatever_the_network(arm):
 @pytest.mark.parametrize("pace", ["steps", "rounds"])
 def test_every_gradient_is_applied_and_none_is_later_than_allowed(pace):
     for bound in (0, 2, 16):
-        found = simulate("solo", Setup(uneven(40, 6), SLOW, 2.0, 4, overlap=True), max_staleness=bound, pace=pace)
+        found = simulate("solo", Setup(uneven(40, 6), SLOW, 2.0, 4), max_staleness=bound, pace=pace)
         assert found.produced == found.applied > 0
         assert found.max_staleness <= bound
         assert sum(found.staleness.values()) * 4 == found.produced

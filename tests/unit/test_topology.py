@@ -1,4 +1,4 @@
-"""Graphs as data: degrees, symmetry and connectivity at every size; what is refused."""
+"""Graphs as data, and the mixing matrices on them: their properties at every size; what is refused."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import math
 import networkx
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_async import topology
-from hvd_async.finite_time import base_graph, factors, hyper_hypercube, simple_base_graph
+from hvd_async import mixing, topology
+from hvd_async.finite_time import base_graph, hyper_hypercube, simple_base_graph
 from hvd_async.topology import Topology
+from tests.conftest import examples
 
-SIZES = st.integers(1, 33)
+SIZES = st.integers(1, 17)
+SEEDS = st.integers(0, 2**32 - 1)
 NAMES = st.sampled_from(sorted(topology.NAMED))
 SYMMETRIC = {
     "bipartite-exponential",
@@ -53,13 +55,6 @@ def test_the_table_says_which_are_symmetric_and_which_regular(name, size):
         assert graph.symmetric == (name in SYMMETRIC)
 
 
-@given(SIZES)
-def test_phases_come_back(size):
-    graph = topology.exponential(size)
-    for rank in range(size):
-        assert graph.out(rank, 0) == graph.out(rank, graph.period) == graph.out(rank, 7 * graph.period)
-
-
 @pytest.mark.parametrize(("size", "hops"), [(1, []), (2, [1]), (3, [1, 2]), (5, [1, 2, 4]), (8, [1, 2, 4])])
 def test_one_peer_exponential_hops_double(size, hops):
     graph = topology.exponential(size)
@@ -92,7 +87,7 @@ def test_in_a_bipartite_graph_nobody_has_two_partners(size):
 @pytest.mark.parametrize("peers", [1, 2, 3, 4])
 def test_a_base_graph_agrees_exactly_after_a_period_at_any_size(peers, make):
     """Each phase has at most so many neighbours of a rank, and a symmetric, doubly stochastic matrix."""
-    for size in range(1, 65):
+    for size in range(1, 41):
         product = np.eye(size)
         phases = make(range(size), peers)
         for phase in phases:
@@ -108,29 +103,6 @@ def test_a_base_graph_agrees_exactly_after_a_period_at_any_size(peers, make):
         if make is base_graph:  # (Theorem 1 of the paper)
             assert len(phases) <= 2 * math.log(size, peers + 1) + 2
             assert len(phases) <= len(simple_base_graph(range(size), peers))
-
-
-@pytest.mark.parametrize(
-    ("size", "base", "simple"), [(1, 0, 0), (3, 3, 3), (5, 5, 5), (6, 4, 5), (8, 3, 3), (12, 5, 7)]
-)
-def test_how_long_base_2_graphs_are(size, base, simple):
-    """In two stages, of 3 ranks and of 2 or 4, where that is shorter."""
-    assert (len(base_graph(range(size), 1)), len(simple_base_graph(range(size), 1))) == (base, simple)
-
-
-def test_a_hyper_hypercube_is_of_small_factors():
-    assert [factors(number, 4) for number in (1, 2, 6, 12, 16, 48)] == [[], [2], [3, 2], [4, 3], [4, 4], [4, 4, 3]]
-    assert factors(10, 4) is None
-    with pytest.raises(ValueError, match="10 ranks have a prime factor above 4; use base_graph"):
-        hyper_hypercube(range(10), 3)
-
-
-def test_a_topology_may_bring_weights():
-    graph = topology.base(5)
-    assert [frozenset(phase) for phase in graph.weights] == list(graph.phases)
-    assert hash(graph) == hash(topology.base(5))
-    assert graph == topology.base(5)
-    assert graph != Topology("base", 5, graph.phases)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8, 15])
@@ -153,14 +125,10 @@ def test_a_mesh_is_as_square_as_it_can_be():
 def test_one_peer_takes_every_neighbour_in_its_turn(size, name):
     static = topology.named(name, size)
     graph = topology.one_peer(static)
+    assert [topology.one_peer(topology.complete(4)).out(2, step) for step in range(3)] == [(3,), (0,), (1,)]
     for rank in range(size):
         visited = {graph.out(rank, step) for step in range(graph.period)}
         assert visited == {(peer,) for peer in static.out(rank, 0)}
-
-
-def test_one_peer_goes_clockwise_from_the_next_rank():
-    graph = topology.one_peer(topology.complete(4))
-    assert [graph.out(2, step) for step in range(3)] == [(3,), (0,), (1,)]
 
 
 @given(st.integers(1, 5), st.sampled_from([1, 3, 4, 5]), st.sampled_from(["ring", "exponential"]))
@@ -192,6 +160,7 @@ def test_networkx_graphs_go_both_ways_if_they_are_undirected():
         (lambda: topology.named("exponential", 4, 4), "peers must be at most 3 at 4 ranks, got 4"),
         (lambda: topology.named("exponential", 4, 0), "must be a whole number, 1 or more, got 0"),
         (lambda: topology.named("ring", 4, 2), "omit peers"),
+        (lambda: hyper_hypercube(range(10), 3), "10 ranks have a prime factor above 4; use base_graph"),
         (lambda: topology.ring(4, "up"), "'left', 'right' or 'both'"),
         (lambda: topology.static_exponential(4, 1), "must be 2 or more, got 1"),
         (lambda: topology.inner_outer(6, 4), "does not divide 6 ranks"),
@@ -203,13 +172,121 @@ def test_networkx_graphs_go_both_ways_if_they_are_undirected():
         (lambda: Topology("mine", 2, (frozenset({(1, 1)}),)), "rank 1 sends to itself"),
         (lambda: Topology("mine", 0, (frozenset(),)), "1 or more"),
         (lambda: Topology("mine", 2, ()), "at least one"),
-        (
-            lambda: Topology("mine", 2, (frozenset({(0, 1)}),), ({(1, 0): 0.5},)),
-            "weights of each phase's edges, or none",
-        ),
         (lambda: Topology("mine", 2, (frozenset({(0, 1)}),), ({}, {})), "weights of each phase's edges, or none"),
     ],
 )
 def test_what_is_no_graph_is_refused_with_a_hint(make, hint):
     with pytest.raises(ValueError, match=hint):
         make()
+
+
+# -- mixing matrices --------------------------------------------------------------------------------------------------
+
+TWO_WAY = st.sampled_from(["bipartite-exponential", "bipartite-linear", "ring", "mesh", "star", "complete"])
+
+
+@given(NAMES, SIZES)
+def test_uniform_weights_are_column_stochastic_on_every_graph(name, size):
+    graph = topology.named(name, size)
+    for weights in mixing.matrices(graph, "uniform"):
+        mixing.check_columns(weights)
+        if graph.regular:
+            mixing.check_doubly(weights)
+
+
+@given(TWO_WAY, SIZES)
+def test_metropolis_weights_are_symmetric_and_doubly_stochastic(name, size):
+    for weights in mixing.matrices(topology.named(name, size), "metropolis"):
+        mixing.check_doubly(weights)
+        np.testing.assert_array_equal(weights, weights.T)
+        assert (np.diag(weights) > 0).all()
+
+
+@settings(max_examples=examples(25))
+@given(NAMES, st.integers(1, 8), SEEDS)
+def test_push_sum_keeps_the_sums_and_finds_the_mean_on_every_graph(name, size, seed):
+    random = np.random.default_rng(seed)
+    x, w = random.normal(size=(size, 3)), np.ones((size, 1))
+    mean = x.mean(axis=0)
+    matrices = mixing.matrices(topology.named(name, size), "uniform")
+    for step in range(250 * len(matrices)):  # the slowest, a one-way ring of 8, shrinks by cos(pi / 8) a step
+        x, w = matrices[step % len(matrices)] @ x, matrices[step % len(matrices)] @ w
+        assert (w > 0).all()
+    np.testing.assert_allclose(x.sum(axis=0) / size, mean, atol=1e-12)
+    np.testing.assert_allclose(x / w, np.tile(mean, (size, 1)), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "graph", [*map(topology.exponential, (1, 2, 4, 8, 16)), topology.base(5), topology.base(12, 2)]
+)
+def test_these_graphs_agree_exactly_after_a_period(graph):
+    matrices = mixing.matrices(graph, "uniform")
+    assert mixing.disagreement(matrices, graph.period)[-1] == pytest.approx(0.0, abs=1e-12)
+    assert (mixing.spectral_gap(matrices), mixing.mixing_time(matrices)) == (1.0, graph.period)
+
+
+def test_how_fast_ranks_agree():
+    third = np.array([[2.0, 1.0], [1.0, 2.0]]) / 3
+    np.testing.assert_allclose(mixing.disagreement([third], 3), [1 / 3, 1 / 9, 1 / 27])
+    (ring,) = mixing.matrices(topology.ring(9), "metropolis")
+    second = (1 + 2 * math.cos(2 * math.pi / 9)) / 3
+    assert mixing.spectral_gap([ring]) == pytest.approx(1 - second)
+    assert mixing.mixing_time([ring], 1e-3) == pytest.approx(math.log(1e-3) / math.log(second))
+
+
+def test_a_graph_that_is_not_connected_is_refused():
+    apart = Topology("two pairs", 4, (frozenset({(0, 1), (1, 0), (2, 3), (3, 2)}),))
+    assert mixing.mixing_time(mixing.matrices(apart, "metropolis")) == math.inf
+    with pytest.raises(ValueError, match="nothing of rank 0 ever reaches rank 2"):
+        mixing.check_connected(apart)
+    one_way = Topology("one way", 3, (frozenset({(0, 1)}), frozenset({(1, 2)})))
+    with pytest.raises(ValueError, match="nothing of rank 1 ever reaches rank 0"):
+        mixing.check_connected(one_way)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "hint"),
+    [
+        ([[1.0, 0.5], [0.0, 0.4]], "rank 1 sends 0.9"),
+        ([[1.0, 0.5], [0.0, 0.5]], "rank 0 receives 1.5"),
+        ([[1.2, 0.0], [-0.2, 1.0]], "the edge from rank 0 to rank 1 is -0.2"),
+        ([[math.nan, 0.0], [0.0, 1.0]], "from rank 0 to rank 0 is nan"),
+        ([[1.0, 0.0]], r"shape \(1, 2\)"),
+    ],
+)
+def test_a_matrix_that_does_not_mix_is_refused_by_name(matrix, hint):
+    with pytest.raises(ValueError, match=hint):
+        mixing.check_doubly(np.array(matrix))
+
+
+GREEDY = Topology("greedy", 2, (frozenset({(0, 1)}),), ({(0, 1): 1.5},))
+
+
+@pytest.mark.parametrize(
+    ("graph", "scheme", "hint"),
+    [
+        (topology.exponential(4), "metropolis", "rank 0 sends to rank 1 at step 0 and gets no answer"),
+        (topology.ring(4), "random", "'uniform', 'metropolis'"),
+        (topology.base(5), "metropolis", "topology 'base' defines its own weights; omit mixing"),
+        (GREEDY, "uniform", r"the edge from rank 0 to rank 0 is -0\.5"),
+    ],
+)
+def test_weights_that_do_not_fit_a_graph_are_refused(graph, scheme, hint):
+    with pytest.raises(ValueError, match=hint):
+        mixing.matrices(graph, scheme)
+
+
+@given(NAMES, SIZES, SEEDS)
+def test_edges_are_their_matrix(name, size, seed):
+    """Whatever is computed by a matrix's edges is what NumPy computes with all of it."""
+    x = np.random.default_rng(seed).normal(size=size)
+    for edges in mixing.edge_weights(topology.named(name, size), "uniform"):
+        matrix = edges.dense()
+        np.testing.assert_allclose(edges @ x, matrix @ x, atol=1e-12)
+        np.testing.assert_allclose(edges.sums(edges.senders), matrix.sum(axis=0))
+        np.testing.assert_allclose(edges.sums(edges.receivers), matrix.sum(axis=1))
+        np.testing.assert_array_equal(edges.lazy().dense(), (matrix + np.eye(size)) / 2)
+        np.testing.assert_array_equal(mixing.EdgeWeights.of(matrix).dense(), matrix)
+        pair = edges.asymmetric()
+        assert (pair is None) == np.array_equal(matrix, matrix.T)
+        assert pair is None or pair[2:] == (matrix[pair[:2]], matrix[pair[1::-1]])

@@ -157,12 +157,10 @@ SLURM = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"}
     ("environment", "run"),
     [
         ({}, None),
-        ({"HOROVOD_GLOO_RENDEZVOUS_PORT": ""}, None),
         ({"SLURM_JOB_ID": "12"}, None),  # (of an allocation in which each run starts ranks by other means)
         (SLURM, "SLURM_STEP_ID:12:0"),
         ({**SLURM, "HOROVOD_GLOO_RENDEZVOUS_PORT": "4711"}, "HOROVOD_GLOO_RENDEZVOUS_PORT:4711"),
         ({"PMIX_NAMESPACE": "77", "MASTER_PORT": "29500"}, "PMIX_NAMESPACE:77"),
-        ({"MASTER_PORT": "29500"}, "MASTER_PORT:29500"),
     ],
 )
 def test_a_run_is_named_by_its_launcher(tmp_path, monkeypatch, environment, run):
@@ -188,7 +186,6 @@ def test_a_run_replaces_an_earlier_one(tmp_path):
     [
         (b'{"version":2,"what":"else"}\n', "version 2"),
         (b'{"rank":0}\n', "read as a file of a trace"),
-        (b"", "as a file of a"),
     ],
 )
 def test_another_format_is_refused(tmp_path, line, error):
@@ -197,7 +194,7 @@ def test_another_format_is_refused(tmp_path, line, error):
         read_trace(tmp_path)
 
 
-@pytest.mark.parametrize(("hosts", "size"), [("aaaa", 4), ("aabb", 2), ("abcd", 1), ("abab", 1), ("aab", 1)])
+@pytest.mark.parametrize(("hosts", "size"), [("aabb", 2), ("abab", 1), ("aab", 1)])
 def test_ranks_of_a_host_are_counted_where_all_have_as_many(tmp_path, monkeypatch, hosts, size):
     for rank, host in enumerate(hosts):
         monkeypatch.setattr("socket.gethostname", lambda host=host: host)

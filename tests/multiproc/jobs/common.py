@@ -16,7 +16,7 @@ import numpy as np
 from table import Share
 
 from hvd_async.algorithms.eager.machine import EagerStateMachine
-from hvd_async.runner.stragglers import Injector
+from hvd_async.runner.course import Injector
 from hvd_async.runtime.protocol import Command, Finished, OptimizerEvent
 
 BINDINGS = {"torch": ("torch_common", "torch_names"), "tensorflow": ("tf_common", "tf_names")}
@@ -66,7 +66,7 @@ class Straggler:
 
     def compute(self) -> None:
         """This rank's next step of fake computation."""
-        seconds = self._injector.seconds(self._step, self._rank, self._size)
+        seconds = self._injector.seconds(self._step, self._size)[self._rank]
         self._step += 1
         if seconds:
             time.sleep(seconds)

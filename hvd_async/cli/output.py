@@ -1,0 +1,139 @@
+"""Output of the commands: tables, advice and findings, with lines and colours on a terminal; a picture of a trace."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hvd_async.advisor.advice import Advice
+from hvd_async.advisor.report import Table, sentences, what, who
+from hvd_async.doctor.findings import Finding, Verdict, worst
+from hvd_async.traces.format import Times, Trace
+
+WIDTH = 110
+"""Width of wrapped text, characters."""
+COLOURS = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "bold red"}
+CLOSING = {
+    Verdict.OK: "Horovod and hvd_async will work here.",
+    Verdict.NOTE: "jobs will work here; the notes say what could be better.",
+    Verdict.PROBLEM: "fix the problems first.",
+}
+
+
+def show_table(table: Table) -> None:
+    """Print a table: framed on a terminal that is wide enough, else as plain columns."""
+    title, columns, rows = table
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    if sys.stdout.isatty() and sum(widths) + 3 * len(widths) + 1 <= shutil.get_terminal_size().columns:
+        from rich.console import Console
+        from rich.table import Table as FramedTable
+        from rich.text import Text
+
+        framed = FramedTable(*columns, title=title, title_justify="left")
+        for row in rows:
+            framed.add_row(*map(Text, row))
+        Console().print(framed)
+        return
+    print(f"{title}:")
+    for row in (columns, *rows):
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def show_advice(advice: Advice) -> None:
+    """Print advice: the ranks, the verdict on them, the modes, and what follows."""
+    first, *rest = sentences(advice)
+    show_table(who(advice))
+    print(f"\n{_wrapped(first)}\n")
+    show_table(what(advice.predictions, advice.base))
+    for paragraph in rest:
+        print(f"\n{_wrapped(paragraph)}")
+
+
+def _wrapped(paragraph: str) -> str:
+    """Wrap a paragraph to ``WIDTH``; items of a list keep their lines."""
+    lines = paragraph.split("\n")
+    return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  " * line.startswith("- ")) for line in lines)
+
+
+def show_findings(findings: Sequence[Finding]) -> None:
+    """Print a line per finding, its advice indented below it, and a summary."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    width = min(WIDTH, console.width) if console.is_terminal else WIDTH
+    name_width = max((len(finding.name) for finding in findings), default=0)
+    indent = " " * (9 + name_width + 2)
+    for finding in findings:
+        verdict = (f"{finding.verdict.value:7}", COLOURS[finding.verdict])
+        console.print(Text.assemble(verdict, f"  {finding.name:{name_width}}  {finding.fact}"), soft_wrap=True)
+        for words in textwrap.wrap(finding.advice, width, initial_indent=indent, subsequent_indent=indent):
+            console.print(Text(words), soft_wrap=True)
+    problems, notes, good = (
+        sum(finding.verdict is verdict for finding in findings)
+        for verdict in (Verdict.PROBLEM, Verdict.NOTE, Verdict.OK)
+    )
+    counts = f"{problems} problem{'s' * (problems != 1)}, {notes} note{'s' * (notes != 1)}, {good} ok"
+    overall = worst(findings)
+    console.print(Text(f"{counts}: {CLOSING[overall]}", style=COLOURS[overall]), soft_wrap=True)
+
+
+# -- a picture ---------------------------------------------------------------------------------------------------------
+
+COMPUTES, WAITS, UPDATES = "#4477aa", "#ddcc77", "#aa3377"
+"""Colours that colour-blind readers can distinguish."""
+
+
+def draw(trace: Trace, file: Path, first: int = 0, steps: int = 20) -> None:
+    """Draw some steps of a trace, a row per rank, in the format of the file's suffix: .png, .svg, .pdf.
+
+    Args:
+        trace: of a run.
+        file: to write.
+        first: first step.
+        steps: number of steps.
+
+    Raises:
+        ValueError: matplotlib is not installed, or the steps are not in the trace.
+        OSError: the file cannot be written.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("pictures need matplotlib: pip install matplotlib")
+    if not 0 <= first < trace.steps or steps < 1:
+        raise ValueError(f"the trace has steps 0 to {trace.steps - 1}: say which of these to begin with, and 1 or more")
+    from matplotlib.figure import Figure
+
+    last = min(first + steps, trace.steps)
+    ahead = trace.clocks_ahead
+    shift: Times = np.zeros(trace.ranks) if ahead is None else ahead
+    origin = float((trace.begin[first] - shift).min())
+    figure = Figure(figsize=(12, 1.6 + 0.45 * trace.ranks), layout="constrained")
+    axes = figure.subplots()
+    for rank in range(trace.ranks):
+        begin, arrived, released, done = (
+            times[first:last, rank] - shift[rank] - origin
+            for times in (trace.begin, trace.arrived, trace.released, trace.done)
+        )
+        for start, end, colour in ((begin, arrived, COMPUTES), (arrived, released, WAITS), (released, done, UPDATES)):
+            spans = list(zip(start.tolist(), np.maximum(end - start, 0.0).tolist(), strict=True))
+            axes.broken_barh(spans, (rank - 0.36, 0.72), facecolors=colour)
+        axes.vlines(done, rank - 0.36, rank + 0.36, colors="white", linewidth=0.8)
+    for name, colour in (("computes", COMPUTES), ("waits", WAITS), ("updates", UPDATES)):
+        axes.bar([0], [0], color=colour, label=name)
+    axes.set_yticks(range(trace.ranks), [f"rank {rank}" for rank in range(trace.ranks)])
+    axes.set_ylim(trace.ranks - 0.5, -0.5)
+    axes.set_xlim(left=0.0)
+    apart = "; the clocks of the hosts may differ" if ahead is None else ""
+    axes.set_xlabel(f"s (white lines: ends of steps{apart})")
+    left_out = trace.left_out
+    axes.set_title(f"{trace.headers[0].algorithm}, steps {left_out + first} to {left_out + last - 1}", loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper right", ncols=3, frameon=False)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120)
