@@ -60,15 +60,14 @@ def judge_close(report: Report, each: Row, baseline: str) -> None:
 
 JUDGED, LEAST_SPEEDUP = ("solo", "majority"), 1.3
 UNTIMED = 2
-"""Steps in which TensorFlow traces its graphs and Horovod fills its cache; they train as the others do."""
+"""Steps in which Horovod fills its cache; they train as the others do."""
 REAL_MS = 2.0
 """Milliseconds per frame that the real computation takes at most, to limit a job by."""
 
 
 def sequence_lengths(args: argparse.Namespace, say: Say) -> Report:
     """Measure and judge."""
-    keras = args.framework == "tensorflow"
-    arms = parse_arms(args.arms, args.ranks, rivals=(BASELINE,) if keras else (BASELINE, "ddp"))
+    arms = parse_arms(args.arms, args.ranks)
     need_arm(BASELINE, arms)
     if not 1 <= args.batch_size <= data.CLIPS:
         raise ValueError(f"--batch-size {args.batch_size}: there are {data.CLIPS} clips")
@@ -80,9 +79,9 @@ def sequence_lengths(args: argparse.Namespace, say: Say) -> Report:
         return f"seed {block['seed']}, {block['arm']}: {steps_per_second(block):.2f} steps/s, {score(block):.4f}"
 
     limit = START + 2 * longest * (args.ms + REAL_MS) + 20 * len(blocks)
-    found = measure(args, "timed_keras" if keras else "timed", blocks, say, tell, seconds=limit)
-    names = ("framework", "steps", "ms", "frames", "bucketed", "batch_size", "lr", "momentum")
-    report = LENGTHS.report(args, length_rows(found, chosen(args, *names, seed="the run's number")))
+    found = measure(args, "timed", blocks, say, tell, seconds=limit)
+    names = ("steps", "ms", "frames", "bucketed", "batch_size", "lr", "momentum")
+    report = LENGTHS.report(args, length_rows(found, chosen(args, *names, framework="torch", seed="the run's number")))
     judge_lengths(report)
     return report
 
@@ -181,20 +180,18 @@ machine's few cores, not for each other. --ms 0: the real computation alone. Bou
 
 Batches are of clips of similar length, as in practice, unless --no-bucketed. --repetitions is the number of seeds, each
 with clips, weights and batches of its own; "over ideal" is the speed-up over a synchronous optimizer that costs
-nothing, which the bounds are of too. TensorFlow's arm horovod is plain hvd.allreduce of the gradients.""",
+nothing, which the bounds are of too.""",
     run=sequence_lengths,
     columns=columns(
-        "framework = setting.framework | arm | steps/s = value .2f ~ | speed-up = speedup .3f ~ | bound = bound .3f | "
+        "arm | steps/s = value .2f ~ | speed-up = speedup .3f ~ | bound = bound .3f | "
         "over ideal = over_ideal .3f | accuracy = accuracy .4f | difference = difference +.4f 95% | "
         "variation = variation .3f | staleness = staleness .2f | in a round = contributors .2f | runs = runs d"
     ),
     panels=(Panel("speedup", marks=("bound", "over_ideal")), Panel("accuracy"), Panel("difference", "points")),
-    group="{framework}",
     ranks=4,
     arms="horovod,majority,solo",
     repetitions=3,
     options=(
-        Option("--framework", "torch", "of the model", {"choices": ("torch", "tensorflow")}),
         Option("--steps", 480, "of each rank in each training"),
         Option("--ms", 5.0, "of computation per frame, real or slept; 0: none"),
         Option("--frames", 20, "of a clip, median", {"metavar": "N"}),

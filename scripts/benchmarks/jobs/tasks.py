@@ -16,7 +16,6 @@ from hvd_async.simulation.network import CLASSES, INPUTS, widths
 
 from ..support import data
 from .arm import Loss
-from .host_counts import ELEMENTS, SmallTensors
 
 HIDDEN = 48
 """Units of the LSTM."""
@@ -201,13 +200,6 @@ def _dense(task: Mapping[str, Any], rank: int) -> Task:
     return _random(torch.nn.Linear(side, side, bias=False), torch.randn(task["batch"], side))
 
 
-def _tensors(task: Mapping[str, Any], rank: int) -> Task:
-    """Many small parameters: a step is the host's work alone."""
-    inputs = torch.ones(ELEMENTS)
-    loss: Loss = lambda model: model(inputs)  # noqa: E731
-    return Task(SmallTensors(), lambda _: loss)
-
-
 def _vectors(task: Mapping[str, Any], rank: int) -> Task:
     """Few large parameters, whose gradients are 1."""
     elements = int(task["megabytes"] * 1e6 / 4 / VECTORS)
@@ -239,7 +231,6 @@ RANDOM: dict[str, Callable[[Mapping[str, Any], int], Task]] = {
     "small": _small,
     "network": _network,
     "dense": _dense,
-    "tensors": _tensors,
     "vectors": _vectors,
     "resnet50": _resnet50,
 }
