@@ -6,9 +6,10 @@ Numbers are round, so that a table can be checked in the head. A run that is not
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from typing import Any
+
+import msgspec
 
 from hvd_async.simulation.names import LEADERS, gossip_of, read_name, waits_for_nobody
 from hvd_async.traces.recorder import Recorder
@@ -22,7 +23,7 @@ OPTIONS = {
     "straggler": "--ranks 4 --arms horovod,majority,solo,auto --delay 0.1 0.2 --compute 0.1 --steps 10 --repetitions 2",
     "no_stragglers": "--arms horovod,all,solo --image-size 32 --repetitions 9",
     "activation": "--ranks 2 --rounds 10 --repetitions 2",
-    "split_classes": f"--arms horovod,solo,sgp,lsgd,lsgd-close,{MUTANT} --folds 2 --repetitions 2 --epochs 1",
+    "split_classes": f"--arms horovod,solo,sgp,lsgd,{MUTANT} --folds 2 --repetitions 2 --epochs 1",
     "sequence_lengths": "--arms horovod,majority,solo,auto --steps 14",
     "hetero": "--ranks 4 --arms horovod,adpsgd,lsgd --slow 5 --compute 1 --window 10 --repetitions 2 --even",
     "network": "--arms horovod,ddp,decent-dp,sgp,dpsgd,easgd --mbit 50 1000 --steps 3 --compute 0.5 --repetitions 2",
@@ -57,7 +58,7 @@ def options(case: Any, *line: str, **more: Any) -> argparse.Namespace:
 
 def timed(block: Block, rank: int, size: int, well: bool) -> Own:
     """A block of the timed jobs: rivals take 0.2 s a step beyond the computation, ours nothing, or 1 s."""
-    arm = block.get("algorithm", block["arm"])
+    arm = "solo" if block["arm"] == MUTANT else block["arm"]
     base = read_name(arm).base
     rival = base in ("horovod", "ddp", "decent-dp", PLAIN)
     extra = (0.0 if rival else 0.001) if block.get("keep") else 0.01 if rival else 0.0
@@ -129,7 +130,7 @@ def soak(plan: Block, size: int, well: bool) -> Block:
 def nemesis(schedule: Schedule, weights: int, well: bool) -> Block:
     """A schedule with a death; or one in which that is known late, and a step is taken again."""
     troubles = schedule.troubles or (Trouble(0, "kill", "step", 3, 0, 0.0),)
-    told = history_of(dataclasses.replace(schedule, troubles=troubles), weights)
+    told = history_of(msgspec.structs.replace(schedule, troubles=troubles), weights)
     for records in told.values() if not well and schedule.kind != HOROVOD else ():
         late = 0.5 if any(record["what"] == "meeting" for record in records) else 0.0
         records.sort(key=lambda record: record["at"])
@@ -147,7 +148,7 @@ ROWS = {"timed": timed, "timed_keras": timed, "activation": activation}
 def blocks_of(job: str, size: int, plan: Block, well: bool) -> list[Block]:
     """Return the blocks that a job writes, as they are read."""
     if job == "nemesis":
-        found = [nemesis(Schedule.of(schedule), plan["weights"], well) for schedule in plan["schedules"]]
+        found = [nemesis(msgspec.convert(schedule, Schedule), plan["weights"], well) for schedule in plan["schedules"]]
     elif job == "soak":
         found = [soak(plan, size, well)]
     else:

@@ -148,7 +148,6 @@ REFUSED = {
     "time_to_accuracy --kinds rain": "invalid choice: 'rain'",
     "sequence_lengths --batch-size 0": "there are 2048 clips",
     "split_classes --arms horovod,lsgd-far": "no arm 'lsgd-far'",
-    "split_classes --arms lsgd-close": "no arm was named",  # (what to compare it with?)
     "network --mbit 0": "take numbers above 0",
     "network --per-host 3": "8 ranks cannot be divided so",
     "nemesis --ranks 4": "schedules begin with 3 ranks",

@@ -18,7 +18,7 @@ from hvd_async.simulation.network import BYTES, PAYLOAD, power_sgd_megabytes
 from ..support.arms import IN_BACKWARD, WARM_UP, installed, parse_arms
 from ..support.figures import Block, everywhere, grouped, identical, mean_interval, spread
 from ..support.launch import START, Progress, block_of, measure, repetitions
-from ..support.report import Case, Option, Panel, Report, Row, Say, chosen, columns, row
+from ..support.report import Case, Option, Panel, Report, Row, Say, chosen, columns, ends, row
 
 ARMS = (
     *("horovod", "ddp", "ddp-powersgd", "post-local-sgd", "torchft", "torchft-diloco", "decent-dp", "solo"),
@@ -169,9 +169,7 @@ def rows_of(blocks: list[Block]) -> list[Row]:
                 *(ms, "ms a step, of the slowest rank"),
                 speedup=statistics.median(1e3 * slowest_step(b) for b in rival) / ms.value if rival else None,
                 bound=1e3 * least_seconds(base, ranks, first) / least,
-                accuracy=scores.value,
-                accuracy_low=scores.low if math.isfinite(scores.low) else None,
-                accuracy_high=scores.high if math.isfinite(scores.high) else None,
+                **ends("accuracy", scores),
                 least_ms=least,
                 over_least=ms.value / least,
                 p90=float(1e3 * np.quantile(every, 0.9, method="inverted_cdf")),

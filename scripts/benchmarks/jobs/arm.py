@@ -169,7 +169,7 @@ class Arm:
                 own |= {**self.gossip._asdict(), "compression": reduced}
                 self.optimizer = hvd.GossipOptimizer(optimizer, **own)
 
-    def train(self, loss: Loss, seconds: float = 0.0, exact: bool = False, recorded: Loss | None = None) -> None:
+    def train(self, loss: Loss, seconds: float = 0.0, exact: bool = False) -> None:
         """Take a step.
 
         Args:
@@ -177,14 +177,12 @@ class Arm:
             seconds: of sleep after the forward pass, before the gradients are there.
             exact: the seconds are those of the whole computation: gradients are computed first, the rest is slept, and
                 the backward pass hands them over. (An arm hands gradients over during the backward pass.)
-            recorded: the loss that says who leads; None: the step's own.
         """
         began = time.perf_counter()
         self.optimizer.zero_grad()
         value = loss(self.model)
         if self.name in LEADERS:
-            with torch.no_grad():
-                self.optimizer.record_loss(value if recorded is None else recorded(self.model))
+            self.optimizer.record_loss(value.detach())
         if exact:
             parameters = list(self.model.parameters())
             value = Known.apply(torch.autograd.grad(value, parameters), *parameters)

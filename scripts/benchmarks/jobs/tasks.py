@@ -105,13 +105,11 @@ class Task(NamedTuple):
         model: with the same weights on all ranks.
         loss: returns the loss of this rank's batch of a step; called for one step after the other.
         score: returns the share of the scored data that a model classifies correctly; None of random data.
-        common: the loss of data that all ranks have in common, if it is to be recorded.
     """
 
     model: torch.nn.Module
     loss: Callable[[int], Loss]
     score: Callable[[torch.nn.Module], float] | None = None
-    common: Loss | None = None
 
 
 def task_of(task: Mapping[str, Any], seed: int, rank: int, size: int) -> Task:
@@ -146,8 +144,7 @@ def images(task: Mapping[str, Any], rank: int, size: int) -> Task:
     def score(model: torch.nn.Module) -> float:
         return share_of(model, (pixels[found.scored],), found.labels[found.scored])
 
-    common = loss_of(data.common(task["fold"], task["common"], task["seed"])) if "common" in task else None
-    return Task(model, lambda _: loss_of(next(mine)), score, common)
+    return Task(model, lambda _: loss_of(next(mine)), score)
 
 
 def clips(task: Mapping[str, Any], rank: int, size: int) -> Task:

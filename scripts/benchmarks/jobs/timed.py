@@ -2,8 +2,8 @@
 
 A block has, in addition to what ``rank.timed`` reads:
 
-``arm``, ``algorithm``: its name; what it stands for, if the name does not say. ``own``: further arguments of the arm's
-optimizer. ``task``: see ``tasks``. ``seed``: of weights and data. ``lr``, ``momentum``, ``weight_decay``: of SGD;
+``arm``: its name. ``own``: further arguments of the arm's optimizer. ``task``: see ``tasks``. ``seed``: of weights and
+data. ``lr``, ``momentum``, ``weight_decay``: of SGD;
 ``cosine``: the rate rises and falls. ``exact``: ``times`` are those of the whole computation. ``trace``: folder to
 record the steps to. ``scored``: the accuracy is found after the drain. ``looks``: how often the ranks copy their
 weights, without stopping, to be scored later. ``apart``: how far the ranks' weights differ before the drain is noted.
@@ -56,8 +56,7 @@ class TorchTrainer:
         how = {name: block[name] for name in ("momentum", "weight_decay") if name in block}
         optimizer = torch.optim.SGD(self.task.model.parameters(), lr=block["lr"], **how)
         scaler = torch.amp.GradScaler("cuda") if block["task"].get("dtype") == "fp16" else None
-        name = block.get("algorithm", block["arm"])
-        self.arm = Arm(name, self.task.model, job, optimizer, scaler, **block.get("own", {}))
+        self.arm = Arm(block["arm"], self.task.model, job, optimizer, scaler, **block.get("own", {}))
         self.computed = self.arm.computed
         self.stats, self.drain = self.arm.stats, self.arm.drain
         self.identical, self.close = self.arm.identical, self.arm.close
@@ -71,7 +70,7 @@ class TorchTrainer:
             steps = self._block["untimed"] + (self._most or 0)
             for group in self.arm.optimizer.param_groups:
                 group["lr"] = rate(self._block["lr"], self._steps, steps)
-        self.arm.train(self.task.loss(self._steps), seconds, self._block.get("exact", False), self.task.common)
+        self.arm.train(self.task.loss(self._steps), seconds, self._block.get("exact", False))
         self._steps += 1
 
 
