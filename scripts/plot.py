@@ -1,12 +1,11 @@
 #!/usr/bin/env python
 """Pictures of runs and of benchmarks.
 
-Runs: give the runners' --log-dir folders (or CSV files of them, or --summary files), one or several to be compared.
-Drawn is what they tell: loss and accuracy over epochs and over time, how step times are spread, waits by rank, how far
-ranks were apart, staleness, who led when. Runs are named by their quorum or algorithm, or by their folders where these
-are the same or unknown.
+Runs: pass the runners' --log-dir folders, or CSV files of them, one or several to be compared. Drawn are loss and
+accuracy over epochs and over time, step times, waits by rank, how far ranks were apart, staleness, and who led when.
+Runs are named by their quorum or algorithm, or by their paths where these are the same.
 
-A benchmark: give the JSON file that scripts/bench.py --json has written, and no other; it is drawn as --plot draws it.
+A benchmark: pass the JSON file that scripts/bench.py --json has written, and no other; it is drawn as --plot draws it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.cases import CASES, current_name
 from benchmarks.support import plot, runs
@@ -28,15 +26,13 @@ examples:
 """
 
 
-def draw_benchmark(path: Path, content: dict[str, Any], picture: Path) -> None:
-    """Draw a benchmark's JSON.
-
-    Raises:
-        ValueError: there is no such case, or its rows are not what the case draws.
-    """
-    case = CASES.get(current_name(content["case"]))
+def draw_benchmark(path: Path, picture: Path) -> None:
+    """Draw a benchmark's JSON; ValueError if there is no such case, or its rows are not what the case draws."""
+    content = runs.read_json(path)
+    case = CASES.get(current_name(content.get("case", "")))
     if case is None:
-        raise ValueError(f"{path} is of a case {content['case']!r} that is not there: give one of {', '.join(CASES)}")
+        known = ", ".join(CASES)
+        raise ValueError(f"{path} is of a case {content.get('case')!r} that is not there: pass one of {known}")
     try:
         plot.save(case, content, picture)
     except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -45,11 +41,7 @@ def draw_benchmark(path: Path, content: dict[str, Any], picture: Path) -> None:
 
 
 def draw_runs(paths: Sequence[Path], ranks: int | None, picture: Path) -> None:
-    """Draw runs.
-
-    Raises:
-        ValueError: something cannot be read, or has nothing that could be drawn.
-    """
+    """Draw runs; ValueError if a file cannot be read, or has nothing to draw."""
     found = runs.read(paths, ranks)
     named = dict(zip(runs.labels(found), found, strict=True))
     sizes = sorted({run.ranks for run in found})
@@ -67,25 +59,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="a folder or a file, as above")
     parser.add_argument("--plot", type=Path, default=Path("plot.png"), metavar="FILE", help="a PNG (default: plot.png)")
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        metavar="N",
-        help="of the job, where only leaders.csv is given (default: as far as leaders go)",
-    )
-    given = parser.parse_args(argv)
+    parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks, if only leaders.csv is passed")
+    args = parser.parse_args(argv)
     try:
-        contents = {path: runs.read_json(path) for path in given.files if path.suffix == ".json" and path.is_file()}
-        benchmarks = [path for path, content in contents.items() if "case" in content and "rows" in content]
-        if benchmarks and len(given.files) > 1:
-            raise ValueError(f"{benchmarks[0]} is a benchmark's: pass no other file with it")
-        if benchmarks:
-            draw_benchmark(benchmarks[0], contents[benchmarks[0]], given.plot)
+        if args.files[0].suffix == ".json":
+            if len(args.files) > 1:
+                raise ValueError(f"{args.files[0]} is a benchmark's: pass no other file with it")
+            draw_benchmark(args.files[0], args.plot)
         else:
-            draw_runs(given.files, given.ranks, given.plot)
+            draw_runs(args.files, args.ranks, args.plot)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    print(f"wrote {given.plot}")
+    print(f"wrote {args.plot}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import os
 import re
 import shutil
@@ -14,9 +13,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,14 +112,6 @@ class Cluster:
             for setting in ("slow_start_after_idle=0", "congestion_control=reno"):
                 _do(*inside, "sysctl", "-qw", f"net.ipv4.tcp_{setting}")
 
-    def cut(self, host: int) -> None:
-        """Cut a host's link: whatever it sends, or is sent, is lost until ``restore``. Connections last a while."""
-        _do("ip", "link", "set", self.hosts[host].outer, "down")
-
-    def restore(self, host: int) -> None:
-        """Restore a host's link."""
-        _do("ip", "link", "set", self.hosts[host].outer, "up")
-
 
 def _limit(where: Sequence[str], device: str, mbit: float) -> None:
     """Limit what a device sends; ``where`` goes before commands for it."""
@@ -140,67 +130,6 @@ def _limit(where: Sequence[str], device: str, mbit: float) -> None:
     tc(f"qdisc add dev {device} parent 1:20 bfifo limit {burst + round(mbit * 1e6 / 8 * QUEUE)}")
     # What has less than 64 bytes: nothing but acknowledgements.
     tc(f"filter add dev {device} parent 1: protocol ip u32 match u16 0 0xffc0 at 2 flowid 1:10")
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A link that is cut while a job runs.
-
-    Attributes:
-        host: whose.
-        after: seconds from the job's start.
-        seconds: until it is restored.
-    """
-
-    host: int
-    after: float
-    seconds: float
-
-    @classmethod
-    def parse(cls, text: str) -> Cut:
-        """``HOST:AFTER:SECONDS``."""
-        try:
-            host, after, seconds = text.split(":")
-            cut = cls(int(host), float(after), float(seconds))
-            if not (0 <= cut.after < math.inf and 0 <= cut.seconds < math.inf):
-                raise ValueError(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not HOST:AFTER:SECONDS, such as 1:5:2.5") from None
-        return cut
-
-
-@contextlib.contextmanager
-def cutting(cluster: Cluster, cuts: Sequence[Cut]) -> Iterator[None]:
-    """Cut links, and restore them, at their times, while the block runs; at its end none is cut.
-
-    Raises:
-        ClusterError: a link could not be cut or restored.
-    """
-    failed: list[ClusterError] = []
-
-    def at(seconds: float, change: Callable[[int], None], host: int) -> threading.Timer:
-        def act() -> None:
-            try:
-                change(host)
-            except ClusterError as error:
-                failed.append(error)
-
-        return threading.Timer(seconds, act)
-
-    timers = [at(cut.after, cluster.cut, cut.host) for cut in cuts]
-    timers += [at(cut.after + cut.seconds, cluster.restore, cut.host) for cut in cuts]
-    for timer in timers:
-        timer.start()
-    try:
-        yield
-    finally:
-        for timer in timers:
-            timer.cancel()
-            timer.join()
-        for host in {cut.host for cut in cuts}:
-            cluster.restore(host)
-    if failed:
-        raise failed[0]
 
 
 @contextlib.contextmanager
@@ -298,12 +227,11 @@ def _do(*command: str) -> str:
     return done.stdout
 
 
-def run_on(cluster: Cluster, command: Sequence[str], per_host: int = 1, env: Mapping[str, str] | None = None) -> int:
+def run_on(cluster: Cluster, command: Sequence[str], per_host: int = 1) -> int:
     """Run a command as Horovod ranks on the hosts (Gloo); when one fails the others are ended.
 
     Args:
         per_host: ranks on each.
-        env: added to the environment.
 
     Returns:
         The exit code of the first rank that failed, 0 if none did.
@@ -320,22 +248,19 @@ def run_on(cluster: Cluster, command: Sequence[str], per_host: int = 1, env: Map
                 if os.environ.get("HVD_ASYNC_TRANSPORT") == "torch":
                     own |= {"RANK": str(slot.rank), "WORLD_SIZE": str(slot.size)}
                     own |= {"MASTER_ADDR": cluster.hosts[0].address, "MASTER_PORT": TORCH_PORT}
-                ranks.append(_start(host, command, {**own, **(env or {})}))
+                started = subprocess.Popen(
+                    [*host.inside, *command],
+                    env={**os.environ, **own},
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+                ranks.append(started)
             return _wait(ranks)
         finally:
             for rank in ranks:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(rank.pid, signal.SIGKILL)
                 rank.wait()
-
-
-def _start(host: Host, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [*host.inside, *command],
-        env={**os.environ, **env},
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
@@ -402,15 +327,6 @@ def main() -> int:
     parser.add_argument("--per-host", type=int, default=1, metavar="N", help="ranks on each (default: %(default)s)")
     parser.add_argument("--mbit", type=float, metavar="X", help="Mbit/s of each host's link (default: no limit)")
     parser.add_argument(
-        "--cut",
-        type=Cut.parse,
-        action="append",
-        default=[],
-        metavar="HOST:AFTER:SECONDS",
-        help="cut a host's link (0 is the first) AFTER seconds after the start, and restore it SECONDS later; "
-        "may be given several times",
-    )
-    parser.add_argument(
         "--elastic",
         type=Path,
         metavar="FILE",
@@ -423,9 +339,6 @@ def main() -> int:
     args = parser.parse_args()
     if not args.command and not args.clean:
         parser.error("say what the ranks are to run, after --")
-    for cut in args.cut:
-        if not 0 <= cut.host < args.hosts:
-            parser.error(f"--cut: there is no host {cut.host}: take 0 to {args.hosts - 1}")
 
     def stop(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
@@ -436,7 +349,7 @@ def main() -> int:
         if args.clean:
             remove_stale()
             return 0
-        with virtual_cluster(args.hosts, args.mbit) as cluster, cutting(cluster, args.cut):
+        with virtual_cluster(args.hosts, args.mbit) as cluster:
             if args.elastic:
                 return run_elastic(cluster, args.command, args.elastic, args.np, args.per_host)
             return run_on(cluster, args.command, args.per_host)

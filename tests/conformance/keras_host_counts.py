@@ -10,8 +10,12 @@ import threading
 from collections import Counter
 from typing import Any, NamedTuple
 
+import keras
+import tensorflow as tf
+from tensorflow.python.ops import script_ops
+
 from hvd_async.testing import Cluster
-from scripts.benchmarks.jobs.timed_keras import BUCKET_MB, PY_FUNCTIONS, STEPS, Crossings, SmallSteps
+from scripts.benchmarks.jobs.timed_keras import wrapped
 from scripts.benchmarks.support.arms import PLAIN, is_eager
 from tests.conformance import (
     conftest,  # noqa: F401  ranks that are threads trace one at a time
@@ -19,8 +23,84 @@ from tests.conformance import (
 )
 from tests.conformance.host_counts import MODES
 
+VARIABLES, ELEMENTS = 40, 8
+"""Number of variables of ``SmallVariables``, and elements of each. (Fewer than ResNet-50 has: Keras makes operators for
+each variable, and tracing them takes long.)"""
+BUCKET_MB = VARIABLES * ELEMENTS * 4 / 5 / 2**20
+"""``bucket_cap_mb`` for five buckets."""
+STEPS = 16
+"""Steps that are counted, after as many: a multiple of every period."""
+PY_FUNCTIONS = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
+"""Types of operators that call Python."""
 PATIENCE = 600.0
 """Time limit of the ranks, seconds. Tracing takes most of it: on a busy machine, minutes."""
+
+
+class SmallVariables(keras.Model):
+    """A model of many variables that computes next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = [self.add_weight(shape=(ELEMENTS,), initializer="ones") for _ in range(VARIABLES)]
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        for factor in self.factors:
+            inputs = inputs * factor
+        return inputs
+
+
+class SmallSteps:
+    """The model under an arm, whose step is the graph that ``fit()`` makes of it.
+
+    Args:
+        arm: its name.
+        own: further arguments of the wrapper.
+    """
+
+    def __init__(self, arm: str, **own: Any) -> None:
+        self.model = SmallVariables()
+        self.optimizer = wrapped(arm, keras.optimizers.SGD(1e-6, momentum=0.9), self.model, **own)
+        self.model.compile(self.optimizer, loss="mse")
+        self.optimizer.build(self.model.trainable_variables)
+        self._step = tf.function(self.model.train_step)
+        self._batch = tf.ones([1, ELEMENTS])
+
+    def train(self, steps: int = 1) -> None:
+        """Take steps."""
+        for _ in range(steps):
+            self._step((self._batch, self._batch))
+
+    def operators(self) -> Counter[str]:
+        """Return the operators of a step by type, those of the functions in its graph included."""
+        concrete = self._step._list_all_concrete_functions()[-1]
+        graph = concrete.graph.as_graph_def()
+        nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+        return Counter(node.op for node in nodes)
+
+
+class Crossings:
+    """Counter of calls of Python functions from graphs, in all threads, from ``begin`` to ``end``.
+
+    Attributes:
+        count: of them.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._call = script_ops.EagerFunc.__call__
+
+    def begin(self) -> None:
+        lock = threading.Lock()
+
+        def counted_call(function: Any, *args: Any) -> Any:
+            with lock:
+                self.count += 1
+            return self._call(function, *args)
+
+        script_ops.EagerFunc.__call__ = counted_call
+
+    def end(self) -> None:
+        script_ops.EagerFunc.__call__ = self._call
 
 
 class KerasCost(NamedTuple):

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from hvd_async.torch.testing import FakeGpu
-from scripts.benchmarks.jobs.host_counts import Calls, Operators, mean_counts
 from tests.conformance import keras_host_counts
-from tests.conformance.host_counts import highest, measure, plain
+from tests.conformance.host_counts import Calls, Operators, highest, mean_counts, measure, plain
 from tests.conftest import LONG_RUN
 
 

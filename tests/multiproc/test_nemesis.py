@@ -55,7 +55,7 @@ def histories_of(
             patched.setattr(launch.subprocess, "Popen", forking(subprocess.Popen, server))
         blocks = launch.run("nemesis", ranks, plan, limit=240.0, elastic=True, **how)
     assert server is None or server.sweep(GOODBYE) == []
-    return [nemesis.History(nemesis.Schedule.of(block["schedule"]), block["history"]) for block in blocks]
+    return [nemesis.History.of(block) for block in blocks]
 
 
 @pytest.fixture(scope="module")

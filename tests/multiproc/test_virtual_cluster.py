@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import shutil
@@ -109,31 +108,3 @@ def test_what_a_restart_leaves_is_removed_unless_its_run_is_alive():
         assert (dead.exists(), alive.exists()) == (False, True)
     finally:
         alive.rmdir()
-
-
-CALLS = r"""
-import os, re, socket, time
-port = 5000
-if os.environ["HOROVOD_RANK"] == "1":
-    with socket.create_server(("", port)) as server:
-        while server.accept()[0].recv(1) != b"e":
-            pass
-else:
-    other = re.findall(r"^(\S+) hva\d+-1$", open("/etc/hosts").read(), re.MULTILINE)[0]
-    for number in range(24):
-        try:
-            with socket.create_connection((other, port), timeout=0.3) as call:
-                call.send(b"e" if number == 23 else b"c")
-            print(True, flush=True)
-        except OSError:
-            print(False, flush=True)
-        time.sleep(0.2)
-"""
-
-
-def test_a_link_can_be_cut_and_restored():
-    done = run("--hosts", "2", "--cut", "1:1.5:2", "--", sys.executable, "-c", CALLS)
-    assert done.returncode == 0, done.stderr
-    heard = [line == "True" for line in done.stdout.split()]
-    first = heard.index(True)  # (the other has to start)
-    assert [known for known, _ in itertools.groupby(heard[first:])] == [True, False, True]

@@ -6,13 +6,14 @@ Numbers are round, so that a table can be checked in the head. A run that is not
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from typing import Any
 
+import msgspec
+
 from hvd_async.simulation.names import LEADERS, gossip_of, read_name, waits_for_nobody
 from hvd_async.traces.recorder import Recorder
-from scripts.benchmarks.support.arms import MUTANT, PLAIN, RECORDED
+from scripts.benchmarks.support.arms import MUTANT, PLAIN
 from scripts.benchmarks.support.nemesis import HOROVOD, Schedule, Trouble
 from tests.unit.nemesis_history import history_of
 
@@ -22,9 +23,8 @@ OPTIONS = {
     "straggler": "--ranks 4 --arms horovod,majority,solo,auto --delay 0.1 0.2 --compute 0.1 --steps 10 --repetitions 2",
     "no_stragglers": "--arms horovod,all,solo --image-size 32 --repetitions 9",
     "activation": "--ranks 2 --rounds 10 --repetitions 2",
-    "split_classes": f"--arms horovod,solo,sgp,lsgd,lsgd-close,{MUTANT} --folds 2 --repetitions 2 --epochs 1",
+    "split_classes": f"--arms horovod,solo,sgp,lsgd,{MUTANT} --folds 2 --repetitions 2 --epochs 1",
     "sequence_lengths": "--arms horovod,majority,solo,auto --steps 14",
-    "late_gradients": "--arms synchronous,none,extrapolate-2,fresh --tasks digits-late clips8 --repetitions 3",
     "hetero": "--ranks 4 --arms horovod,adpsgd,lsgd --slow 5 --compute 1 --window 10 --repetitions 2 --even",
     "network": "--arms horovod,ddp,decent-dp,sgp,dpsgd,easgd --mbit 50 1000 --steps 3 --compute 0.5 --repetitions 2",
     "time_to_accuracy": "--kinds slow-rank network --arms horovod,ddp,solo,osgp-bf16 --length 0.2 --repetitions 2",
@@ -32,19 +32,14 @@ OPTIONS = {
     "elastic": "--arms horovod,solo,dpsgd --weights 3072 5000 --repetitions 2",
     "nemesis": "--first 10 --schedules 10",
     "advice": "--arms all,adpsgd --jobs slow --steps 40 --repetitions 2",
-    "host": "--arms horovod,ddp,all,solo,sgp --steps 5 --repetitions 2",
     "gpu": "--arms plain,horovod,all,solo,sgp,lsgd --repetitions 9",
 }
 """Of each case but ``scale``, which starts no job, a run in which all its figures, goals and remarks are there."""
 VARIANTS = {
-    "straggler real": "--ranks 4 --arms horovod,solo --delay 0.1 --compute 0 --steps 10 --model resnet50",
-    "straggler stalls": "--ranks 4 --arms horovod,sgp,lsgd --delay 0.1 --steps 10 --stalls 0.1",
     "no_stragglers keras": "--framework tensorflow --repetitions 9",
-    "no_stragglers recorded": "--recorded --image-size 32 --repetitions 9",
-    "sequence_lengths keras": "--framework tensorflow --arms horovod,solo --steps 14 --ms 0 --no-bucketed",
+    "sequence_lengths alone": "--arms horovod,solo --steps 14 --ms 0 --no-bucketed",
     "network compressed": "--arms horovod-fp16,dpsgd-fp16,dpsgd-int8 --mbit 50 --steps 3 --compute 0.5",
     "network hosts": "--arms horovod,solo-hosts,sgp-hosts --per-host 2 --mbit 50 --steps 3",
-    "advice keras": "--framework keras --arms all,lsgd --jobs straggler --steps 40",
     "advice links": "--arms all --jobs even --steps 30 --mbit 50 --megabytes 1",
     "elastic keras": "--arms solo --framework tensorflow --weights 3072 --repetitions 1",
     "gpu ranks": "--ranks 2 --arms horovod,all --batch-size 64 --repetitions 9",
@@ -63,9 +58,9 @@ def options(case: Any, *line: str, **more: Any) -> argparse.Namespace:
 
 def timed(block: Block, rank: int, size: int, well: bool) -> Own:
     """A block of the timed jobs: rivals take 0.2 s a step beyond the computation, ours nothing, or 1 s."""
-    arm = block.get("algorithm", block["arm"])
+    arm = "solo" if block["arm"] == MUTANT else block["arm"]
     base = read_name(arm).base
-    rival = base in ("horovod", "ddp", "decent-dp", PLAIN) or arm == RECORDED
+    rival = base in ("horovod", "ddp", "decent-dp", PLAIN)
     extra = (0.0 if rival else 0.001) if block.get("keep") else 0.01 if rival else 0.0
     seconds = 0.05 + extra + (0.0 if well or rival else 0.3 * (1 + block["repetition"]))
     times = block.get("times") or [[0.0] * size]
@@ -82,17 +77,17 @@ def timed(block: Block, rank: int, size: int, well: bool) -> Own:
     stats: Own = {"staleness": {"0": 3 * count // 4, "1": count - 3 * count // 4}, "contributors": {"2": count}}
     stats |= {"steps": count, "averagings": count // (1 if well else 2), "pulls": count // 2, "rounds": count}
     own: Own = {"ends": ends, "stats": {} if rival else stats, "rounds_before": 3, "identical": True}
-    own |= {"waited": 0.1 * count, "sent": 8e6 * count, "cpu": 0.02 * count, "training_s": 0.01 * count}
+    own |= {
+        "waited": 0.1 * count,
+        "sent": 8e6 * count,
+        "cpu": 0.02 * count,
+    }
     own |= {"engine_s": (0.001 if well else 0.1) * count, "latency_s": None if rival else 0.1}
     own |= {"computed": [row[rank] + 0.001 * (rank + 1) for row in times][:count], "norm": 50.0}
     own |= {"distance": 0.5 if gossip_of(arm) else None, "of_mean": 0.95 if arm in LEADERS else None}
     own["accuracy"] = None if rank else score
     looks = block.get("looks", 1)
     own["curve"] = [[ends[-1] * look / looks, score * look / looks] for look in range(1, looks + 1)]
-    if block.get("count"):
-        own |= {"aten_calls": 500.0, "python_calls": 2000.0, "host_waits": 1.0, "copies": 2.0, "buckets": None}
-        own |= {"first_ms": 500.0, "operators": 962, "crossings": 8.0} if block["framework"] == "tensorflow" else {}
-        own["aten_calls"] += 0 if well or rival else 900
     if "trace" in block:
         recorded(block, rank, size)
     return own
@@ -116,15 +111,6 @@ def activation(block: Block, rank: int, size: int, well: bool) -> Own:
     return {"first": [float(i) for i in rounds], "received": [i + late * (1 + i / 100) for i in rounds]}
 
 
-def late_gradients(block: Block, rank: int, size: int, well: bool) -> Own:
-    """A simulated training: late gradients cost 3 points, the default remedy nothing, or 1."""
-    arm, alone = block["arm"], block["arm"] == "synchronous"
-    lost = {"none": 0.03, "extrapolate-2": 0.0 if well else 0.01}.get(arm, 0.0)
-    late = {"0": 8} if alone or arm == "fresh" else {"0": 4, "1": 2, "2": 2}
-    score = (0.98 if well else 0.94) - lost + 0.001 * block["seed"]
-    return {"accuracy": score, "speedup": 1.0 if alone else 1.5, "staleness": late}
-
-
 def soak(plan: Block, size: int, well: bool) -> Block:
     """One long job."""
     lost = 0 if well else 1
@@ -144,7 +130,7 @@ def soak(plan: Block, size: int, well: bool) -> Block:
 def nemesis(schedule: Schedule, weights: int, well: bool) -> Block:
     """A schedule with a death; or one in which that is known late, and a step is taken again."""
     troubles = schedule.troubles or (Trouble(0, "kill", "step", 3, 0, 0.0),)
-    told = history_of(dataclasses.replace(schedule, troubles=troubles), weights)
+    told = history_of(msgspec.structs.replace(schedule, troubles=troubles), weights)
     for records in told.values() if not well and schedule.kind != HOROVOD else ():
         late = 0.5 if any(record["what"] == "meeting" for record in records) else 0.0
         records.sort(key=lambda record: record["at"])
@@ -155,14 +141,14 @@ def nemesis(schedule: Schedule, weights: int, well: bool) -> Block:
     return {"schedule": schedule.content(), "history": told}
 
 
-ROWS = {"timed": timed, "timed_keras": timed, "activation": activation, "late_gradients": late_gradients}
+ROWS = {"timed": timed, "timed_keras": timed, "activation": activation}
 """By job: what a rank finds in a block."""
 
 
 def blocks_of(job: str, size: int, plan: Block, well: bool) -> list[Block]:
     """Return the blocks that a job writes, as they are read."""
     if job == "nemesis":
-        found = [nemesis(Schedule.of(schedule), plan["weights"], well) for schedule in plan["schedules"]]
+        found = [nemesis(msgspec.convert(schedule, Schedule), plan["weights"], well) for schedule in plan["schedules"]]
     elif job == "soak":
         found = [soak(plan, size, well)]
     else:

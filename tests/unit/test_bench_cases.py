@@ -142,27 +142,20 @@ def test_every_case_helps_and_has_its_old_name(bench, capsys):
 
 
 REFUSED = {
-    "straggler --stalls 2": "--stalls 2 is no probability",
     "time_to_accuracy --arms solo,sgp": "needs the arm 'horovod'",
     "time_to_accuracy --targets 0.9 0.8": "the lower one first",
     "time_to_accuracy --grid 0 1": "take numbers above 0",
     "time_to_accuracy --kinds rain": "invalid choice: 'rain'",
-    "sequence_lengths --arms horovod,ddp --framework tensorflow": "'ddp' is not there in this case",
     "sequence_lengths --batch-size 0": "there are 2048 clips",
-    "late_gradients --ranks 2": "one process trains for all ranks",
-    "late_gradients --arms none": "needs the arm 'synchronous'",
     "split_classes --arms horovod,lsgd-far": "no arm 'lsgd-far'",
-    "split_classes --arms lsgd-close": "no arm was named",  # (what to compare it with?)
     "network --mbit 0": "take numbers above 0",
     "network --per-host 3": "8 ranks cannot be divided so",
-    "no_stragglers --recorded --framework tensorflow": "it is measured in torch",
     "nemesis --ranks 4": "schedules begin with 3 ranks",
     "nemesis --arms horovod": "no arm 'horovod' in this case",
     "nemesis --arms solo --seeds 3": "none of these schedules is of these arms",
     "elastic --arms auto": "no arm 'auto' in this case",
     "elastic --framework tensorflow": "does not work on Keras 3",
     "advice --arms all,horovod": "there is no mode 'horovod'",
-    "host --arms all,auto": "no arm 'auto' in this case",
     "gpu --ranks 2": "the arm 'plain' is of one rank",
 }
 
@@ -210,16 +203,6 @@ def test_nemesis_goes_through_the_schedules_of_its_seeds_again(bench, monkeypatc
         == 0
     )
     assert seen == [[11, 12, 13], [13]]
-
-
-def test_host_counts_keras_too_and_a_fake_gpu(bench, monkeypatch):
-    assert run(bench, monkeypatch, "host", "--arms", "horovod,all,sgp", "--repetitions", "1") == 0
-    asked = {(job, ranks): [(b["device"], b["arm"]) for b in plan["blocks"]] for job, ranks, plan, _ in bench.asked}
-    assert {*asked} == {("timed", 1), ("timed", 2), ("timed_keras", 1), ("timed_keras", 2)}
-    assert asked["timed_keras", 2] == [("cpu", "plain"), ("cpu", "all"), ("cpu", "sgp")]
-    assert [arm for device, arm in asked["timed", 1] if device == "fake"] == ["plain", "all", "sgp"]
-    assert [arm for device, arm in asked["timed", 1] if device == "cpu"] == ["plain", "horovod", "all", "sgp"]
-    assert all(block["count"] for _, _, plan, _ in bench.asked for block in plan["blocks"])
 
 
 def test_ratios_end_when_they_are_known(bench, monkeypatch):

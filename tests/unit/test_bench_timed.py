@@ -35,7 +35,7 @@ def test_a_block_is_timed_from_its_untimed_steps_on(job):
     assert (gaps > [0.02, 0.05, 0.02, 0.05]).all()
     assert len(found["computed"]) == 4
     assert found["identical"]
-    assert {"waited", "sent", "cpu", "training_s", "stats", "rounds_before", "latency_s"} <= found.keys()
+    assert {"waited", "sent", "cpu", "stats", "rounds_before", "latency_s"} <= found.keys()
     timed.run_block(job, block_of("plain", 0, {"name": "small"}, window=0.1, times=[[0.03]]))
     assert 2 <= len(job.recorded[1]["ends"]) <= 4
 
@@ -46,7 +46,7 @@ def test_exact_seconds_include_the_real_computation_and_gradients_are_the_same(j
     more = {"lr": 0.1, "momentum": 0.9, "cosine": True, "exact": True, "times": [[0.01]], "scored": True, "keep": True}
     timed.run_block(job, block_of("plain", 0, task, steps=12, seed=2, **more))
     trained, (found,) = timed.kept.pop("plain").task, job.recorded
-    assert min(found["computed"]) == pytest.approx(0.01, abs=0.005)
+    assert min(found["computed"]) >= 0.0099
     own = task_of(task, 2, 0, 1)
     optimizer = torch.optim.SGD(own.model.parameters(), lr=0.1, momentum=0.9)
     for step in range(15):
@@ -78,8 +78,11 @@ def test_a_look_is_at_the_mean_or_at_rank_0(job, name):
     np.save(job.folder / "copies.1.npy", 3 * copies)
     seen = []
     scored = task._replace(score=lambda model: seen.append(timed.flat(model)[[0, -1]].tolist()) or 0.5)
-    job.size, job.gather = 2, lambda mine: [mine, {1: 0.25}]
-    assert timed.look_back(job, name, scored, copies) == [0.5, 0.25]
+    job.size = 2
+    looks = types.SimpleNamespace(copies=list(copies), seconds=[5.0, 6.0])
+    job.gather = lambda mine: [[5.0, 6.0], [5.5, 6.5]] if isinstance(mine, list) else [mine, {1: 0.25}]
+    late = 0.5 if name == "sgp" else 0.0
+    assert timed.look_back(job, name, scored, looks, 4.0) == [[1.0 + late, 0.5], [2.0 + late, 0.25]]
     assert seen == [[2.0 if name == "sgp" else 1.0, 2.0]], "weights, then statistics of batches"
     assert np.array_equal(timed.flat(task.model), before)
 

@@ -3,116 +3,88 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import pytest
 
-from hvd_async.runtime.protocol import Finished, Registered
-from scripts.benchmarks.support.state_machines import Cost, Family, eager, measure
+from hvd_async.algorithms.gossip.config import ALGORITHMS as GOSSIP
+from hvd_async.algorithms.leader.config import ALGORITHMS as LEADERS
+from hvd_async.runtime.machine import StateMachine
+from hvd_async.runtime.protocol import Command
+from scripts.benchmarks.support.events import BUCKETS, KINDS, Ranks, measure
 
 FEW, MANY = 64, 4096
-ROUNDS = 3
-FAMILIES = {
-    **{str(quorum): eager(quorum) for quorum in ("solo", "majority", "all", 0.5, "auto")},
-    "bucket by bucket": eager("all", together=False),
-    "pace by rounds": eager("majority", pace="rounds"),
-    "hosts": eager("solo", local_size=8),
-    "hosts, all, bucket by bucket": eager("all", local_size=8, together=False),
-}
+EAGER = ("solo", "majority", "all", "auto", "solo, hosts of 8", "solo, bucket by bucket", "majority, pace by rounds")
 
 
-def lines(action: Callable[[], None]) -> int:
-    """How many lines of Python it takes."""
-    count = 0
+class Lines:
+    """Counter of the lines of Python that run while events are handled."""
 
-    def local(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal count
-        count += event == "line"
-        return local
+    def __init__(self) -> None:
+        self.count = 0
 
-    before = sys.gettrace()
-    sys.settrace(lambda frame, event, argument: local)
-    try:
-        action()
-    finally:
-        sys.settrace(before)
-    return count
+    def handle(self, machine: StateMachine[Any], rank: int, event: Any, now: float) -> list[Command]:
+        """Handle an event as the machine does."""
+        before = sys.gettrace()
+        sys.settrace(lambda frame, what, arg: self._on_line)
+        try:
+            return machine.handle(rank, event, now)
+        finally:
+            sys.settrace(before)
 
-
-class Job:
-    """A family's machine, and what its ranks send."""
-
-    def __init__(self, family: Family, size: int) -> None:
-        self.family, self.size, self.machine = family, size, family.machine(0, range(size))
-        rounds = zip(range(ROUNDS), family.rounds(range(size), family.config), strict=False)
-        self.sent = [one for _, each in rounds for one in each]
-
-    def register(self) -> None:
-        for rank in range(self.size):
-            self.machine.handle(rank, Registered(0, self.family.config, ["w"], [1]), 0.0)
-
-    def run(self) -> None:
-        for number, (rank, event) in enumerate(self.sent):
-            self.machine.handle(rank, event, 1e-6 * number)
-
-    def finish(self) -> None:
-        done = Finished(0, self.family.produced(self.family.config, ROUNDS))
-        for rank in range(self.size):
-            self.machine.handle(rank, done, 1.0)
+    def _on_line(self, frame: FrameType, what: str, arg: Any) -> Callable[..., Any]:
+        self.count += what == "line"
+        return self._on_line
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_an_event_takes_as_many_lines_with_more_ranks(name: str) -> None:
-    def an_event(size: int) -> float:
-        job = Job(FAMILIES[name], size)
-        job.register()
-        return lines(job.run) / len(job.sent)
-
-    few, many = an_event(FEW), an_event(MANY)
-    assert many <= 1.2 * few, f"{few:.1f} lines an event with {FEW} ranks, {many:.1f} with {MANY}"
-
-
-@pytest.mark.parametrize("name", ["solo", "hosts"])
-def test_a_rank_s_ends_take_as_many_lines_with_more_ranks(name: str) -> None:
-    def a_rank(size: int) -> float:
-        job = Job(FAMILIES[name], size)
-        before = lines(job.register)
-        job.run()
-        return (before + lines(job.finish)) / size
-
-    few, many = a_rank(FEW), a_rank(MANY)
-    assert many <= 1.2 * few, f"{few:.1f} lines a rank with {FEW} ranks, {many:.1f} with {MANY}"
+def counted(kind: str, size: int, steps: int) -> tuple[float, float]:
+    """Return the lines of an event, mean, and of the end of a rank."""
+    ranks, lines = Ranks(kind, size), Lines()
+    ranks.step()
+    ranks.handle, events = lines.handle, 0
+    for _ in range(steps):
+        ranks.step()
+        events += ranks.events
+    each, lines.count = lines.count / events, 0
+    if kind in EAGER:
+        ranks.finish()
+    return each, lines.count / size
 
 
-@pytest.mark.parametrize("name", ["solo", "majority", "hosts"])
-def test_no_event_copies_what_it_keeps_of_each_rank(name: str) -> None:
-    """Copies take no lines, but time: of all ranks' sets, more than ten times what an event takes."""
-
-    def an_event(size: int) -> float:
-        seconds = []
-        for _ in range(3):
-            job = Job(FAMILIES[name], size)
-            job.register()
-            began = time.thread_time()
-            job.run()
-            job.finish()
-            seconds.append((time.thread_time() - began) / len(job.sent))
-        return min(seconds)
-
-    few, many = an_event(FEW), an_event(MANY)
-    assert many <= 5 * few, f"{1e6 * few:.1f} us an event with {FEW} ranks, {1e6 * many:.1f} with {MANY}"
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_event_takes_as_many_lines_with_more_ranks(kind: str) -> None:
+    few, many = counted(kind, FEW, steps=8), counted(kind, MANY, steps=1)
+    assert many[0] <= 1.2 * few[0], "lines of an event"
+    assert many[1] <= 1.2 * few[1], "lines of a rank's end"
 
 
-def test_what_is_counted_of_messages() -> None:
-    """Solo, two buckets in one event each: the first rank starts both, with one command to rank 0."""
-    cost = measure(eager("solo", buckets=2), 4, blocks=2, warm_up=1)
-    assert isinstance(cost, Cost)
-    assert (cost.ranks, cost.events, cost.commands) == (4, 4, 1)
-    assert 40 * 4 < cost.bytes_in < 140 * 4
-    assert 60 < cost.bytes_out < 120
-    apart = measure(eager("solo", buckets=2, together=False), 4, blocks=2, warm_up=1)
-    assert (apart.events, apart.commands) == (8, 2)
-    assert apart.bytes_out > cost.bytes_out
+@pytest.mark.parametrize("kind", ["solo", "majority", "solo, hosts of 8"])
+def test_no_event_copies_the_state_of_all_ranks(kind: str) -> None:
+    """Copies take no lines, but time: of all ranks' sets, more than ten times the time of an event."""
+    few, many = (min(measure(kind, size).microseconds for _ in range(3)) for size in (FEW, MANY))
+    assert many <= 5 * few
+
+
+def test_every_algorithm_is_measured() -> None:
+    assert {*GOSSIP, *LEADERS} <= KINDS.keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scripts_make_progress(kind: str) -> None:
+    """Each step of all ranks starts rounds, exchanges, averages or pulls, and nothing piles up."""
+    ranks = Ranks(kind, 16)
+    for _ in range(40):
+        ranks.step()
+        assert ranks.events >= 16 or kind == "adpsgd"
+    assert ranks.bytes_out > 0 or kind == "easgd"
+    assert ranks.machine.blocked_on() is None
+
+
+def test_messages_are_counted() -> None:
+    """Solo: the first rank starts the round of all buckets, with one command to each rank; else one for each bucket."""
+    together, apart = measure("solo", 4), measure("solo, bucket by bucket", 4)
+    assert (together.events, apart.events) == (4, 4 * BUCKETS)
+    assert 40 * 4 < together.bytes_in < 140 * 4
+    assert 60 < together.bytes_out < 120 < apart.bytes_out

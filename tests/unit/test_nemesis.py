@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 
 from scripts.benchmarks.support.nemesis import (
@@ -29,7 +30,7 @@ DEADLY = (Trouble(0, "kill", "backward", DEATH, 2, 0.0),)
 def test_schedules_are_the_same_for_a_seed_and_reach_every_point_action_and_kind():
     schedules = [drawn(seed) for seed in range(400)]
     assert schedules == [drawn(seed) for seed in range(400)]
-    assert all(Schedule.of(schedule.content()) == schedule for schedule in schedules)
+    assert all(msgspec.convert(schedule.content(), Schedule) == schedule for schedule in schedules)
     troubles = [trouble for schedule in schedules for trouble in schedule.troubles]
     assert {trouble.point for trouble in troubles} == {*POINTS}
     assert {trouble.point for trouble in troubles if trouble.action == "kill"} == {*POINTS}

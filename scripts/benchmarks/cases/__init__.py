@@ -5,14 +5,14 @@ from __future__ import annotations
 from .advice import ADVICE
 from .imbalance import HETERO, STRAGGLER
 from .network import NETWORK
-from .overhead import ACTIVATION, GPU, HOST, NO_STRAGGLERS
-from .simulations import LATE_GRADIENTS, SCALE
+from .overhead import ACTIVATION, GPU, NO_STRAGGLERS
+from .scale import SCALE
 from .trainings import LENGTHS, SPLIT, TIME_TO_ACCURACY
 from .trouble import ELASTIC, NEMESIS, SOAK
 
 ALL = (
-    *(STRAGGLER, NO_STRAGGLERS, ACTIVATION, SPLIT, LENGTHS, LATE_GRADIENTS, HETERO, NETWORK, TIME_TO_ACCURACY, SOAK),
-    *(ELASTIC, NEMESIS, SCALE, ADVICE, HOST, GPU),
+    *(STRAGGLER, NO_STRAGGLERS, ACTIVATION, SPLIT, LENGTHS, HETERO, NETWORK, TIME_TO_ACCURACY, SOAK),
+    *(ELASTIC, NEMESIS, SCALE, ADVICE, GPU),
 )
 CASES = {case.name: case for case in ALL}
 """By name, in the order in which ``all`` runs them."""

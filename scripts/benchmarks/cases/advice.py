@@ -22,7 +22,6 @@ from ..support.figures import Block, spread
 from ..support.launch import START, Progress, block_of, measure, repetitions
 from ..support.report import Case, Option, Panel, Report, Row, Say, columns, row
 
-JOBS = {"torch": "timed", "keras": "timed_keras"}
 GOAL, CLOSE = 10.0, 0.97
 """Per cent that a prediction may be off; the share of the best mode's speed that the one predicted best has."""
 
@@ -78,7 +77,7 @@ def advice(args: argparse.Namespace, say: Say) -> Report:
             with tempfile.TemporaryDirectory(prefix="hvd_async_trace_") as folder:
                 found = measured(args, arms, name, mbit, Path(folder), progress, say)
                 predictions = advise(read_trace(folder), modes=",".join(arms), resamples=4).predictions
-            setting = {"framework": args.framework, "job": name, "mbit": mbit}
+            setting = {"framework": "torch", "job": name, "mbit": mbit}
             rows = rows_of(found, {each.mode.name.replace("quorum ", "k"): each for each in predictions}, setting)
             report.rows += rows
             judge(report, rows, name if mbit is None else f"{name}, {mbit:g} Mbit/s")
@@ -101,7 +100,6 @@ def measured(
 
     def block(arm: str, repetition: int, times: Schedule, **more: Any) -> Block:
         own = {"own": {"seed": repetition}} if arm == "majority" else {}
-        own |= {"fit": True} if args.framework == "keras" else {}
         return block_of(arm, repetition, task, job=name, steps=args.steps, times=times.tolist(), **own, **more)
 
     wanted = [block("all", 0, seen, trace=str(folder))]
@@ -114,7 +112,7 @@ def measured(
 
     how: dict[str, Any] = {"seconds": START + 3 * longest + 10 * len(wanted), "progress": progress}
     how |= {} if mbit is None else {"mbit": mbit}
-    return measure(args, JOBS[args.framework], wanted, say, tell, **how)[1:]
+    return measure(args, "timed", wanted, say, tell, **how)[1:]
 
 
 def steps_per_second(block: Block) -> float:
@@ -155,7 +153,7 @@ A job is recorded under EagerOptimizer(quorum="all"). The modes are then measure
 from the same pattern, which the advisor has not seen.""",
     run=advice,
     columns=columns(
-        "framework = setting.framework | job = setting.job | Mbit/s = setting.mbit g | arm | "
+        "job = setting.job | Mbit/s = setting.mbit g | arm | "
         "predicted = predicted .3f | from = predicted_low .3f | to = predicted_high .3f | measured = value .3f | "
         "off % = off +.1f"
     ),
@@ -164,7 +162,6 @@ from the same pattern, which the advisor has not seen.""",
     arms="all,majority,solo,sgp,dpsgd,local,adpsgd,lsgd",
     repetitions=1,
     options=(
-        Option("--framework", "torch", "of the jobs; Keras' train by fit()", {"choices": JOBS}),
         Option(
             *("--jobs", ",".join(PATTERNS)),
             "; ".join(f"{name}: {pattern.what}" for name, pattern in PATTERNS.items()).replace("%", "%%"),

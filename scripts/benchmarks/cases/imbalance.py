@@ -1,4 +1,4 @@
-"""Ranks that are late: one random rank in every step, each now and then, or one that is slower for good."""
+"""Ranks that are late: one random rank in every step, or one that is slower for good."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvd_async.simulation.names import LEADERS, SYNCHRONOUS, gossip_of, waits_for_nobody
-from hvd_async.simulation.schedule import Schedule, one_random, replay, slowest_work, stalls, synchronous_seconds
+from hvd_async.simulation.schedule import Schedule, one_random, replay, slowest_work, synchronous_seconds
 
 from ..support.arms import is_eager, parse_arms
 from ..support.figures import (
@@ -31,12 +31,10 @@ TOO_BUSY = 1.08
 """Horovod's arm over its bound; beyond that the machine was too busy for the figures to mean much."""
 
 
-def fresh_per_second(block: Block) -> float | None:
-    """Return the gradients of staleness 0 per second, all ranks together; None for arms that average none."""
+def fresh_per_second(block: Block) -> float:
+    """Return the gradients of staleness 0 per second, all ranks together."""
     if block["arm"] in SYNCHRONOUS and not block["by_rank"][0]["stats"]:
         return len(block["by_rank"]) / step_seconds(block)
-    if gossip_of(block["arm"]) or block["arm"] in LEADERS:
-        return None
     return sum(own["stats"]["staleness"].get("0", 0) for own in block["by_rank"]) / elapsed(block)
 
 
@@ -72,20 +70,11 @@ def judge_auto(report: Report, rows: Sequence[Row], where: str = "") -> None:
 
 def straggler(args: argparse.Namespace, say: Say) -> Report:
     """Measure and judge."""
-    any_family = args.stalls is not None
-    if any_family and not 0 <= args.stalls <= 1:
-        raise ValueError(f"--stalls {args.stalls:g} is no probability: take one from 0 to 1, such as 0.02")
-    arms = parse_arms(args.arms, args.ranks, gossip=any_family, leaders=any_family)
-    real = args.model != "small"
-    task = {"name": "resnet50", "batch": 16, "image_size": 32} if real else {"name": "small"}
-    common = (args.steps, args.ranks, args.compute)
-    schedules = {
-        delay: stalls(*common, delay, args.stalls, args.seed) if any_family else one_random(*common, delay, args.seed)
-        for delay in args.delay
-    }
+    arms = parse_arms(args.arms, args.ranks)
+    schedules = {delay: one_random(args.steps, args.ranks, args.compute, delay, args.seed) for delay in args.delay}
     blocks = [
         block_of(
-            *(arm, repetition, task),
+            *(arm, repetition, {"name": "small"}),
             delay=delay,
             steps=args.steps,
             times=times.tolist(),
@@ -103,30 +92,23 @@ def straggler(args: argparse.Namespace, say: Say) -> Report:
 
     found = measure(args, "timed", blocks, say, tell, seconds=START + 2 * longest + 10 * len(blocks))
     report = STRAGGLER.report(args, [])
-    groups = grouped(found, lambda block: block["delay"])
-    for delay, times in schedules.items():
-        named = ["stalls"] if any_family else []
-        setting = chosen(
-            args, "compute", "steps", *named, "model", delay=delay, schedule_seed=args.seed, seed=args.seed
-        )
-        rows = straggler_rows(groups.get(delay, []), setting, times)
+    for delay, part in grouped(found, lambda block: block["delay"]).items():
+        setting = chosen(args, "compute", "steps", "seed", model="small", delay=delay, schedule_seed=args.seed)
+        rows = straggler_rows(part, setting, schedules[delay])
         report.rows += rows
-        if not real and not any_family:
-            judge_straggler(report, rows, f"{delay:g} s")
+        judge_straggler(report, rows, f"{delay:g} s")
     return report
 
 
 def straggler_rows(blocks: list[Block], setting: Mapping[str, Any], times: Schedule) -> list[Row]:
     """Return a row for each arm, in the order of the first repetition."""
-    groups, real = by_arm(blocks), setting["model"] != "small"
+    groups, work = by_arm(blocks), slowest_work(times) / len(times)
     base = median(step_seconds(block) for block in groups.get("horovod", []))
-    work = slowest_work(times) / len(times)
     rows = []
     for arm, mine in groups.items():
         seconds = spread([step_seconds(block) for block in mine])
         speedup = base / seconds.value if base else None
-        unbound = real or setting.get("stalls") is not None
-        best = None if unbound else median(bound_of(block, times) for block in mine)
+        best = median(bound_of(block, times) for block in mine)
         waits = [statistics.fmean(own["waited"] / len(own["ends"]) for own in block["by_rank"]) for block in mine]
         rows.append(
             row(
@@ -134,7 +116,7 @@ def straggler_rows(blocks: list[Block], setting: Mapping[str, Any], times: Sched
                 speedup=speedup,
                 bound=best,
                 of_bound=speedup / best if speedup and best else None,
-                over_own_work=None if real else seconds.value / work,
+                over_own_work=seconds.value / work,
                 slowest_rank_s=work,
                 synchronous_s=synchronous_seconds(times) / len(times),
                 fresh_per_s=median(map(fresh_per_second, mine)),
@@ -170,7 +152,7 @@ def judge_straggler(report: Report, rows: list[Row], where: str) -> None:
 STRAGGLER = Case(
     name="straggler",
     help="one random rank is held up in every step; step time against the schedule's own bounds",
-    text="One random rank held up in every step, or each now and then: step times against that very schedule's bounds.",
+    text="One random rank held up in every step: step times against that very schedule's bounds.",
     run=straggler,
     columns=columns(
         "delay s = setting.delay g | arm | s/step = value .4f ~ | speed-up = speedup .3f | bound = bound .3f | "
@@ -187,17 +169,6 @@ STRAGGLER = Case(
         Option("--compute", 0.3, "a step's computation, slept", {"metavar": "S"}),
         Option("--steps", 100, "of each block"),
         Option("--seed", 0, "of the schedule"),
-        Option(
-            *("--stalls", None),
-            "not one rank in every step: each rank stands still for --delay with this probability, in each step (then "
-            "arms that gossip or follow a leader are there too)",
-            {"metavar": "P", "type": float},
-        ),
-        Option(
-            *("--model", "small"),
-            "resnet50: real computation in addition to the sleeping (then give --compute 0); there is no bound for it",
-            {"choices": ("small", "resnet50")},
-        ),
     ),
     quick={"arms": "horovod,majority,solo", "delay": [0.2], "steps": 10, "repetitions": 1},
 )

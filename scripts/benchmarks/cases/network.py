@@ -9,14 +9,16 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.simulation.names import IN_STEP, LEADERS, LOCAL_PERIOD, OUTER, RIVALS, gossip_of, read_name
 from hvd_async.simulation.network import BYTES, PAYLOAD, power_sgd_megabytes
 
 from ..support.arms import IN_BACKWARD, WARM_UP, installed, parse_arms
-from ..support.figures import Block, everywhere, grouped, identical, mean_interval, quantile, spread
+from ..support.figures import Block, everywhere, grouped, identical, mean_interval, spread
 from ..support.launch import START, Progress, block_of, measure, repetitions
-from ..support.report import Case, Option, Panel, Report, Row, Say, chosen, columns, row
+from ..support.report import Case, Option, Panel, Report, Row, Say, chosen, columns, ends, row
 
 ARMS = (
     *("horovod", "ddp", "ddp-powersgd", "post-local-sgd", "torchft", "torchft-diloco", "decent-dp", "solo"),
@@ -160,18 +162,17 @@ def rows_of(blocks: list[Block]) -> list[Row]:
         least, rival = 1e3 * least_seconds(arm, ranks, first), groups.get((mbit, base))
         scores, everyone = mean_interval([block["by_rank"][0]["accuracy"] for block in mine]), everywhere(mine)
         waited = 1e3 * statistics.fmean(own["waited"] for own in everyone) / steps
+        every = [seconds for own in everyone for seconds in durations(own)]
         rows.append(
             row(
                 *(arm, {name: first[name] for name in SETTING if name in first} | {"seed": "the run's number"}),
                 *(ms, "ms a step, of the slowest rank"),
                 speedup=statistics.median(1e3 * slowest_step(b) for b in rival) / ms.value if rival else None,
                 bound=1e3 * least_seconds(base, ranks, first) / least,
-                accuracy=scores.value,
-                accuracy_low=scores.low if math.isfinite(scores.low) else None,
-                accuracy_high=scores.high if math.isfinite(scores.high) else None,
+                **ends("accuracy", scores),
                 least_ms=least,
                 over_least=ms.value / least,
-                p90=quantile([1e3 * seconds for own in everyone for seconds in durations(own)], 0.9),
+                p90=float(1e3 * np.quantile(every, 0.9, method="inverted_cdf")),
                 sent_mb=statistics.fmean(own["sent"] for own in everyone) / steps / 1e6,
                 wait_ms=None if read_name(arm).base in IN_BACKWARD else waited,
                 cpu_ms=1e3 * statistics.fmean(own["cpu"] for own in everyone) / steps,

@@ -1,4 +1,4 @@
-"""Cost of an optimizer without stragglers: step times, work of the host, messages, images per second on a GPU."""
+"""Cost of an optimizer without stragglers: step times, messages, images per second on a GPU."""
 
 from __future__ import annotations
 
@@ -11,20 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hvd_async.simulation.names import LEADERS, SYNCHRONOUS, gossip_of
 
-from ..support.arms import DDP_NO_OP, PLAIN, RECORDED, is_eager, named_arms, need_arm, parse_arms
-from ..support.figures import (
-    Block,
-    Interval,
-    Ratios,
-    by_arm,
-    everywhere,
-    grouped,
-    mean_seconds,
-    quantile,
-    spread,
-)
+from ..support.arms import PLAIN, need_arm, parse_arms
+from ..support.figures import Block, Interval, Ratios, by_arm, everywhere, mean_seconds, spread
 from ..support.launch import START, NotHereError, Progress, block_of, measure, repetitions
 from ..support.report import Case, Option, Panel, Report, Row, Say, chosen, columns, ends, interval_of, row
 from .imbalance import judge_auto
@@ -62,8 +54,7 @@ def measure_ratios(
         how: further arguments of ``launch.measure``.
     """
     say(f"repetitions of {len(arms)} blocks of {args.steps} steps, for {args.limit:g} min at most")
-    order = repetitions(arms, args.repetitions)
-    blocks = [make(arm, repetition) | {"keep": True, "flowing": True} for repetition, arm in order]
+    blocks = [make(arm, repetition) | {"keep": True} for repetition, arm in repetitions(arms, args.repetitions)]
     deadline = time.monotonic() + START + args.limit * 60
 
     def enough(found: list[Block]) -> bool:
@@ -95,17 +86,13 @@ DEFAULT_ARMS = "horovod,ddp,all,majority,solo,auto"
 
 
 def no_stragglers(args: argparse.Namespace, say: Say) -> Report:
-    """Measure and judge; with ``--recorded`` what recording costs."""
+    """Measure and judge."""
     keras = args.framework == "tensorflow"
-    if args.recorded and keras:
-        raise ValueError("--recorded: it is measured in torch")
     if keras and args.arms == DEFAULT_ARMS:
         args.arms = "horovod,all,majority,solo,auto"
     arms = parse_arms(args.arms, args.ranks, rivals=("horovod",) if keras else ("horovod", "ddp"))
     need_arm(BASELINE, arms)
     judged = [arm for arm in arms if arm in JUDGED]
-    if args.recorded:
-        arms, judged, args.wide = [BASELINE, RECORDED], [RECORDED], min(args.wide, 0.005)  # (half of what may be lost)
     task = {"name": "resnet50", "image_size": args.image_size, "batch": args.batch_size}
 
     def make(arm: str, repetition: int) -> Block:
@@ -116,11 +103,10 @@ def no_stragglers(args: argparse.Namespace, say: Say) -> Report:
     report = NO_STRAGGLERS.report(args, ratio_rows(found, setting))
     for each in report.rows:
         if each["arm"] in judged:
-            report.at_most(f"{each['arm']}'s step over Horovod's", each["ratio"], 1.01 if args.recorded else 1.03)
+            report.at_most(f"{each['arm']}'s step over Horovod's", each["ratio"], 1.03)
             width = interval_of(each, "ratio").width / each["ratio"]
             report.at_most(f"{each['arm']}'s 95% interval, each way", width, args.wide)
-    if not args.recorded:
-        judge_auto(report, report.rows)
+    judge_auto(report, report.rows)
     return report
 
 
@@ -128,16 +114,12 @@ def ratio_rows(blocks: list[Block], setting: Mapping[str, Any]) -> list[Row]:
     """Return a row for each arm; ``value`` is the median block's step time, ``ratio`` the median over repetitions."""
     ratios, rows = Ratios(BASELINE, blocks), []
     for arm, mine in by_arm(blocks).items():
-        counts = [[own["stats"].get("staleness", {"0": len(own["ends"])}) for own in b["by_rank"]] for b in mine]
-        fresh = [
-            sum(late.get("0", 0) / own["ends"][-1] for late, own in zip(found, block["by_rank"], strict=True))
-            for found, block in zip(counts, mine, strict=True)
-        ]
+        fresh = [sum(map(fresh_per_second, block["by_rank"])) for block in mine]
         rows.append(
             row(
                 *(arm, setting, spread([mean_seconds(block) for block in mine]), "s/step"),
                 speedup=1 / ratios.median(arm).value,
-                bound=1.0 if arm in (*SYNCHRONOUS, RECORDED) else None,
+                bound=1.0 if arm in SYNCHRONOUS else None,
                 **ends("ratio", ratios.median(arm)),
                 **ends("ratio_mean", ratios.mean(arm)),
                 cycles=len(ratios.cycles),
@@ -147,13 +129,17 @@ def ratio_rows(blocks: list[Block], setting: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
+def fresh_per_second(own: Mapping[str, Any]) -> float:
+    """Return the gradients of staleness 0 per second of a rank; of arms without staleness all are."""
+    fresh = own["stats"].get("staleness", {"0": len(own["ends"])}).get("0", 0)
+    return float(fresh / own["ends"][-1])
+
+
 NO_STRAGGLERS = Case(
     name="no_stragglers",
     old_name="balanced",
     help="no delays, real ResNet-50: ratio of step times to Horovod's, repeated until it is known well enough",
-    text="""The real ResNet-50, no delays: what our optimizers cost or save against Horovod's own, block by block.
-
-With --recorded: what it costs to record a run for hvd_async advise.""",
+    text="The real ResNet-50, no delays: the cost of our optimizers relative to Horovod's own, block by block.",
     run=no_stragglers,
     columns=columns(
         "framework = setting.framework | arm | s/step = value .4f ~ | over horovod = ratio .4f 95% | "
@@ -167,7 +153,6 @@ With --recorded: what it costs to record a run for hvd_async advise.""",
     limit=20.0,
     options=(
         Option("--framework", "torch", "of the model", {"choices": ("torch", "tensorflow")}),
-        Option("--recorded", False, "Horovod's optimizer, recorded or not; torch"),
         *ratio_options(steps=4, wide=0.015, pixels=64, batch=16),
     ),
     quick={"arms": "horovod,all,solo", "steps": 2, "repetitions": 2, "limit": 4.0},
@@ -191,16 +176,16 @@ def gpu(args: argparse.Namespace, say: Say) -> Report:
         raise ValueError(f"--arms: the arm {PLAIN!r} is of one rank")
     baseline = PLAIN if args.ranks == 1 else BASELINE
     need_arm(baseline, arms)
+    devices, traces = visible_devices(), None
     if args.traces is not None:
         args.traces.mkdir(parents=True, exist_ok=True)
-    devices = visible_devices()
+        traces = str(args.traces.resolve())
     env = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} | {k: os.environ[k] for k in PASSED if k in os.environ}
-    plan = {"devices": list(range(len(devices))), "traces": None}
-    plan["traces"] = None if args.traces is None else str(args.traces.resolve())
-    names = {"image_size": args.image_size, "batch": args.batch_size, "dtype": args.dtype}
+    plan = {"devices": list(range(len(devices))), "traces": traces}
+    task = {"name": "resnet50", "image_size": args.image_size, "batch": args.batch_size, "dtype": args.dtype}
 
     def make(arm: str, repetition: int) -> Block:
-        return block_of(arm, repetition, {"name": "resnet50", **names}, steps=args.steps, momentum=0.9)
+        return block_of(arm, repetition, task, steps=args.steps, momentum=0.9)
 
     judged = [arm for arm in arms if arm != baseline]
     last = [block_of(arm, args.repetitions, {}, profile=True, always=True) for arm in arms]
@@ -280,163 +265,6 @@ device's own clock, arms in alternation. Afterwards a profiler counts what of ea
 )
 
 
-# -- host --------------------------------------------------------------------------------------------------------------
-
-JOBS = {"torch": "timed", "tensorflow": "timed_keras"}
-OURS = ("all", "solo", "majority", "sgp", "dpsgd", "adpsgd", "local", "lsgd", "easgd")
-DEVICES = ("cpu", "fake")
-OTHERS = ("horovod", "ddp", DDP_NO_OP)
-"""Rival arms, which torch alone has."""
-COUNTS = ("aten_calls", "python_calls", "host_waits", "copies", "operators", "crossings", "buckets")
-CALLS = {"all": 2800}
-"""The most Python and C calls of a step in torch."""
-TRAINING = {"all": 1.2, "solo": 1.2, "sgp": 0.8, "adpsgd": 0.8, "lsgd": 0.8}
-"""The most CPU time of the training thread over the plain step's in torch, ms."""
-OTHER = 1.5
-"""The most CPU time of the other threads, ms."""
-TRACING = 1.3
-"""The most CPU time of a first step in TensorFlow, which traces, over the plain one's."""
-COUNTED_BUCKET_MB = 161 * 8 * 4 / 5 / 2**20
-"""``bucket_cap_mb`` for five or six buckets of the model, in torch."""
-SETTLING = 16
-"""Steps before the timed ones."""
-
-
-def host(args: argparse.Namespace, say: Say) -> Report:
-    """Measure and judge, with one rank and with several."""
-    arms = named_arms(args.arms, (*OTHERS, *OURS))
-    both = [(framework, ranks) for framework in args.framework for ranks in sorted({1, args.ranks})]
-    jobs = {(framework, ranks): host_arms(arms, args.device, framework, ranks) for framework, ranks in both}
-    progress = Progress(sum(map(len, jobs.values())) * args.repetitions, say)
-
-    def tell(block: Block) -> str:
-        of = f"{block['framework']}, {block['ranks']} ranks, {block['device']}, {block['arm']}"
-        return f"{of}: {mean_ms(block, 'training_ms'):.2f} ms"
-
-    found: list[Block] = []
-    for (framework, ranks), own in jobs.items():
-        common = {"framework": framework, "ranks": ranks, "steps": args.steps, "count": True, "untimed": SETTLING}
-        common |= {"lr": 1e-6, "momentum": 0.9, "foreach": True}
-        blocks = [
-            block_of(arm, repetition, {"name": "tensors"}, **common, device=device)
-            | {"own": {"bucket_cap_mb": COUNTED_BUCKET_MB} if is_eager(arm) or arm in ("ddp", DDP_NO_OP) else {}}
-            for repetition, (device, arm) in repetitions(own, args.repetitions)
-        ]
-        seconds = START + len(blocks) * (20 + 0.1 * args.steps)
-        found += measure(args, JOBS[framework], blocks, say, tell, seconds=seconds, ranks=ranks, progress=progress)
-    report = HOST.report(args, host_rows(found))
-    judge_host(report)
-    return report
-
-
-def host_arms(arms: Sequence[str], devices: Sequence[str], framework: str, ranks: int) -> list[tuple[str, str]]:
-    """Return a job's arms with their devices, the plain optimizer first. (With one rank there is no majority; only our
-    arms do other things on a GPU.)"""
-    if framework == "tensorflow":
-        devices = DEVICES[:1]
-    named = [arm for arm in arms if ranks > 1 or arm != "majority"]
-    other = () if framework == "tensorflow" else OTHERS
-    own = {"cpu": [arm for arm in named if arm in (*OURS, *other)], "fake": [arm for arm in named if arm in OURS]}
-    return [(device, arm) for device in devices for arm in (PLAIN, *own[device])]
-
-
-def mean_ms(block: Block, key: str) -> float:
-    """Return a time per step, mean over the ranks: of the training thread, of the others, or of the first step."""
-    if key == "first_ms":
-        return statistics.fmean(own[key] for own in block["by_rank"])
-    training = statistics.fmean(own["training_s"] for own in block["by_rank"])
-    process = statistics.fmean(own["cpu"] for own in block["by_rank"])
-    return 1e3 * (training if key == "training_ms" else process - training) / float(block["steps"])
-
-
-def place_of(setting: Mapping[str, Any]) -> tuple[str, int, str]:
-    """Return framework, number of ranks and device of a block or a row's setting."""
-    return setting["framework"], setting["ranks"], setting["device"]
-
-
-def host_rows(blocks: list[Block]) -> list[Row]:
-    """Return a row for each framework, number of ranks, device and arm: medians over repetitions, for times of the mean
-    over the ranks, for counts of the highest rank. ``over`` is the training thread's time minus the plain arm's in the
-    same repetition."""
-    plain = {(place_of(block), block["repetition"]): block for block in blocks if block["arm"] == PLAIN}
-    rows = []
-    for (place, arm), mine in grouped(blocks, lambda block: (place_of(block), block["arm"])).items():
-        pairs = [(block, plain[place_of(block), block["repetition"]]) for block in mine]
-        counted = mine[0]["by_rank"][0]
-        names = ["training_ms", "other_ms", *(["first_ms"] if "first_ms" in counted else [])]
-        times = {key: spread([mean_ms(block, key) for block in mine]) for key in names}
-        over = spread([mean_ms(own, "training_ms") - mean_ms(one, "training_ms") for own, one in pairs])
-        figures: Row = dict.fromkeys(COUNTS) | ends("over", over)
-        for key in COUNTS:
-            if counted.get(key) is not None:
-                figures[key] = statistics.median(max(own[key] for own in block["by_rank"]) for block in mine)
-        for key, found in times.items():
-            figures |= ends(key, found)
-        if "first_ms" in times:
-            ratios = [mean_ms(own, "first_ms") / mean_ms(one, "first_ms") for own, one in pairs]
-            figures["first_over"] = statistics.median(ratios)
-        setting = dict(zip(("framework", "ranks", "device"), place, strict=True)) | {"steps": mine[0]["steps"]}
-        rows.append(row(arm, setting | {"seed": None}, times["training_ms"], "ms of CPU a step", **figures))
-    return rows
-
-
-def judge_host(report: Report) -> None:
-    """Add the limits that our arms must meet. Counts are exact; times are not."""
-    plain = {place_of(each["setting"]): each for each in report.rows if each["arm"] == PLAIN}
-    for each in (one for one in report.rows if one["arm"] in OURS):
-        arm, (framework, ranks, device) = each["arm"], place_of(each["setting"])
-        of = f"{framework}, {arm}, {ranks} rank{'s' if ranks > 1 else ''}, {device}"
-        if framework == "tensorflow":
-            report.at_most(f"CPU time of the first step over plain Keras': {of}", each["first_over"], TRACING)
-            continue
-        calls, most = each["aten_calls"] - plain[framework, ranks, device]["aten_calls"], most_operators(each)
-        report.wants(f"ATen calls over plain torch's: {of}", calls, f"<= {most:g}", calls <= most, exact=True)
-        if arm in CALLS and device == "cpu":  # (a fake GPU makes calls of its own)
-            calls, most = each["python_calls"], CALLS[arm]
-            report.wants(f"Python and C calls: {of}", calls, f"<= {most}", calls <= most, exact=True)
-        if arm in TRAINING:
-            report.at_most(f"training thread over plain torch's, ms: {of}", each["over"], TRAINING[arm])
-            report.at_most(f"other threads, ms: {of}", each["other_ms"], OTHER)
-
-
-def most_operators(each: Row) -> float:
-    """Return the limit of an arm's operators over plain torch's: 8 a bucket, plus 12 to extrapolate updates; 12 in all
-    where ranks have weights of their own."""
-    if each["buckets"] is None:
-        return 12
-    return float(8 * each["buckets"] + 12 * (each["arm"] != "all" and each["setting"]["ranks"] > 1))
-
-
-HOST = Case(
-    name="host",
-    help="operators, calls and CPU time of one step, with plain torch's, Horovod's and DDP's, 1 rank and several",
-    text="""Host cost of a step: operators, calls and CPU time, with the plain optimizer, Horovod and DDP.
-
-The model has as many parameters as ResNet-50, of 8 elements each (in TensorFlow 40, as one graph), so that nothing is
-left but the host's work. On a GPU a step is as fast as the plain one only while the host is ahead of the device. On the
-device "fake", CPU tensors count as tensors on a GPU: the optimizers do what they do there, and their waits are
-counted.""",
-    run=host,
-    columns=columns(
-        "framework = setting.framework | device = setting.device | ranks = setting.ranks d | arm | "
-        "ATen calls = aten_calls .0f | Python + C calls = python_calls .0f | host waits = host_waits .1f | "
-        "copies = copies .1f | graph's operators = operators .0f | crossings = crossings .1f | buckets = buckets .0f | "
-        "training ms = value .2f ~ | over plain = over .2f ~ | other ms = other_ms .2f | first step ms = first_ms .0f"
-    ),
-    panels=tuple(map(Panel, ("training_ms", "other_ms", "aten_calls", "python_calls", "operators", "first_ms"))),
-    group="{framework}, {ranks}, {device}",
-    ranks=2,
-    arms=",".join((*OTHERS, *OURS)),
-    repetitions=5,
-    options=(
-        Option("--framework", list(JOBS), "torch, tensorflow", {"choices": JOBS}),
-        Option("--device", list(DEVICES), "fake: torch's alone", {"choices": DEVICES}),
-        Option("--steps", 100, "that are timed, of each block"),
-    ),
-    quick={"arms": "horovod,all,sgp", "steps": 20, "repetitions": 1},
-)
-
-
 # -- activation --------------------------------------------------------------------------------------------------------
 
 ASLEEP, BUSY, CPU = "latency, trainers asleep", "latency, trainers busy", "engine's CPU"
@@ -459,9 +287,9 @@ def activation(args: argparse.Namespace, say: Say) -> Report:
 
     def tell(block: Block) -> str:
         if "task" in block:
-            return f"engine's CPU, {block['arm']}: {engine_ms(block):.2f} ms a round"
+            return f"engine's CPU, {block['arm']}: {cpu_ms(block, 'engine_s'):.2f} ms a round"
         text = "busy" if block["busy"] else "asleep"
-        return f"trainers {text}: median {1e3 * statistics.median(last_receipts(block)):.2f} ms"
+        return f"trainers {text}: median {statistics.median(latencies_ms(block)):.2f} ms"
 
     found = measure(args, "activation", latencies, say, tell, seconds=600, progress=progress)
     found += measure(args, "timed", cpu, say, tell, seconds=900, progress=progress, ranks=args.cpu_ranks)
@@ -476,42 +304,37 @@ def activation(args: argparse.Namespace, say: Say) -> Report:
     return report
 
 
-def last_receipts(block: Block) -> list[float]:
-    """Return the seconds from each round's first arrival to the last engine's receipt of its command."""
+def latencies_ms(block: Block) -> list[float]:
+    """Return the ms from each round's first arrival to the last engine's receipt of its command."""
     received = zip(*(own["received"] for own in block["by_rank"]), strict=True)
-    return [max(times) - begun for times, begun in zip(received, block["by_rank"][0]["first"], strict=True)]
+    return [1e3 * (max(times) - begun) for times, begun in zip(received, block["by_rank"][0]["first"], strict=True)]
 
 
-def per_round(block: Block, key: str) -> float:
-    """Return CPU seconds per round, mean over the ranks."""
-    return statistics.fmean(own[key] / own["stats"]["rounds"] for own in block["by_rank"])
-
-
-def engine_ms(block: Block) -> float:
-    """Return the CPU time of an engine's thread per round, ms."""
-    return 1e3 * per_round(block, "engine_s")
+def cpu_ms(block: Block, key: str) -> float:
+    """Return the CPU time per round, ms, mean over the ranks: ``engine_s`` of the engine's thread, or ``cpu``."""
+    return 1e3 * statistics.fmean(own[key] / own["stats"]["rounds"] for own in block["by_rank"])
 
 
 def activation_rows(blocks: list[Block]) -> list[Row]:
     """Return latencies with trainers asleep and busy, then CPU times by arm. Ends are those over repetitions."""
     rows = []
     for what, busy in ((ASLEEP, False), (BUSY, True)):
-        mine = [block for block in blocks if "task" not in block and block["busy"] is busy]
+        mine = [latencies_ms(block) for block in blocks if "task" not in block and block["busy"] is busy]
         if not mine:
             continue
-        medians = spread([1e3 * statistics.median(last_receipts(block)) for block in mine])
-        every = [1e3 * seconds for block in mine for seconds in last_receipts(block)]
-        setting = {"what": what, "ranks": len(mine[0]["by_rank"]), "curve": True, "seed": None}
-        shares = [quantile(every, percent / 100) for percent in range(1, 100)]
-        more = {"p95": quantile(every, 0.95), "p99": quantile(every, 0.99), "percentiles": shares, "rounds": len(every)}
+        ranks = next(len(block["by_rank"]) for block in blocks if "task" not in block)
+        every = np.concatenate(mine)
+        shares = np.quantile(every, np.arange(1, 100) / 100, method="inverted_cdf").tolist()
+        more = {"p95": shares[94], "p99": shares[98], "percentiles": shares, "rounds": len(every)}
         more["curves"] = [[value, percent] for percent, value in enumerate(shares, 1)]
-        rows.append(row("solo", setting, medians, "ms", **more))
-    for arm, mine in by_arm(block for block in blocks if "task" in block).items():
-        setting = {"what": CPU, "ranks": len(mine[0]["by_rank"]), "megabytes": mine[0]["task"]["megabytes"]}
-        whole = statistics.median(1e3 * per_round(block, "cpu") for block in mine)
-        step = statistics.median(own["ends"][-1] / len(own["ends"]) for own in everywhere(mine))
-        used, more = spread(list(map(engine_ms, mine))), {"process_cpu_ms": whole, "step_s": step}
-        rows.append(row(arm, setting | {"seed": None}, used, "ms of CPU a round", **more))
+        setting = {"what": what, "ranks": ranks, "curve": True, "seed": None}
+        rows.append(row("solo", setting, spread(list(map(statistics.median, mine))), "ms", **more))
+    for arm, own in by_arm(block for block in blocks if "task" in block).items():
+        setting = {"what": CPU, "ranks": len(own[0]["by_rank"]), "megabytes": own[0]["task"]["megabytes"], "seed": None}
+        used = spread([cpu_ms(block, "engine_s") for block in own])
+        process = statistics.median(cpu_ms(block, "cpu") for block in own)
+        step = statistics.median(each["ends"][-1] / len(each["ends"]) for each in everywhere(own))
+        rows.append(row(arm, setting, used, "ms of CPU a round", process_cpu_ms=process, step_s=step))
     return rows
 
 

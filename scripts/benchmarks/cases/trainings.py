@@ -60,15 +60,14 @@ def judge_close(report: Report, each: Row, baseline: str) -> None:
 
 JUDGED, LEAST_SPEEDUP = ("solo", "majority"), 1.3
 UNTIMED = 2
-"""Steps in which TensorFlow traces its graphs and Horovod fills its cache; they train as the others do."""
+"""Steps in which Horovod fills its cache; they train as the others do."""
 REAL_MS = 2.0
 """Milliseconds per frame that the real computation takes at most, to limit a job by."""
 
 
 def sequence_lengths(args: argparse.Namespace, say: Say) -> Report:
     """Measure and judge."""
-    keras = args.framework == "tensorflow"
-    arms = parse_arms(args.arms, args.ranks, rivals=(BASELINE,) if keras else (BASELINE, "ddp"))
+    arms = parse_arms(args.arms, args.ranks)
     need_arm(BASELINE, arms)
     if not 1 <= args.batch_size <= data.CLIPS:
         raise ValueError(f"--batch-size {args.batch_size}: there are {data.CLIPS} clips")
@@ -80,9 +79,9 @@ def sequence_lengths(args: argparse.Namespace, say: Say) -> Report:
         return f"seed {block['seed']}, {block['arm']}: {steps_per_second(block):.2f} steps/s, {score(block):.4f}"
 
     limit = START + 2 * longest * (args.ms + REAL_MS) + 20 * len(blocks)
-    found = measure(args, "timed_keras" if keras else "timed", blocks, say, tell, seconds=limit)
-    names = ("framework", "steps", "ms", "frames", "bucketed", "batch_size", "lr", "momentum")
-    report = LENGTHS.report(args, length_rows(found, chosen(args, *names, seed="the run's number")))
+    found = measure(args, "timed", blocks, say, tell, seconds=limit)
+    names = ("steps", "ms", "frames", "bucketed", "batch_size", "lr", "momentum")
+    report = LENGTHS.report(args, length_rows(found, chosen(args, *names, framework="torch", seed="the run's number")))
     judge_lengths(report)
     return report
 
@@ -181,20 +180,18 @@ machine's few cores, not for each other. --ms 0: the real computation alone. Bou
 
 Batches are of clips of similar length, as in practice, unless --no-bucketed. --repetitions is the number of seeds, each
 with clips, weights and batches of its own; "over ideal" is the speed-up over a synchronous optimizer that costs
-nothing, which the bounds are of too. TensorFlow's arm horovod is plain hvd.allreduce of the gradients.""",
+nothing, which the bounds are of too.""",
     run=sequence_lengths,
     columns=columns(
-        "framework = setting.framework | arm | steps/s = value .2f ~ | speed-up = speedup .3f ~ | bound = bound .3f | "
+        "arm | steps/s = value .2f ~ | speed-up = speedup .3f ~ | bound = bound .3f | "
         "over ideal = over_ideal .3f | accuracy = accuracy .4f | difference = difference +.4f 95% | "
         "variation = variation .3f | staleness = staleness .2f | in a round = contributors .2f | runs = runs d"
     ),
     panels=(Panel("speedup", marks=("bound", "over_ideal")), Panel("accuracy"), Panel("difference", "points")),
-    group="{framework}",
     ranks=4,
     arms="horovod,majority,solo",
     repetitions=3,
     options=(
-        Option("--framework", "torch", "of the model", {"choices": ("torch", "tensorflow")}),
         Option("--steps", 480, "of each rank in each training"),
         Option("--ms", 5.0, "of computation per frame, real or slept; 0: none"),
         Option("--frames", 20, "of a clip, median", {"metavar": "N"}),
@@ -216,24 +213,16 @@ WORK = 0.02
 """Seconds of a step without sleep, if ranks share cores: a job may take five times as long."""
 LEAST = 0.95
 """Accuracy that the baseline must reach, for a comparison to mean something."""
-COMMON = 64
-"""Images whose loss says who leads."""
-CLOSE: dict[str, Any] = {"algorithm": "lsgd", "own": {"global_period": 1, "global_pull": 0.3}}
-OWN: dict[str, dict[str, Any]] = {
-    MUTANT: {"algorithm": "solo"},
-    "lsgd-close": CLOSE,
-    "lsgd-common": {"algorithm": "lsgd", "common": COMMON},
-    "lsgd-common-close": {**CLOSE, "common": COMMON},
-    "easgd-close": {"algorithm": "easgd", "own": {"global_period": 1, "alpha": 0.4, "beta": 0.9}},
-}
-"""Arms that this case alone has, and what they say of their trainings."""
 
 
 def split_classes(args: argparse.Namespace, say: Say) -> Report:
-    """Measure and judge. ``--repetitions`` is the number of seeds."""
-    arms = split_arms(args.arms, args.ranks)
-    blocks = split_blocks(args, arms)
-    longest = sum(steps_of(args) * (WORK + args.compute + args.delay) for _ in blocks)
+    """Measure and judge; others are compared with the first arm. ``--repetitions`` is the number of seeds."""
+    named = listed(args.arms)
+    known = ",".join(arm for arm in named if arm != MUTANT)
+    arms = [*parse_arms(known, args.ranks, gossip=True, leaders=True), *(MUTANT for arm in named if arm == MUTANT)]
+    steps = int(args.epochs * (TRAIN // (BATCH * args.ranks)))
+    blocks = split_blocks(args, arms, steps)
+    longest = len(blocks) * steps * (WORK + args.compute + args.delay)
 
     def tell(block: Block) -> str:
         return f"fold {block['task']['fold'] + 1}, seed {block['seed']}, {block['arm']}: {score(block):.4f}"
@@ -241,8 +230,8 @@ def split_classes(args: argparse.Namespace, say: Say) -> Report:
     found = measure(args, "timed", blocks, say, tell, seconds=300 + 5 * longest)
     setting = chosen(args, "compute", "epochs", late_rank_delay=args.delay, seed="fold and run", delay=None)
     setting["classes"] = "0 to 7 shared by the first ranks, 8 and 9 on the last alone"
-    setting["own"] = {arm: own for arm, own in OWN.items() if arm in arms}
-    report = SPLIT.report(args, split_rows(found, setting, arms[0], steps_of(args)))
+    setting["own"] = {MUTANT: {"algorithm": "solo"}} if MUTANT in arms else {}
+    report = SPLIT.report(args, split_rows(found, setting, arms[0], steps))
     for each in report.rows:
         if each["arm"] == arms[0]:
             report.at_least(f"{arms[0]}'s accuracy", each["value"], LEAST)
@@ -250,43 +239,29 @@ def split_classes(args: argparse.Namespace, say: Say) -> Report:
             loss = -each["difference_high"]
             what = f"accuracy that the mutant loses at least (95%), of {arms[0]}'s"
             report.wants(what, loss, "> 0.05", loss > 5 * POINT)
-        elif each["arm"] not in (*OWN, *LEADERS) and not gossip_of(each["arm"]):
+        elif each["arm"] not in LEADERS and not gossip_of(each["arm"]):
             judge_close(report, each, arms[0])
     return report
 
 
-def split_arms(text: str, ranks: int) -> list[str]:
-    """Return the arms of the command line's list, the case's own last; others are compared with the first."""
-    named = listed(text)
-    known = parse_arms(",".join(arm for arm in named if arm not in OWN), ranks, gossip=True, leaders=True)
-    return [*known, *(arm for arm in OWN if arm in named)]
-
-
-def steps_of(args: argparse.Namespace) -> int:
-    """Return the steps of each training."""
-    return int(args.epochs * (TRAIN // (BATCH * args.ranks)))
-
-
-def split_blocks(args: argparse.Namespace, arms: list[str]) -> list[Block]:
+def split_blocks(args: argparse.Namespace, arms: list[str], steps: int) -> list[Block]:
     """Return every arm on every fold from every seed, in alternation.
 
     If ranks do not wait for others, each takes as many steps as it can in the same time, all together as many as in
     other arms. (With as many each, the slowest would continue alone when the others are done.)
     """
-    times = np.full((steps_of(args), args.ranks), args.compute)
+    times = np.full((steps, args.ranks), args.compute)
     times[:, -1] += args.delay
     blocks = []
     for fold in range(args.folds):
         for seed, arm in repetitions(arms, args.repetitions):
             task = {"name": "images", "data": "digits", "model": "plain", "split": "classes", "batch": BATCH}
-            own = {"algorithm": arm} | OWN.get(arm, {})
-            task |= {"fold": fold} | ({"common": own.pop("common")} if "common" in own else {})
-            leads, paced = own["algorithm"] in LEADERS, waits_for_nobody(own["algorithm"])
-            more: dict[str, Any] = {"own": {"seed": seed} if is_eager(own["algorithm"]) else {}} | own
-            more |= {"seed": seed, "lr": args.lr, "momentum": 0.9, "weight_decay": 5e-4, "cosine": True, "untimed": 0}
-            more |= {"scored": True, "apart": "mean" if leads else "distance", "times": times[:1].tolist()}
-            more["steps"] = own_pace(times) if paced else [len(times)] * args.ranks
-            blocks.append(block_of(arm, seed, task, **more))
+            block = block_of(arm, seed, task | {"fold": fold}, seed=seed, lr=args.lr, momentum=0.9, weight_decay=5e-4)
+            block |= {"cosine": True, "untimed": 0, "scored": True, "times": times[:1].tolist()}
+            block |= {"own": {"seed": seed} if is_eager(arm) else {}}
+            block |= {"apart": "mean" if arm in LEADERS else "distance"}
+            block["steps"] = own_pace(times) if waits_for_nobody(arm) else [steps] * args.ranks
+            blocks.append(block)
     return blocks
 
 
@@ -304,15 +279,14 @@ def split_rows(blocks: list[Block], setting: Mapping[str, Any], baseline: str, s
     for arm, mine in groups.items():
         found, everyone = [score(block) for block in mine], everywhere(mine)
         pairs = [score(block) - base[block["task"]["fold"], block["seed"]] for block in mine]
-        mean = statistics.fmean(found)
-        algorithm, firsts = mine[0]["algorithm"], [block["by_rank"][0] for block in mine]
+        mean, firsts = statistics.fmean(found), [block["by_rank"][0] for block in mine]
         more: Row = {}
-        if gossip_of(algorithm):
+        if gossip_of(arm):
             more["distance"] = statistics.fmean(own["distance"] for own in firsts)
             more["apart_percent"] = 100 * statistics.fmean(own["distance"] / own["norm"] for own in firsts)
             averagings = (own["stats"]["averagings"] / len(own["ends"]) for own in everyone)
             more["averagings_per_step"] = statistics.fmean(averagings)
-        if algorithm in LEADERS:
+        if arm in LEADERS:
             totals = [[(own["stats"]["pulls"], len(own["ends"])) for own in block["by_rank"]] for block in mine]
             pulls = [sum(pulled for pulled, _ in each) / sum(taken for _, taken in each) for each in totals]
             more |= {"pulls": pulls, "pulls_per_step": statistics.fmean(pulls)}
@@ -343,9 +317,7 @@ SPLIT = Case(
     text="""Classes split over the ranks, and the rank that alone holds two of them always late; no batch norm.
 
 Also a mutant of this library's optimizer that loses late gradients, as the code published with the paper does. Of arms
-whose ranks' weights differ, that gossip or follow a leader, the accuracy is reported, not judged. lsgd and easgd have
-the optimizer's defaults. -close: they are pulled as often as ranks step, and farther. -common: the loss that says who
-leads is that of a few training images which are the same on all ranks.""",
+whose ranks' weights differ, that gossip or follow a leader, the accuracy is reported, not judged.""",
     run=split_classes,
     columns=columns(
         "arm | accuracy = value .4f ~ | difference = difference +.4f 95% | s/step = step_s .4f | "

@@ -10,6 +10,7 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +35,23 @@ from ..support.report import Case, Option, Panel, Report, Row, Say, chosen, colu
 
 FRAMEWORK = Option("--framework", "torch", "of the model", {"choices": ("torch", "tensorflow")})
 ACTIONS = ("kill", "stop", "cut", "join", "leave", "slow disk")
+UNIT = "s from a death until all survivors train on"
 
 
-def history_of(block: Block) -> History:
-    """Return the history that a job has written of a schedule."""
-    return History(Schedule.of(block["schedule"]), block["history"])
-
-
-def arms_of(text: str, known: tuple[str, ...]) -> list[str]:
-    """Return the arms of a command line's list; ValueError for one that the case does not have."""
-    arms = text.split(",")
+def check(args: argparse.Namespace, known: Sequence[str]) -> list[str]:
+    """Return the arms of the command line; ValueError for one that the case does not have, or another job."""
+    arms: list[str] = args.arms.split(",")
     if unknown := {*arms} - {*known}:
         raise ValueError(f"no arm {', '.join(map(repr, sorted(unknown)))} in this case: take of {', '.join(known)}")
+    if args.ranks != START:
+        raise ValueError(f"--ranks {args.ranks}: schedules begin with {START} ranks")
     return arms
+
+
+def plan_of(args: argparse.Namespace, weights: int, schedules: Sequence[Schedule]) -> dict[str, Any]:
+    """Return the plan of a job that goes through schedules with a model of this size."""
+    content = [schedule.content() for schedule in schedules]
+    return {"framework": args.framework, "weights": weights, "schedules": content}
 
 
 # -- elastic -----------------------------------------------------------------------------------------------------------
@@ -59,27 +64,25 @@ PARTS = ("found_out", "restart", "state")
 
 def elastic(args: argparse.Namespace, say: Say) -> Report:
     """Measure and judge."""
-    arms = arms_of(args.arms, (HOROVOD, *KINDS))
-    if args.ranks != START:
-        raise ValueError(f"--ranks {args.ranks}: {START} begin, of which one dies")
+    arms = check(args, (HOROVOD, *KINDS))
     if args.framework == "tensorflow" and HOROVOD in arms:
         raise ValueError("Horovod's elastic state for Keras does not work on Keras 3: leave the arm 'horovod' out")
     report = ELASTIC.report(args, [])
     progress = launch.Progress(len(args.weights) * args.repetitions * len(arms), say)
-
-    def on_block(block: Block) -> None:
-        history = history_of(block)
-        progress(f"{history.schedule}: {', '.join(f'{one.seconds:.2f} s' for one in history.recoveries())}")
-
     for weights in args.weights:
+        histories: list[History] = []
+
+        def on_block(block: Block, histories: list[History] = histories) -> None:
+            history = History.of(block)
+            histories.append(history)
+            progress(f"{history.schedule}: {', '.join(f'{one.seconds:.2f} s' for one in history.recoveries())}")
+
         order = launch.repetitions(arms, args.repetitions)
         schedules = [deadly(args.seed + repetition, arm) for repetition, arm in order]
-        plan = {"framework": args.framework, "weights": weights}
-        plan["schedules"] = [schedule.content() for schedule in schedules]
         limit = args.limit * 60 if args.limit else 60 + 60 * len(schedules)
-        blocks = launch.run("nemesis", START, plan, limit=limit, on_block=on_block, elastic=True)
+        launch.run("nemesis", START, plan_of(args, weights, schedules), limit=limit, on_block=on_block, elastic=True)
         setting = chosen(args, "framework", "seed", weights=weights)
-        report.rows += [elastic_row(arm, setting, list(map(history_of, blocks))) for arm in arms]
+        report.rows += [elastic_row(arm, setting, histories) for arm in arms]
     for each in report.rows:
         if each["arm"] != HOROVOD:
             if each["ratio"] is not None:
@@ -99,17 +102,15 @@ def deadly(seed: int, arm: str) -> Schedule:
 
 
 def elastic_row(arm: str, setting: dict[str, Any], histories: list[History]) -> Row:
-    """Return the figures of an arm: medians over its deaths."""
-    by_seed: dict[int, dict[str, float]] = {}
-    for history in histories:
-        for one in history.recoveries():
-            by_seed.setdefault(history.schedule.seed, {})[history.schedule.kind] = one.seconds
+    """Return the figures of an arm: medians over its deaths; ratios are to Horovod's with the same seed."""
+    seconds = {(h.schedule.kind, h.schedule.seed): one.seconds for h in histories for one in h.recoveries()}
     own = [one for history in histories if history.schedule.kind == arm for one in history.recoveries()]
     if not own:
         raise launch.JobError(f"no survivor of a death has trained on under {arm}: see bench.py nemesis --histories")
-    ratios = [seconds[arm] / seconds[HOROVOD] for seconds in by_seed.values() if {arm, HOROVOD} <= {*seconds}]
+    base = {seed: value for (kind, seed), value in seconds.items() if kind == HOROVOD}
+    ratios = [value / base[seed] for (kind, seed), value in seconds.items() if kind == arm and seed in base]
     return row(
-        *(arm, setting, spread([one.seconds for one in own]), "s from a death until all survivors train on"),
+        *(arm, setting, spread([one.seconds for one in own]), UNIT),
         again=sum(one.again for one in own) / len(own),
         ratio=spread(ratios).value if ratios else None,
         ratios=ratios,
@@ -150,14 +151,12 @@ OUTPUT = 100_000
 SECONDS = 60.0
 """A schedule takes at most, on a slow machine, on average."""
 Found = tuple[Schedule, History | None, list[str]]
-"""A schedule, its history if it came to its end, and what should not have been."""
+"""A schedule, its history if it was completed, and the violations."""
 
 
 def nemesis(args: argparse.Namespace, say: Say) -> Report:
-    """Go through the schedules, and judge."""
-    if args.ranks != START:
-        raise ValueError(f"--ranks {args.ranks}: schedules begin with {START} ranks")
-    wanted = arms_of(args.arms, KINDS)
+    """Go through the schedules, and judge. A job that ends by force is a violation; the others go into the next job."""
+    wanted = check(args, KINDS)
     seeds = args.seeds or range(args.first, args.first + args.schedules)
     left = [schedule for schedule in map(drawn, seeds) if schedule.kind in wanted]
     if not left:
@@ -165,53 +164,49 @@ def nemesis(args: argparse.Namespace, say: Say) -> Report:
     found: list[Found] = []
     progress = launch.Progress(len(left), say)
     while left:
-        job, left = left[: args.in_a_job], left[args.in_a_job :]
-        done, error = one_job(args, job, progress, say)
-        found += done
+        job = left[: args.in_a_job]
+        begun = len(found)
+        error = one_job(args, job, found, progress, say)
+        left = left[len(found) - begun :] if error is not None else left[len(job) :]
         if error is not None:
-            broken = job[len(done)]
+            broken, left = left[0], left[1:]
             say(f"VIOLATION {broken}: the job ended\n{error}")
             found.append((broken, None, ["the job ended"]))
             progress(f"{broken}: the job ended")
-            left = job[len(done) + 1 :] + left
     return nemesis_report(args, found)
 
 
 def one_job(
-    args: argparse.Namespace, schedules: list[Schedule], progress: launch.Progress, say: Say
-) -> tuple[list[Found], str | None]:
-    """Return what was found of schedules that came to their end, and why the job ended before the others."""
-    done: list[Found] = []
+    args: argparse.Namespace, schedules: list[Schedule], found: list[Found], progress: launch.Progress, say: Say
+) -> str | None:
+    """Add what was found of schedules that were completed; return why the job ended before the others."""
+    left = list(schedules)
     last: dict[str, str] = {}
 
     def on_block(block: Block) -> None:
-        history = history_of(block)
-        schedule, wrong = schedules[len(done)], history.violations()
-        done.append((schedule, history, wrong))
+        history, schedule = History.of(block), left.pop(0)
+        wrong = history.violations()
+        found.append((schedule, history, wrong))
         if wrong:
-            summary = "\n".join(wrong)
-            say(f"VIOLATION {schedule}\n{summary}")
+            say("\n".join([f"VIOLATION {schedule}", *wrong]))
             keep(args, schedule, {host: "\n".join(map(json.dumps, own)) for host, own in block["history"].items()})
         progress(f"{schedule}: {history.resets} resets")
 
     def look(folder: Path) -> None:
         last.clear()
-        last.update((file.name, file.read_text()) for file in folder.glob(f"history.{len(done)}.*"))
+        last.update((file.name, file.read_text()) for file in folder.glob(f"history.{len(schedules) - len(left)}.*"))
         last["output"] = (folder / "output").read_text(errors="replace")[-OUTPUT:]
 
-    plan = {"framework": args.framework, "weights": SLOTS * COLUMNS, "schedules": [one.content() for one in schedules]}
     limit = args.limit * 60 if args.limit else 60 + SECONDS * len(schedules)
     how: dict[str, Any] = {"on_block": on_block, "while_running": look, "elastic": True, "virtual": args.virtual}
-    started = time.monotonic()
     try:
-        launch.run("nemesis", START, plan, limit=limit, **how)
+        launch.run("nemesis", START, plan_of(args, SLOTS * COLUMNS, schedules), limit=limit, **how)
     except launch.JobError as error:
-        if len(done) == len(schedules):
-            say(f"the job ended badly after its last schedule, after {time.monotonic() - started:.0f} s:\n{error}")
-            return done, None
-        keep(args, schedules[len(done)], last)
-        return done, str(error)
-    return done, None
+        if left:
+            keep(args, left[0], last)
+            return str(error)
+        say(f"the job ended badly after its last schedule:\n{error}")
+    return None
 
 
 def keep(args: argparse.Namespace, schedule: Schedule, texts: dict[str, str]) -> None:
@@ -227,16 +222,15 @@ def nemesis_report(args: argparse.Namespace, found: list[Found]) -> Report:
     """Return the figures of each kind, and what must show."""
     report = NEMESIS.report(args, [])
     for kind in dict.fromkeys(schedule.kind for schedule, *_ in found):
-        own = [(schedule, history, wrong) for schedule, history, wrong in found if schedule.kind == kind]
+        own = [each for each in found if each[0].kind == kind]
         histories = [history for _, history, _ in own if history is not None]
         recoveries = [one.seconds for history in histories for one in history.recoveries()]
         made = Counter(one.action for schedule, *_ in own for one in schedule.troubles)
         setting = chosen(args, "framework", seeds=[schedule.seed for schedule, *_ in own])
         setting |= {"hosts": "virtual"} if args.virtual else {}
-        value = spread(recoveries) if recoveries else 0.0
         report.rows.append(
             row(
-                *(kind, setting, value, "s from a death until all survivors train on"),
+                *(kind, setting, spread(recoveries) if recoveries else 0.0, UNIT),
                 schedules=len(own),
                 resets=sum(history.resets for history in histories),
                 lost=sum(history.lost for history in histories),
@@ -305,11 +299,10 @@ def soak(args: argparse.Namespace, say: Say) -> Report:
     """Measure and judge."""
     report = SOAK.report(args, [])
     for arm in parse_arms(args.arms, args.ranks, rivals=(), gossip=True):
-        gossips = gossip_of(arm) is not None
         plan = chosen(args, "rounds", "delay", "share", "seed", "uneven", arm=arm)
         plan |= {"graphs": min(GRAPHS, max(2, args.rounds // 50)), "drain_every": max(1, args.rounds // 10)}
         stopper = Stopper(args, say)
-        limit = args.limit * 60 if args.limit else 300 + args.rounds * (0.2 if gossips else 0.05)
+        limit = args.limit * 60 if args.limit else 300 + args.rounds * (0.2 if gossip_of(arm) else 0.05)
         [block] = launch.run("soak", args.ranks, plan, limit=limit, while_running=stopper)
         setting = chosen(args, "delay", "share", "rounds", "seed", "stop_every", "longest_stop")
         report.rows.append(soak_row(block, setting, stopper))
@@ -340,9 +333,11 @@ class Stopper:
         if not all(file.exists() for file in notes) or (folder / "stop").exists():
             return
         now = time.monotonic()
-        if now - self._reported > PROGRESS_EVERY:
-            self._reported = now
-            self._tell(notes[0])
+        lines = notes[0].read_text().rpartition("\n")[0].splitlines()
+        if lines and now - self._reported > PROGRESS_EVERY:
+            self._reported, note, rounds = now, json.loads(lines[-1]), self._args.rounds
+            left = note["s"] * (rounds - note["round"]) / max(1, note["round"]) / 60
+            self._say(f"round {note['round']:.0f} of {rounds}, {note['mb']:.0f} MB; {left:.1f} min left")
         if self._next is None:
             self._next = now + self._draws.expovariate(1 / self._args.stop_every)
         if now < self._next:
@@ -358,13 +353,6 @@ class Stopper:
                 os.kill(pid, signal.SIGCONT)
             self.stops += 1
             self.seconds += length
-
-    def _tell(self, file: Path) -> None:
-        lines = file.read_text().rpartition("\n")[0].splitlines()
-        if lines:
-            note, rounds = json.loads(lines[-1]), self._args.rounds
-            left = note["s"] * (rounds - note["round"]) / max(1, note["round"]) / 60
-            self._say(f"round {note['round']:.0f} of {rounds}, {note['mb']:.0f} MB; {left:.1f} min left")
 
 
 def settled(notes: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -415,25 +403,21 @@ def soak_row(block: Block, setting: dict[str, Any], stopper: Stopper) -> Row:
 
 def judge_soak(report: Report, each: Row) -> None:
     """Add the goals. A deadlock ends the job by force, and there is no row."""
-    arm, ranks, wanted, gossips = each["arm"], report.ranks, each["setting"]["rounds"], "graphs" in each
-    if gossips:
+    arm, ranks, wanted = each["arm"], report.ranks, each["setting"]["rounds"]
+    alike = each["produced"] == each["applied"] and each.get("applied_alike", True)
+    text, same = f"{each['applied']} of {each['produced']}", "yes" if each["identical"] else "no"
+    if "graphs" in each:
         what = "pairings" if arm.startswith("adpsgd") else "steps of each rank"
         report.wants(f"{what}, {arm}", each["rounds"], f">= {wanted}", each["rounds"] >= wanted, exact=True)
-    alike = each["produced"] == each["applied"] and each.get("applied_alike", True)
-    what = f"messages taken in, {arm}" if gossips else f"gradients applied, {arm}"
-    text = f"{each['applied']} of {each['produced']}"
-    report.wants(what, text, "all that were sent" if gossips else "all, on every rank", alike, exact=True)
-    if gossips:
+        report.wants(f"messages taken in, {arm}", text, "all that were sent", alike, exact=True)
         what = f"push-sum weights' sum less {ranks}, the most at {each['graphs']} cuts, {arm}"
         off, limit = each["weights_off"], WEIGHT * ranks
         report.wants(what, off, f"<= {limit:g}", off <= limit, exact=True)
-    same = "yes" if each["identical"] else "no"
-    what = f"replicas identical{' after each drain' if gossips else ''}, {arm}"
-    report.wants(what, same, "bit for bit", each["identical"], exact=True)
-    if gossips:
         report.at_most(f"MB that memory grew by, once settled, {arm}", each["grown_mb"], GROWS)
     else:
+        report.wants(f"gradients applied, {arm}", text, "all, on every rank", alike, exact=True)
         report.at_most(f"MB in 100,000 rounds, {arm}", each["slope_mb"], FLAT)
+    report.wants(f"replicas identical, {arm}", same, "bit for bit", each["identical"], exact=True)
 
 
 SOAK = Case(

@@ -35,7 +35,7 @@ from hvd_async.simulation.names import (
 )
 from hvd_async.testing import stop_engine
 
-from ..support.arms import DDP_NO_OP, IN_BACKWARD, MUTANT, PLAIN, RECORDED, WARM_UP
+from ..support.arms import IN_BACKWARD, MUTANT, PLAIN
 from .rank import Job, counted
 
 Loss = Callable[[torch.nn.Module], torch.Tensor]
@@ -70,11 +70,6 @@ def barrier() -> None:
     handle = hvd.allreduce_async(torch.zeros(1), name="bench.barrier")
     sleep_until_done([handle])
     hvd.synchronize(handle)
-
-
-def share_cores(ranks: int) -> bool:
-    """Return whether there are fewer cores than ranks."""
-    return ranks > len(os.sched_getaffinity(0))
 
 
 def sleep_until_done(handles: Iterable[int]) -> None:
@@ -130,14 +125,12 @@ class Arm:
         job: this rank.
         optimizer: of the model's parameters; not wrapped. None: SGD with momentum that hardly changes them.
         scaler: of gradients in half precision.
-        own: further arguments of ``EagerOptimizer``, ``GossipOptimizer`` or ``LeaderOptimizer``, or DDP's
-            ``bucket_cap_mb``.
+        own: further arguments of ``EagerOptimizer``, ``GossipOptimizer`` or ``LeaderOptimizer``.
 
     Attributes:
         model, optimizer: as the arm has them.
         gossip: what an arm that gossips does, else None.
         ours: whether it is an arm of hvd_async.
-        sleeps: whether to wait for Horovod's collectives asleep also where each rank has a core.
         computed: seconds of each step until the gradients were there, the sleep included.
     """
 
@@ -151,20 +144,20 @@ class Arm:
         **own: Any,
     ) -> None:
         optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
-        name = {MUTANT: "solo", RECORDED: "horovod"}.get(name, name)
+        name = "solo" if name == MUTANT else name
         self.name, self.model, self.gossip = name, model, gossip_of(name)
         base, compression = read_name(name)[:2]
-        self.ours, self._base = base not in (*RIVALS, PLAIN, DDP_NO_OP), base
+        self.ours, self._base = base not in (*RIVALS, PLAIN), base
         self.optimizer: Any = optimizer
         reduced = getattr(hvd.Compression, compression) if self.ours or base == "horovod" else None
-        self.sleeps, self.computed = False, list[float]()
+        self.computed: list[float] = []
         self._job, self._waited, self._buffers, self._scaler = job, 0.0, dict(model.named_buffers()), scaler
         self._ends = contextlib.ExitStack()
         named = {"named_parameters": model.named_parameters()}
         if base == "horovod":
             self.optimizer = hvd.DistributedOptimizer(optimizer, compression=Contiguous(reduced), **named)
         elif not self.ours and base != PLAIN:
-            self.model, self.optimizer = wrap(base, compression, model, optimizer, job, self._ends, **own)
+            self.model, self.optimizer = wrap(base, compression, model, optimizer, job, self._ends)
         elif self.ours:
             own |= named | {"named_buffers": model.named_buffers()}
             if name in LEADERS:
@@ -176,7 +169,7 @@ class Arm:
                 own |= {**self.gossip._asdict(), "compression": reduced}
                 self.optimizer = hvd.GossipOptimizer(optimizer, **own)
 
-    def train(self, loss: Loss, seconds: float = 0.0, exact: bool = False, recorded: Loss | None = None) -> None:
+    def train(self, loss: Loss, seconds: float = 0.0, exact: bool = False) -> None:
         """Take a step.
 
         Args:
@@ -184,14 +177,12 @@ class Arm:
             seconds: of sleep after the forward pass, before the gradients are there.
             exact: the seconds are those of the whole computation: gradients are computed first, the rest is slept, and
                 the backward pass hands them over. (An arm hands gradients over during the backward pass.)
-            recorded: the loss that says who leads; None: the step's own.
         """
         began = time.perf_counter()
         self.optimizer.zero_grad()
         value = loss(self.model)
         if self.name in LEADERS:
-            with torch.no_grad():
-                self.optimizer.record_loss(value if recorded is None else recorded(self.model))
+            self.optimizer.record_loss(value.detach())
         if exact:
             parameters = list(self.model.parameters())
             value = Known.apply(torch.autograd.grad(value, parameters), *parameters)
@@ -205,7 +196,7 @@ class Arm:
             self._waited += time.perf_counter() - started
         started = time.perf_counter()
         if self._base == "horovod":
-            if self.sleeps or share_cores(self._job.size):
+            if self._job.size > len(os.sched_getaffinity(0)):  # ranks share cores
                 sleep_until_done(handle for handle, _ in self.optimizer._handles.values())
             self.optimizer.synchronize()
             self._waited += time.perf_counter() - started
@@ -222,12 +213,6 @@ class Arm:
         else:
             self._scaler.step(self.optimizer)
             self._scaler.update()
-
-    def warm_up(self, loss: Loss, steps: int = WARM_UP) -> None:
-        """Take steps that are not timed, and drain."""
-        for _ in range(steps):
-            self.train(loss)
-        self.drain()
 
     @property
     def waited(self) -> float:
@@ -280,18 +265,16 @@ def wrap(
     optimizer: torch.optim.Optimizer,
     job: Job,
     ends: contextlib.ExitStack,
-    bucket_cap_mb: float | None = None,
 ) -> tuple[torch.nn.Module, Any]:
     """Return a rival's model and optimizer.
 
     Args:
-        name: ``ddp``, ``ddp-no-op``, ``post-local-sgd``, ``decent-dp``, ``torchft`` or ``torchft-diloco``.
+        name: ``ddp``, ``post-local-sgd``, ``decent-dp``, ``torchft`` or ``torchft-diloco``.
         compression: of DDP's gradients: "none", "fp16", "bf16" or "powersgd".
         model: the same on all ranks.
         optimizer: of its parameters, in one group.
         job: this rank.
         ends: takes what is to be ended with the arm, on all ranks.
-        bucket_cap_mb: of DDP's buckets; None: its own.
     """
     if name.startswith("torchft"):
         _average_by_torchft(name, model, optimizer, job, ends)
@@ -301,15 +284,11 @@ def wrap(
         torch.distributed.init_process_group("gloo", init_method=where, rank=job.rank, world_size=job.size)
     if name == "decent-dp":
         return _decent_dp(model, optimizer)
-    bucket = ONE_BUCKET if compression == "powersgd" else bucket_cap_mb
+    bucket = ONE_BUCKET if compression == "powersgd" else None
     wrapped = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, bucket_cap_mb=bucket)
     if name == "post-local-sgd":
         return _post_local_sgd(wrapped, optimizer)
-    if name == DDP_NO_OP:
-        from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
-
-        wrapped.register_comm_hook(None, debugging_hooks.noop_hook)
-    elif compression != "none":
+    if compression != "none":
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
         hooks = {

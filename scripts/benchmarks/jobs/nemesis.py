@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 from virtual_cluster import CLUSTER, SSH_GIVES_UP
@@ -557,7 +558,7 @@ def main() -> None:
             (folder / "turn.new").write_text(str(number))
             (folder / "turn.new").replace(turn)  # (a new rank may read it just now)
             (folder / "unfinished").touch()
-        Rank(model_of(plan["weights"]), Schedule.of(plan["schedules"][number]), number, folder).run()
+        Rank(model_of(plan["weights"]), msgspec.convert(plan["schedules"][number], Schedule), number, folder).run()
         gc.collect()
     faulthandler.cancel_dump_traceback_later()
     if meet.rank() == 0:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import psutil
 
 from ..support.data import FOLDER
@@ -130,24 +131,25 @@ class Trainer(Protocol):
 
 
 class WallClock:
-    """Time since ``start``, as this rank sees it.
+    """Seconds since ``start``, as this rank sees them.
 
     Attributes:
-        started: when that was, by the machine's clock.
+        started: time of the start, by the machine's clock.
+        laps: seconds until the end of each step.
     """
 
     def __init__(self) -> None:
-        self.started, self._laps = 0.0, list[float]()
+        self.started, self.laps = 0.0, list[float]()
 
     def start(self) -> None:
         self.started = time.perf_counter()
 
     def lap(self) -> float:
-        self._laps.append(time.perf_counter() - self.started)
-        return self._laps[-1]
+        self.laps.append(time.perf_counter() - self.started)
+        return self.laps[-1]
 
-    def laps(self) -> list[float]:
-        return self._laps
+    def stop(self) -> None:
+        """Complete ``laps``."""
 
 
 def timed(
@@ -163,9 +165,8 @@ def timed(
     """Train as a block says, drain, and return this rank's figures.
 
     A block has ``steps`` (a number, or one for each rank) or a ``window`` of seconds in which each rank takes as many
-    as it can; ``untimed`` steps before; ``times``, [steps][ranks], the seconds that each step computes; ``barrier``:
-    ranks begin each step together; ``flowing``: nothing is drained before the clock starts, as much is left on its way
-    at its end.
+    as it can; ``untimed`` steps before; ``times``, [steps][ranks], the seconds that each step computes; ``keep``: the
+    model stays for further blocks, nothing is drained before the clock starts, and as much is in flight at its end.
 
     Args:
         job: this rank.
@@ -180,17 +181,14 @@ def timed(
     job.barrier()
     for _ in range(block["untimed"]):
         trainer.step(0.0)
-    if not block.get("flowing"):
+    if not block.get("keep"):
         trainer.drain()
         job.barrier()
     recorder = record() if record is not None else None
-    most, window = steps_of(block, job.rank), block.get("window")
-    first, before, used = len(trainer.computed), trainer.stats(), Used(trainer)
-    done = 0
+    most, window, done = steps_of(block, job.rank), block.get("window"), 0
+    first, stats, used = len(trainer.computed), trainer.stats(), _used(trainer)
     clock.start()
     while most is None or done < most:
-        if block.get("barrier"):
-            job.barrier()
         trainer.step(times[done % len(times)] if times else 0.0)
         now, done = clock.lap(), done + 1
         if on_step is not None:
@@ -198,8 +196,9 @@ def timed(
         if window is not None and now >= window:
             break
     after = trainer.stats()  # before the drain: what it carries was not produced at the speed that is measured
-    own = {"ends": clock.laps(), "stats": difference(after, before), "rounds_before": before.get("rounds", 0)}
-    own |= used.so_far() | {"latency_s": latency(before, after)}
+    clock.stop()
+    own = {"ends": clock.laps, "stats": difference(after, stats), "rounds_before": stats.get("rounds", 0)}
+    own |= difference(_used(trainer), used) | {"latency_s": latency(stats, after)}
     own["computed"] = [round(seconds, 5) for seconds in trainer.computed[first:]]
     own |= before_drain() if before_drain is not None else {}
     trainer.drain()
@@ -222,28 +221,15 @@ def conclude(job: Job, block: Block, trainer: Trainer, own: dict[str, Any]) -> N
     job.record(block, own)
 
 
-class Used:
-    """What this rank uses from now on: seconds of waiting and of CPU, and bytes that its host sends."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._engine = trainer, _engine_clock()
-        self._before = self._now()
-
-    def _now(self) -> dict[str, float]:
-        found = {"waited": self._trainer.waited, "sent": traffic()}
-        found |= {"cpu": time.process_time(), "training_s": time.thread_time()}
-        return found | ({} if self._engine is None else {"engine_s": time.clock_gettime(self._engine)})
-
-    def so_far(self) -> dict[str, float]:
-        now = self._now()
-        return {key: now[key] - value for key, value in self._before.items()}
-
-
-def _engine_clock() -> int | None:
-    """Return the CPU clock of this process's engine thread; None if there is none."""
-    threads = (t.ident for t in threading.enumerate() if t.name.startswith("hvd_async-engine"))
-    engine = next(threads, None)
-    return None if engine is None else time.pthread_getcpuclockid(engine)
+def _used(trainer: Trainer) -> dict[str, float]:
+    """Return the seconds of waiting and of CPU so far, and the bytes that this host has sent, the loopback aside."""
+    sent = sum(nic.bytes_sent for name, nic in psutil.net_io_counters(pernic=True).items() if name != "lo")
+    found = {"waited": trainer.waited, "sent": sent, "cpu": time.process_time()}
+    for thread in threading.enumerate():
+        if thread.name.startswith("hvd_async-engine") and thread.ident is not None:
+            found["engine_s"] = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+            break
+    return found
 
 
 def rate(highest: float, step: int, steps: int) -> float:
@@ -256,15 +242,9 @@ def rate(highest: float, step: int, steps: int) -> float:
 
 def counted(stats: Any) -> dict[str, Any]:
     """Return ``stats()`` as JSON, without the history of leaders."""
-    return {key: _plain(value) for key, value in vars(stats).items() if key != "history"}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return value if isinstance(value, int | float | str | None) else str(value)
+    kept = {key: value for key, value in vars(stats).items() if key != "history"}
+    found: dict[str, Any] = msgspec.to_builtins(kept, str_keys=True, enc_hook=str)
+    return found
 
 
 def difference(after: Any, before: Any) -> Any:
@@ -287,14 +267,3 @@ def latency(before: dict[str, Any], after: dict[str, Any]) -> float | None:
         return None
     seconds = after[mean] * after[count] - before[mean] * before[count]
     return float(seconds / (after[count] - before[count]))
-
-
-def resident_mb() -> float:
-    """Return this process's memory, in MB (10^6 bytes)."""
-    return float(psutil.Process().memory_info().rss) / 1e6
-
-
-def traffic() -> int:
-    """Return the bytes that this host's network interfaces have sent, the loopback aside."""
-    lines = [line.split() for line in Path("/proc/net/dev").read_text().replace(":", ": ").splitlines()[2:]]
-    return sum(int(line[9]) for line in lines if line[0] != "lo:")

@@ -10,13 +10,14 @@ import random
 import time
 from typing import Any
 
+import psutil
 import torch
 
 from hvd_async.simulation.names import gossip_of
 from hvd_async.topology import Edge, Topology
 
 from .arm import Arm
-from .rank import Job, resident_mb
+from .rank import Job
 from .tasks import layers
 
 LOOKS = 400
@@ -49,7 +50,8 @@ class Soak:
 
     def note(self, round_: float) -> None:
         """Note this process's memory at a round."""
-        note = {"round": round_, "mb": resident_mb(), "s": time.perf_counter() - self._started}
+        resident = psutil.Process().memory_info().rss
+        note = {"round": round_, "mb": resident / 1e6, "s": time.perf_counter() - self._started}
         self._file.write(json.dumps(note) + "\n")
 
     def end(self) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from hvd_async.simulation.network import CLASSES, INPUTS, widths
 
 from ..support import data
 from .arm import Loss
-from .host_counts import ELEMENTS, SmallTensors
 
 HIDDEN = 48
 """Units of the LSTM."""
@@ -106,13 +105,11 @@ class Task(NamedTuple):
         model: with the same weights on all ranks.
         loss: returns the loss of this rank's batch of a step; called for one step after the other.
         score: returns the share of the scored data that a model classifies correctly; None of random data.
-        common: the loss of data that all ranks have in common, if it is to be recorded.
     """
 
     model: torch.nn.Module
     loss: Callable[[int], Loss]
     score: Callable[[torch.nn.Module], float] | None = None
-    common: Loss | None = None
 
 
 def task_of(task: Mapping[str, Any], seed: int, rank: int, size: int) -> Task:
@@ -147,8 +144,7 @@ def images(task: Mapping[str, Any], rank: int, size: int) -> Task:
     def score(model: torch.nn.Module) -> float:
         return share_of(model, (pixels[found.scored],), found.labels[found.scored])
 
-    common = loss_of(data.common(task["fold"], task["common"], task["seed"])) if "common" in task else None
-    return Task(model, lambda _: loss_of(next(mine)), score, common)
+    return Task(model, lambda _: loss_of(next(mine)), score)
 
 
 def clips(task: Mapping[str, Any], rank: int, size: int) -> Task:
@@ -201,13 +197,6 @@ def _dense(task: Mapping[str, Any], rank: int) -> Task:
     return _random(torch.nn.Linear(side, side, bias=False), torch.randn(task["batch"], side))
 
 
-def _tensors(task: Mapping[str, Any], rank: int) -> Task:
-    """Many small parameters: a step is the host's work alone."""
-    inputs = torch.ones(ELEMENTS)
-    loss: Loss = lambda model: model(inputs)  # noqa: E731
-    return Task(SmallTensors(), lambda _: loss)
-
-
 def _vectors(task: Mapping[str, Any], rank: int) -> Task:
     """Few large parameters, whose gradients are 1."""
     elements = int(task["megabytes"] * 1e6 / 4 / VECTORS)
@@ -239,7 +228,6 @@ RANDOM: dict[str, Callable[[Mapping[str, Any], int], Task]] = {
     "small": _small,
     "network": _network,
     "dense": _dense,
-    "tensors": _tensors,
     "vectors": _vectors,
     "resnet50": _resnet50,
 }

@@ -2,20 +2,17 @@
 
 A block has, in addition to what ``rank.timed`` reads:
 
-``arm``, ``algorithm``: its name; what it stands for, if the name does not say. ``own``: further arguments of the arm's
-optimizer. ``task``: see ``tasks``. ``seed``: of weights and data. ``lr``, ``momentum``, ``weight_decay``: of SGD;
-``cosine``: the rate rises and falls. ``exact``: ``times`` are those of the whole computation. ``keep``: the model stays
-for the arm's next block. ``trace``: folder to record the steps to. ``scored``: the accuracy is found after the drain.
-``looks``: how often the ranks copy their weights, without stopping, to be scored later. ``apart``: how far the ranks'
-weights differ before the drain is noted. ``count``: what a step costs the host is counted; ``device``: "fake" has CPU
-tensors count as tensors on a GPU. ``profile``: nothing is timed, a profiler counts what waits for the GPU.
+``arm``: its name. ``own``: further arguments of the arm's optimizer. ``task``: see ``tasks``. ``seed``: of weights and
+data. ``lr``, ``momentum``, ``weight_decay``: of SGD;
+``cosine``: the rate rises and falls. ``exact``: ``times`` are those of the whole computation. ``trace``: folder to
+record the steps to. ``scored``: the accuracy is found after the drain. ``looks``: how often the ranks copy their
+weights, without stopping, to be scored later. ``apart``: how far the ranks' weights differ before the drain is noted.
+``profile``: nothing is timed, a profiler counts what waits for the GPU.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -26,11 +23,9 @@ import torch
 from numpy.typing import NDArray
 
 import hvd_async.torch as hvd
-from hvd_async.torch.testing import FakeGpu
 
-from ..support.arms import MUTANT, RECORDED, has_own_weights, is_eager
+from ..support.arms import MUTANT, has_own_weights
 from .arm import Arm, average, forgetful
-from .host_counts import count_steps, mean_counts
 from .rank import Block, Job, WallClock, conclude, rate, steps_of, timed
 from .tasks import Task, task_of
 
@@ -58,16 +53,13 @@ class TorchTrainer:
     def __init__(self, job: Job, block: Block) -> None:
         self.task: Task = task_of(block["task"], block["seed"], job.rank, job.size)
         self._block, self._steps, self._most = block, 0, steps_of(block, job.rank)
-        how = {name: block[name] for name in ("momentum", "weight_decay", "foreach") if name in block}
+        how = {name: block[name] for name in ("momentum", "weight_decay") if name in block}
         optimizer = torch.optim.SGD(self.task.model.parameters(), lr=block["lr"], **how)
         scaler = torch.amp.GradScaler("cuda") if block["task"].get("dtype") == "fp16" else None
-        name = block.get("algorithm", block["arm"])
-        self.arm = Arm(name, self.task.model, job, optimizer, scaler, **block.get("own", {}))
+        self.arm = Arm(block["arm"], self.task.model, job, optimizer, scaler, **block.get("own", {}))
         self.computed = self.arm.computed
         self.stats, self.drain = self.arm.stats, self.arm.drain
         self.identical, self.close = self.arm.identical, self.arm.close
-        if block["arm"] == RECORDED:
-            hvd.record(self.arm.optimizer, job.folder / "trace")
 
     @property
     def waited(self) -> float:
@@ -78,7 +70,7 @@ class TorchTrainer:
             steps = self._block["untimed"] + (self._most or 0)
             for group in self.arm.optimizer.param_groups:
                 group["lr"] = rate(self._block["lr"], self._steps, steps)
-        self.arm.train(self.task.loss(self._steps), seconds, self._block.get("exact", False), self.task.common)
+        self.arm.train(self.task.loss(self._steps), seconds, self._block.get("exact", False))
         self._steps += 1
 
 
@@ -88,42 +80,37 @@ kept: dict[str, TorchTrainer] = {}
 
 def run_block(job: Job, block: Block) -> None:
     """Run one block."""
-    if "devices" in job.plan:
+    on_gpu = "devices" in job.plan
+    if on_gpu:
         torch.cuda.set_device(job.plan["devices"][job.rank % len(job.plan["devices"])])
     if block.get("profile"):
         job.record(block, traced(job, block["arm"], kept[block["arm"]]))
         return
-    gpu = FakeGpu() if block.get("device") == "fake" else None
-    with forgetful(block["arm"] == MUTANT), contextlib.nullcontext() if gpu is None else gpu.installed():
+    with forgetful(block["arm"] == MUTANT):
         trainer = kept.get(block["arm"]) or TorchTrainer(job, block)
         if block.get("keep"):
             kept[block["arm"]] = trainer
-        looks = Looks(block, trainer.task.model, job.rank)
-        clock = DeviceClock() if "devices" in job.plan else WallClock()
-        trainer.arm.sleeps = bool(block.get("count"))  # (waiting costs nothing then)
+        looks, clock = Looks(block, trainer.task.model, job.rank), DeviceClock() if on_gpu else WallClock()
         own = timed(
             *(job, block, trainer),
             clock=clock,
             record=(lambda: hvd.record(trainer.arm.optimizer, Path(block["trace"]))) if "trace" in block else None,
             on_step=looks.after,
-            before_drain=lambda: before_drain(job, block, trainer, gpu),
+            before_drain=(lambda: apart(job, block, trainer)) if "apart" in block else None,
         )
         model, score = trainer.task.model, trainer.task.score
         if "looks" in block:
-            ends, started = looks.end(), max(job.gather(clock.started))
-            scores = look_back(job, block["arm"], trainer.task, np.array(looks.copies))
-            own["curve"] = curve(job, block["arm"], [end - started for end in ends], scores)
+            looks.look()
+            own["curve"] = look_back(job, block["arm"], trainer.task, looks, max(job.gather(clock.started)))
         elif block.get("scored") and score is not None:
             own["accuracy"] = score(model) if job.rank == 0 else None
         conclude(job, block, trainer, own)
 
 
-def before_drain(job: Job, block: Block, trainer: TorchTrainer, gpu: FakeGpu | None) -> dict[str, Any]:
-    """Return what is to be found before the drain."""
-    own: dict[str, Any] = counts(trainer, gpu) if block.get("count") else {}
-    if block.get("apart"):
-        own |= {"distance": trainer.arm.distance(), "norm": trainer.arm.norm(), "of_mean": None}
-    if block.get("apart") == "mean":
+def apart(job: Job, block: Block, trainer: TorchTrainer) -> dict[str, Any]:
+    """Return how far ranks are apart; with ``apart`` "mean" also the accuracy of the mean of their weights."""
+    own = {"distance": trainer.arm.distance(), "norm": trainer.arm.norm(), "of_mean": None}
+    if block["apart"] == "mean":
         mean = copy.deepcopy(trainer.task.model)
         average(mean)
         assert trainer.task.score is not None
@@ -136,14 +123,23 @@ def before_drain(job: Job, block: Block, trainer: TorchTrainer, gpu: FakeGpu | N
 
 def values_of(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return a model's weights, then its statistics of batches, as they are in memory."""
-    own: list[Any] = [parameter.detach() for parameter in model.parameters()]
-    return own + [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    return [*(parameter.detach() for parameter in model.parameters()), *buffers]
 
 
 def flat(model: torch.nn.Module) -> NDArray[np.float32]:
     """Return a copy of all values, one after the other."""
     copied: NDArray[np.float32] = torch.cat([value.reshape(-1) for value in values_of(model)]).numpy()
     return copied
+
+
+@torch.no_grad()
+def put(model: torch.nn.Module, values: NDArray[np.float32]) -> None:
+    """Set a model's values."""
+    places = values_of(model)
+    parts = torch.from_numpy(values).split([place.numel() for place in places])
+    for place, value in zip(places, parts, strict=True):
+        place.copy_(value.view_as(place))
 
 
 class Looks:
@@ -156,6 +152,7 @@ class Looks:
 
     Attributes:
         copies: see ``flat``.
+        seconds: when each was taken, by the machine's clock.
     """
 
     def __init__(self, block: Block, model: torch.nn.Module, rank: int) -> None:
@@ -163,35 +160,35 @@ class Looks:
         shares = np.linspace(0, steps_of(block, rank) or 0, block.get("looks", 1) + 1)[1:-1]
         self._wanted = set(shares.round().astype(int).tolist())
         self.copies: list[NDArray[np.float32]] = []
-        self._seconds: list[float] = []
+        self.seconds: list[float] = []
 
     def after(self, step: int) -> None:
         """Copy the values if it is time to."""
         if step in self._wanted:
-            self._look()
+            self.look()
 
-    def end(self) -> list[float]:
-        """Copy the values once more; return when each copy was taken, by the machine's clock."""
-        self._look()
-        return self._seconds
-
-    def _look(self) -> None:
-        self._seconds.append(time.perf_counter())
+    def look(self) -> None:
+        """Copy the values."""
+        self.seconds.append(time.perf_counter())
         self.copies.append(flat(self._model))
 
 
-def look_back(job: Job, arm: str, task: Task, copies: NDArray[np.float32]) -> list[float]:
-    """Return the accuracy of the consensus at each look. Collective; afterwards the model is as it was.
+def look_back(job: Job, arm: str, task: Task, looks: Looks, started: float) -> list[list[float]]:
+    """Return seconds and accuracy of the consensus at each look. Collective; afterwards the model is as it was.
 
-    Where ranks share weights these are rank 0's, else their mean; statistics of batches are averaged, as by a drain.
-    The ranks divide the looks among themselves; what they need goes by files, since a link may be slow.
+    Where ranks share weights these are rank 0's, else their mean, which is there with the last rank's; statistics of
+    batches are averaged, as by a drain. The ranks divide the looks among themselves; what they need goes by files,
+    since a link may be slow.
     """
-    np.save(job.folder / f"copies.{job.rank}.npy", copies)
+    np.save(job.folder / f"copies.{job.rank}.npy", np.array(looks.copies))
     job.barrier()
     every = [np.load(job.folder / f"copies.{rank}.npy") for rank in range(job.size)]
     mean = np.mean(every, axis=0, dtype=np.float64)
-    if not has_own_weights(arm):
-        weights = sum(parameter.numel() for parameter in task.model.parameters())
+    times = np.array(job.gather(looks.seconds))
+    if has_own_weights(arm):
+        seconds = times.max(axis=0)
+    else:
+        seconds, weights = times[0], sum(parameter.numel() for parameter in task.model.parameters())
         mean[:, :weights] = every[0][:, :weights]
     drained, mine = flat(task.model), dict[int, float]()
     assert task.score is not None
@@ -202,50 +199,7 @@ def look_back(job: Job, arm: str, task: Task, copies: NDArray[np.float32]) -> li
     scores: dict[int, float] = {}
     for others in job.gather(mine):  # (which is also where all have read the files)
         scores |= others
-    return [scores[look] for look in range(len(mean))]
-
-
-@torch.no_grad()
-def put(model: torch.nn.Module, values: NDArray[np.float32]) -> None:
-    """Set a model's values."""
-    places = values_of(model)
-    parts = torch.from_numpy(values).split([place.numel() for place in places])
-    for place, value in zip(places, parts, strict=True):
-        place.copy_(value.view_as(place))
-
-
-def curve(job: Job, arm: str, seconds: list[float], scores: list[float]) -> list[list[float]]:
-    """Return seconds and accuracy of each look. Collective.
-
-    The consensus is there with rank 0's weights where ranks share them, else with the last rank's.
-    """
-    times = np.array(job.gather(seconds))
-    found = times.max(axis=0) if has_own_weights(arm) else times[0]
-    return [[float(second), score] for second, score in zip(found, scores, strict=True)]
-
-
-# -- what a step costs the host ----------------------------------------------------------------------------------------
-
-
-def counts(trainer: TorchTrainer, gpu: FakeGpu | None) -> dict[str, Any]:
-    """Return operators, calls, waits and copies of a step; of waits on a fake GPU those for its copies and events."""
-    trainer.arm.sleeps = False  # (Horovod waits without calls of Python)
-    before = waits_of_this_thread(gpu)
-    steps = count_steps(lambda: trainer.step(0.0))
-    found, waits = mean_counts(steps), waits_of_this_thread(gpu) - before
-    own = {"aten_calls": found.aten_calls, "python_calls": found.python_calls + found.c_calls}
-    own |= {"host_waits": found.host_waits, "copies": found.copies}
-    if gpu is not None:  # (other reads of numbers are of the host's memory; counting takes each step twice)
-        reads = sum(operators.waits for operators, _ in steps)
-        own["host_waits"] = waits / (2 * len(steps)) + reads / len(steps)
-    has_buckets = trainer.arm.ours and is_eager(trainer.arm.name)
-    return own | {"buckets": len(trainer.arm.optimizer._async.replica.layout) if has_buckets else None}
-
-
-def waits_of_this_thread(gpu: FakeGpu | None) -> int:
-    """Return how often this thread has waited for the fake GPU's copies and events."""
-    name = threading.current_thread().name
-    return 0 if gpu is None else sum(count for (thread, _), count in gpu.waits.items() if thread == name)
+    return [[float(second) - started, scores[look]] for look, second in enumerate(seconds)]
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
@@ -264,9 +218,9 @@ class DeviceClock(WallClock):
         self._events[-1].record()
         return 0.0
 
-    def laps(self) -> list[float]:
+    def stop(self) -> None:
         self._events[-1].synchronize()
-        return [self._events[0].elapsed_time(event) / 1e3 for event in self._events[1:]]
+        self.laps = [self._events[0].elapsed_time(event) / 1e3 for event in self._events[1:]]
 
 
 def traced(job: Job, name: str, trainer: TorchTrainer) -> dict[str, Any]:

@@ -25,10 +25,6 @@ PACKAGES = {"decent-dp": "decent_dp", "torchft": "torchft", "torchft-diloco": "t
 """Rivals' packages, by their names in Python."""
 PLAIN = "plain"
 """torch's optimizer, not wrapped: for one rank."""
-DDP_NO_OP = "ddp-no-op"
-"""DDP with a communication hook that does nothing: what its reducer alone costs."""
-RECORDED = "horovod-recorded"
-"""Horovod's optimizer, whose steps are recorded as ``hvd_async record`` does."""
 MUTANT = "drops_late"
 """A variant of ``solo`` that loses late gradients."""
 IN_BACKWARD = ("ddp", "decent-dp")
@@ -43,7 +39,7 @@ WARM_UP = 3
 
 def is_eager(arm: str) -> bool:
     """Return whether an arm is hvd_async's partial allreduce, with a quorum."""
-    return read_name(arm).base not in (*RIVALS, PLAIN, RECORDED, DDP_NO_OP, *LEADERS, *GOSSIP)
+    return read_name(arm).base not in (*RIVALS, PLAIN, *LEADERS, *GOSSIP)
 
 
 def has_own_weights(arm: str) -> bool:
@@ -55,19 +51,6 @@ def has_own_weights(arm: str) -> bool:
 def listed(text: str) -> list[str]:
     """Return the names of a command line's list, each once."""
     return list(dict.fromkeys(arm.strip() for arm in text.split(",") if arm.strip()))
-
-
-def named_arms(text: str, known: Sequence[str]) -> list[str]:
-    """Return the arms of a command line's list, of a case that has arms of its own.
-
-    Raises:
-        ValueError: it has no such arm.
-    """
-    arms = listed(text)
-    for arm in arms or [""]:
-        if arm not in known:
-            raise ValueError(f"there is no arm {arm!r} in this case: take some of {', '.join(known)}")
-    return arms
 
 
 def need_arm(baseline: str, arms: Sequence[str]) -> None:

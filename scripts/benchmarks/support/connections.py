@@ -1,5 +1,5 @@
 """The control plane with many real connections on one machine: the production coordinator and relays, each a process of
-its own, and ranks that are only connections, many a process. All are encrypted.
+its own, and ranks that are only connections, many per process. All are encrypted.
 """
 
 from __future__ import annotations
@@ -39,24 +39,25 @@ from hvd_async.runtime.relays import direct_tree, plan_tree
 from hvd_async.runtime.rendezvous import Card, RelayCard, above_of, relay_setup_of, setup_of
 from hvd_async.runtime.transport import LOOPBACK, Uplink
 
+from .events import BUCKETS, HYPER
+
 CLIENTS = 2
 """Processes that hold the ranks' connections."""
 SETTLE = 0.05
 """Seconds in which the coordinator has handled late arrivals, whose time is not to be counted in the next round's."""
-BUCKETS = 4
-OPTIMIZERS = ("solo", "all")
+QUORUMS = ("solo", "all")
+"""Quorum of each optimizer."""
 LIMIT = 120.0
 """Seconds to wait for the coordinator."""
 LOOK = 0.05
 """Seconds after which all connections are looked at, whatever the poll says."""
-HYPER = [{"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}]
 
 
 class Connected(NamedTuple):
     """Cost of a number of connections.
 
     Attributes:
-        ranks, relays: how many.
+        relays: number of relays.
         connect_s: seconds from the first rank's connection until the last was welcome.
         solo_ms: of each round, milliseconds from the first arrival to the last receipt, quorum "solo".
         all_ms: the same of quorum "all", whose ranks all arrive at once.
@@ -66,7 +67,6 @@ class Connected(NamedTuple):
         files: descriptors that it has open.
     """
 
-    ranks: int
     relays: int
     connect_s: float
     solo_ms: list[float]
@@ -80,27 +80,27 @@ class Connected(NamedTuple):
 # -- the launching side ------------------------------------------------------------------------------------------------
 
 
-class _Client:
-    """One process with some ranks' connections, which does what it is sent through a pipe."""
+@contextlib.contextmanager
+def _client(settings: dict[str, Any]) -> Iterator[Connection]:
+    """Start a process with the connections of some ranks; yields the pipe by which it receives orders."""
+    spawned = multiprocessing.get_context("spawn")
+    pipe, theirs = spawned.Pipe()
+    process = spawned.Process(target=_serve, args=(theirs, settings))
+    process.start()
+    theirs.close()
+    try:
+        yield pipe
+    finally:
+        pipe.close()
+        process.join(LIMIT)
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        spawned = multiprocessing.get_context("spawn")
-        self.pipe, theirs = spawned.Pipe()
-        self._process = spawned.Process(target=_serve, args=(theirs, settings))
-        self._process.start()
-        theirs.close()
 
-    def close(self) -> None:
-        self.pipe.close()
-        self._process.join(LIMIT)
-
-
-def _ask(clients: Sequence[_Client], **order: Any) -> tuple[float, float]:
+def _order(clients: Sequence[Connection], do: str, *arguments: Any) -> tuple[float, float]:
     """Have all do something; return when the first began and the last was done, in seconds of the same clock."""
     for client in clients:
-        client.pipe.send(order)
-    answers = [client.pipe.recv() for client in clients]
-    return min(a["sent"] for a in answers), max(a.get("received", 0.0) for a in answers)
+        client.send((do, *arguments))
+    sent, received = zip(*(client.recv() for client in clients), strict=True)
+    return min(sent), max(received)
 
 
 @contextlib.contextmanager
@@ -132,13 +132,8 @@ def _control_plane(
         for first in range(CLIENTS):
             own = [rank for rank in range(ranks) if rank // per_host % CLIENTS == first]
             above = [above_of(tree.parent(rank), cards, relay_cards, "") for rank in own]
-            settings.append(
-                {
-                    "ranks": own,
-                    "above": [[LOOPBACK, one.port, one.public.decode()] for one in above],
-                    "keys": [[key.decode() for key in keys[rank]] for rank in own],
-                }
-            )
+            servers = [(LOOPBACK, one.port, one.public) for one in above]
+            settings.append({"ranks": own, "above": servers, "keys": [keys[rank] for rank in own]})
         yield psutil.Process(coordinator.pid), settings, len(processes)
 
 
@@ -154,37 +149,34 @@ def measure(ranks: int, relays: bool, per_host: int = 8, rounds: int = 20) -> Co
     with contextlib.ExitStack() as undo:
         coordinator, settings, number = undo.enter_context(_control_plane(ranks, per_host, relays))
         empty = coordinator.memory_info().rss
-        clients = [_Client(own) for own in settings]
+        clients = [undo.enter_context(_client(own)) for own in settings]
         for client in clients:
-            undo.callback(client.close)
-        for client in clients:
-            client.pipe.recv()  # its ranks are connected
-        began, connected = _ask(clients, do="hello")
-        for optimizer, quorum in enumerate(OPTIMIZERS):
-            _ask(clients, do="register", optimizer=optimizer, quorum=quorum, buckets=BUCKETS)
+            client.recv()  # its ranks are connected
+        began, connected = _order(clients, "hello")
+        for optimizer in range(len(QUORUMS)):
+            _order(clients, "register", optimizer)
         solo, every, cpu = [], [], []
         for step in range(1, rounds + 1):
-            common = {"do": "step", "step": step, "buckets": BUCKETS}
-            first, last = _ask(clients, **common, optimizer=0, ranks=[0], others=False, wait=True)
+            first, last = _order(clients, "step", 0, step, [0], True)
             solo.append(1e3 * (last - first))
-            rest = [*range(1, ranks)]
-            _ask(clients, **common, optimizer=0, ranks=rest, others=False, wait=False)
+            _order(clients, "step", 0, step, [*range(1, ranks)], False)
             time.sleep(SETTLE)
             before = sum(coordinator.cpu_times()[:2])
-            first, last = _ask(clients, **common, optimizer=1, ranks=[], others=True, wait=True)
+            first, last = _order(clients, "step", 1, step, [*range(ranks)], True)
             every.append(1e3 * (last - first))
             cpu.append(1e3 * (sum(coordinator.cpu_times()[:2]) - before))
         kib = (coordinator.memory_info().rss - empty) / 1024 / ranks
         files = coordinator.num_fds()
-        leaving, left = _ask(clients, do="leave", step=rounds, buckets=BUCKETS, optimizers=len(OPTIMIZERS))
-    return Connected(ranks, number, connected - began, solo, every, cpu, left - leaving, kib, files)
+        leaving, left = _order(clients, "leave", rounds)
+    return Connected(number, connected - began, solo, every, cpu, left - leaving, kib, files)
 
 
 # -- a process with ranks ----------------------------------------------------------------------------------------------
 
 
 class Ranks:
-    """The connections.
+    """Connections of some ranks. Each public method is an order: it returns when the first message was sent, and when
+    the last rank had received the command that is waited for.
 
     Args:
         settings: ``ranks``, and of each ``above`` (address, port, key) and ``keys``.
@@ -198,16 +190,37 @@ class Ranks:
         context.set(zmq.MAX_SOCKETS, 4 * len(self._ranks) + 16)  # each has monitors
         self._codec = Codec(FAMILIES)
         self._uplinks = [
-            Uplink(address, port, server.encode(), (public.encode(), secret.encode()), context)
-            for (address, port, server), (public, secret) in zip(settings["above"], settings["keys"], strict=True)
+            Uplink(*server, keys, context) for server, keys in zip(settings["above"], settings["keys"], strict=True)
         ]
         self._poll = select.epoll()
         self._by_descriptor = {uplink.descriptors[0]: place for place, uplink in enumerate(self._uplinks)}
         for descriptor in self._by_descriptor:
             self._poll.register(descriptor, select.EPOLLIN)
 
-    def send(self, events: Callable[[int], list[Event]]) -> float:
-        """Send each rank's events, for which there may be none; returns when the first were sent."""
+    def hello(self) -> tuple[float, float]:
+        return self._send(lambda rank: [Hello("host", rank)]), self._wait(lambda one: isinstance(one, Welcome))
+
+    def register(self, optimizer: int) -> tuple[float, float]:
+        config = EagerConfig(QUORUMS[optimizer], 16, 0.0, 0, BUCKETS)
+        registered: Registered[Any] = Registered(optimizer, config, ["w"], [1], hyper=HYPER)
+        return self._send(lambda rank: [registered]), self._wait(lambda one: one == Accepted(optimizer))
+
+    def step(self, optimizer: int, step: int, ranks: list[int], waits: bool) -> tuple[float, float]:
+        """Have some ranks enter a step, and wait for its round, or do not wait."""
+        entered, some = StepEntered(optimizer, step, buckets=[*range(BUCKETS)], landed=step - 1), {*ranks}
+        sent = self._send(lambda rank: [entered] if rank in some else [])
+
+        def starts(one: Command) -> bool:
+            return isinstance(one, StartRound) and (one.optimizer, one.round) == (optimizer, step)
+
+        return sent, self._wait(starts) if waits else sent
+
+    def leave(self, steps: int) -> tuple[float, float]:
+        ends = [Finished(optimizer, [steps] * BUCKETS) for optimizer in range(len(QUORUMS))]
+        return self._send(lambda rank: [*ends, Leaving()]), self._wait(lambda one: isinstance(one, Close))
+
+    def _send(self, events: Callable[[int], list[Event]]) -> float:
+        """Send each rank's events, for which there may be none; return when the first were sent."""
         began = time.monotonic()
         for rank, uplink in zip(self._ranks, self._uplinks, strict=True):
             own = events(rank)
@@ -215,12 +228,8 @@ class Ranks:
                 uplink.send(packed([msgspec.Raw(encode(event)) for event in own]))
         return began
 
-    def wait(self, wanted: Callable[[Command], bool]) -> float:
-        """Wait until all have received such a command; returns when the last had.
-
-        Raises:
-            TimeoutError: they have not.
-        """
+    def _wait(self, wanted: Callable[[Command], bool]) -> float:
+        """Wait until all have received such a command; return when the last had. TimeoutError if they do not."""
         missing = {*range(len(self._uplinks))}
         raw: dict[bytes, bool] = {}  # most messages are the same for all
         last, deadline = time.monotonic(), time.monotonic() + LIMIT
@@ -230,8 +239,7 @@ class Ranks:
             ready = [self._by_descriptor[descriptor] for descriptor, _ in self._poll.poll(LOOK)] or [*missing]
             for place in ready:
                 while (frames := self._uplinks[place].read()) is not None:
-                    at = time.monotonic()
-                    data = frames[0]
+                    at, data = time.monotonic(), frames[0]
                     if data not in raw:
                         raw[data] = any(wanted(command) for command in self._codec.decode_commands(data))
                     if raw[data] and place in missing:
@@ -239,40 +247,12 @@ class Ranks:
                         last = max(last, at)
         return last
 
-    def act(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Do what an order says; return the answer."""
-        optimizer, step = order.get("optimizer", 0), order.get("step", 0)
-        match order["do"]:
-            case "hello":
-                sent = self.send(lambda rank: [Hello("host", rank)])
-                return {"sent": sent, "received": self.wait(lambda command: isinstance(command, Welcome))}
-            case "register":
-                config = EagerConfig(order["quorum"], 16, 0.0, 0, order["buckets"])
-                sent = self.send(lambda rank: [Registered(optimizer, config, ["w"], [1], hyper=HYPER)])
-                return {"sent": sent, "received": self.wait(lambda command: command == Accepted(optimizer))}
-            case "step":
-                entered = StepEntered(optimizer, step, buckets=[*range(order["buckets"])], landed=step - 1)
-                some = {*order["ranks"]}
-                chosen = (lambda rank: rank in some) if some else (lambda rank: order["others"])
-                sent = self.send(lambda rank: [entered] if chosen(rank) else [])
-                if not order["wait"]:
-                    return {"sent": sent}
-
-                def starts(command: Command) -> bool:
-                    return isinstance(command, StartRound) and (command.optimizer, command.round) == (optimizer, step)
-
-                return {"sent": sent, "received": self.wait(starts)}
-            case _:
-                produced = [step] * order["buckets"]
-                ends = [Finished(number, produced) for number in range(order["optimizers"])]
-                sent = self.send(lambda rank: [*ends, Leaving()])
-                return {"sent": sent, "received": self.wait(lambda command: isinstance(command, Close))}
-
 
 def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
-    """Do what comes through the pipe until it is closed."""
+    """Follow the orders that come through the pipe until it is closed."""
     ranks = Ranks(settings)
-    pipe.send({})
+    pipe.send(None)
     with contextlib.suppress(EOFError):
         while True:
-            pipe.send(ranks.act(pipe.recv()))
+            do, *arguments = pipe.recv()
+            pipe.send(getattr(ranks, do)(*arguments))

@@ -80,11 +80,6 @@ def fold(number: int) -> tuple[Indices, Indices]:
     return np.flatnonzero(~tested), np.flatnonzero(tested)
 
 
-def common(number: int, count: int, seed: int) -> Indices:
-    """Return ``count`` images of a fold's training part, of all classes: the same on every rank."""
-    return np.random.default_rng(seed).choice(fold(number)[0], count, replace=False)
-
-
 # -- gratings ----------------------------------------------------------------------------------------------------------
 
 PHASES, SIDE = 16, 8

@@ -43,41 +43,27 @@ def spread(values: Sequence[float]) -> Interval:
     return Interval(statistics.median(values), min(values), max(values))
 
 
-def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Return the mean with Student's interval, which is infinite for fewer than two values."""
-    mean = statistics.fmean(values)
+def mean_interval(values: Sequence[float]) -> Interval:
+    """Return the mean with its 95% interval (Student's), which is infinite for fewer than two values."""
     if len(values) < 2:
-        return Interval(mean, -math.inf, math.inf)
+        return Interval(statistics.fmean(values), -math.inf, math.inf)
     error = statistics.stdev(values) / math.sqrt(len(values))
-    reach = float(stats.t.ppf(0.5 + confidence / 2, len(values) - 1)) * error
+    reach = float(stats.t.ppf(0.975, len(values) - 1)) * error
+    mean = statistics.fmean(values)
     return Interval(mean, mean - reach, mean + reach)
 
 
-def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Return the median with an interval that assumes nothing about the distribution: two of the ordered values.
-
-    The median lies below the k-th of n ordered values with the probability of at most k - 1 heads in n tosses, so
-    k is the largest for which both tails together have at most 1 - confidence. Infinite if there are too few values.
-    """
-    ordered, count = sorted(values), len(values)
-    below = int(stats.binom.ppf((1 - confidence) / 2, count, 0.5))
-    while below > 0 and stats.binom.cdf(below - 1, count, 0.5) > (1 - confidence) / 2:
-        below -= 1
-    middle = statistics.median(ordered)
-    if below == 0:
-        return Interval(middle, -math.inf, math.inf)
-    return Interval(middle, ordered[below - 1], ordered[count - below])
+def median_interval(values: Sequence[float]) -> Interval:
+    """Return the median with a 95% interval that assumes nothing about the distribution: two of the values, or infinite
+    if there are too few."""
+    low, high = stats.quantile_test(values, q=statistics.median(values), p=0.5).confidence_interval(0.95)
+    ends = (-math.inf, math.inf) if math.isnan(low) or math.isnan(high) else (float(low), float(high))
+    return Interval(statistics.median(values), *ends)
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
     """Return the least-squares slope of y over x; 0 for fewer than two different x."""
     return float(statistics.linear_regression(x, y).slope) if len(set(x)) > 1 else 0.0
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return the value below which a share of the values lies (nearest rank)."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))]
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------

@@ -96,8 +96,7 @@ def run(
         folder = Path(name)
         (folder / "plan.json").write_text(json.dumps(plan))
         data.leave(folder)
-        starts = _elastic(folder, ranks, virtual, per_host) if elastic else _launcher(ranks, virtual, mbit, per_host)
-        mark = uuid.uuid4().hex
+        starts, mark = _command(folder, ranks, virtual, mbit, per_host, elastic), uuid.uuid4().hex
         with (folder / "output").open("wb") as output, _swept(mark, virtual):
             launcher = subprocess.Popen(
                 [*starts, sys.executable, "-m", "benchmarks.jobs", job],
@@ -118,29 +117,25 @@ def run(
         return blocks
 
 
-def _launcher(ranks: int, virtual: bool, mbit: float | None, per_host: int) -> list[str]:
+def _command(folder: Path, ranks: int, virtual: bool, mbit: float | None, per_host: int, elastic: bool) -> list[str]:
     """Return the command that starts as many ranks of what follows it."""
-    if not virtual:
-        return [str(Path(sys.executable).parent / "horovodrun"), "-np", str(ranks), "--gloo"]
-    limited = [] if mbit is None else [f"--mbit={mbit:g}"]
-    return [sys.executable, str(VIRTUAL), f"--hosts={ranks // per_host}", f"--per-host={per_host}", *limited, "--"]
-
-
-def _elastic(folder: Path, ranks: int, virtual: bool, per_host: int) -> list[str]:
-    """Return the command that starts what follows it on the hosts that a file names."""
     hosts, begin = folder / "hosts", ranks // per_host
     if virtual:
-        many = [f"--hosts={SPARE}", f"--per-host={per_host}", f"--elastic={hosts}", f"--np={begin}"]
-        return [sys.executable, str(VIRTUAL), *many, "--"]
+        limit = [] if mbit is None else [f"--mbit={mbit:g}"]
+        where = [f"--hosts={SPARE}", f"--elastic={hosts}", f"--np={begin}"] if elastic else [f"--hosts={begin}"]
+        return [sys.executable, str(VIRTUAL), *where, f"--per-host={per_host}", *limit, "--"]
+    command = [str(Path(sys.executable).parent / "horovodrun"), "-np", str(ranks), "--gloo"]
+    if not elastic:
+        return command
     # Names of 127.0.0.1: Horovod lets no host in again on which a process has died. (A label has 63 letters at most.)
     names = [f"0x{'0' * (number // 50)}7f.0x{'0' * (number % 50)}1:{per_host}\n" for number in range(SPARE)]
     hosts.write_text("".join(names[:begin]))
     hosts.with_name("hosts.spare").write_text("".join(names[begin:]))
     discovery = folder / "discover"
-    discovery.write_text(f"#!/bin/sh\ncat {folder / 'hosts'}\n")
+    discovery.write_text(f"#!/bin/sh\ncat {hosts}\n")
     discovery.chmod(0o755)
-    fixed = ["--min-np", "1", "--max-np", str(4 * ranks), "--network-interfaces", "lo", "--gloo"]
-    return [*_launcher(ranks, False, None, 1)[:1], "-np", str(ranks), *fixed, "--host-discovery-script", str(discovery)]
+    numbers = ["--min-np", "1", "--max-np", str(4 * ranks), "--network-interfaces", "lo"]
+    return [*command, *numbers, "--host-discovery-script", str(discovery)]
 
 
 def _check_virtual_hosts() -> None:
@@ -213,7 +208,12 @@ def _swept(mark: str, virtual: bool) -> Iterator[None]:
             psutil.wait_procs(alive, timeout=1.0)
     finally:
         signal.signal(signal.SIGTERM, before)
-        _end(mark)
+        deadline = time.monotonic() + GOODBYE
+        while (alive := _processes(mark)) and time.monotonic() < deadline:
+            for process in alive:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()  # also ends one that is stopped
+            psutil.wait_procs(alive, timeout=2.0)
         if virtual:
             subprocess.run([sys.executable, str(VIRTUAL), "--clean"], check=True)
 
@@ -228,15 +228,6 @@ def _processes(mark: str) -> list[psutil.Process]:
     return found
 
 
-def _end(mark: str) -> None:
-    deadline = time.monotonic() + GOODBYE
-    while (alive := _processes(mark)) and time.monotonic() < deadline:
-        for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()  # also ends one that is stopped
-        psutil.wait_procs(alive, timeout=2.0)
-
-
 # -- blocks of a case --------------------------------------------------------------------------------------------------
 
 
@@ -244,18 +235,14 @@ class Progress:
     """Says what is done, and how long the rest may take.
 
     Args:
-        total: number of blocks.
+        total: number of blocks; fewer if an earlier run has kept results.
         say: takes a line of text.
     """
 
     def __init__(self, total: int, say: Say) -> None:
-        self._total, self._say = total, say
+        self.total, self._say = total, say
         self._done, self._started = 0, time.monotonic()
         self._first: float | None = None
-
-    def leave_out(self, count: int) -> None:
-        """Do not wait for ``count`` of the blocks, which an earlier run has done."""
-        self._total -= count
 
     def __call__(self, text: str) -> None:
         """Count one more block as done."""
@@ -265,15 +252,15 @@ class Progress:
             self._first = now
         # The first block's time has the job's start in it, so the rest is reckoned by those after it.
         each = (now - self._first) / (self._done - 1) if self._done > 1 else now - self._started
-        left = max(0, self._total - self._done) * each
-        self._say(f"[{self._done}/{self._total}] {text}; {left / 60:.1f} min left")
+        left = max(0, self.total - self._done) * each
+        self._say(f"[{self._done}/{self.total}] {text}; {left / 60:.1f} min left")
 
 
 class Kept:
     """Results of blocks in a file, a line of JSON each: a run that was ended continues with what is left.
 
     Args:
-        path: the file, which need not be there; None: they are kept in memory only.
+        path: the file, which may not exist; None: results are kept in memory only.
         how: settings of the run that blocks do not have themselves, as JSON.
     """
 
@@ -330,7 +317,7 @@ def measure(
     kept = Kept(args.resume, [job, ranks, plan, how])
     left = [block for block in blocks if kept.of(block) is None]
     progress = progress or Progress(len(blocks), say)
-    progress.leave_out(len(blocks) - len(left))
+    progress.total -= len(blocks) - len(left)
     asked, found = iter(left), list[Block]()  # results come in this order
 
     def on_block(block: Block) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 START = 3
@@ -37,14 +37,11 @@ LOSSES = 2
 """Maximum number of ranks that a schedule removes."""
 STOPS = (0.3, 2.0, 11.0)
 """Seconds for which a process stands still: two that all bear, one that is taken for a death."""
-
-
 CUTS = (0.3, 2.0, 20.0)
 """Seconds for which a virtual host's link is cut: two that all bear, one after which Horovod has given the host up."""
 
 
-@dataclass(frozen=True)
-class Trouble:
+class Trouble(msgspec.Struct, frozen=True):
     """One event.
 
     Attributes:
@@ -64,8 +61,7 @@ class Trouble:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Schedule:
+class Schedule(msgspec.Struct, frozen=True):
     """All that happens in one training.
 
     Attributes:
@@ -82,12 +78,8 @@ class Schedule:
 
     def content(self) -> dict[str, Any]:
         """Return it as JSON has it."""
-        return asdict(self)
-
-    @classmethod
-    def of(cls, content: dict[str, Any]) -> Schedule:
-        """Return what ``content`` gave."""
-        return cls(**{**content, "troubles": tuple(Trouble(**one) for one in content["troubles"])})
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
 
     def __str__(self) -> str:
         texts = [f"{one.action} rank {one.victim} at {one.point} from batch {one.batch}" for one in self.troubles]
@@ -159,6 +151,11 @@ class History:
     Attributes:
         schedule: as above.
     """
+
+    @classmethod
+    def of(cls, block: Mapping[str, Any]) -> History:
+        """Return the history that a job has written of a schedule."""
+        return cls(msgspec.convert(block["schedule"], Schedule), block["history"])
 
     def __init__(self, schedule: Schedule, by_host: Mapping[str, Sequence[Record]]) -> None:
         self.schedule, self._by_host = schedule, {host: list(records) for host, records in by_host.items()}

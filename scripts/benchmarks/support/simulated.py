@@ -1,12 +1,8 @@
-"""Simulated jobs of the case ``scale``: tables that were measured, a published study, all algorithms at many ranks.
+"""Simulated jobs of the case ``scale``: tables that were measured, and all algorithms with many ranks.
 
-*Tables*: ``measured.csv`` has figures of measurements.md, and of rows that the simulation misses by more than a tenth
-why: the model knows no cores that ranks share, except by ``OPERATION``. All parameters are the machine's, known from
-elsewhere, except for that one, which is calibrated once, from one row.
-
-*Study*: PyTorch's blog on straggler mitigation at 64 to 256 ranks, hierarchical SGD over synchronous SGD: steps of
-55 ms, in which a rank stands still for 1 s with a probability of 2% (at 64 ranks) or 1% (at 128 and 256). Its groups
-and periods are not known here, so several are simulated. Communication costs nothing but the latency of messages.
+``measured.csv`` has figures of measurements.md, and the reason for each row that the simulation misses by more than a
+tenth: the model knows no cores that ranks share, except by ``OPERATION``. All parameters are those of the machine,
+known from elsewhere, except for that one, which is calibrated from one row.
 """
 
 from __future__ import annotations
@@ -14,79 +10,46 @@ from __future__ import annotations
 import csv
 import functools
 import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvd_async.simulation.arms import simulate
-from hvd_async.simulation.baselines import Level, averaged, synchronous
 from hvd_async.simulation.job import Outcome, Setup
-from hvd_async.simulation.names import RIVALS, read_name, waits_for_nobody
+from hvd_async.simulation.names import RIVALS, waits_for_nobody
 from hvd_async.simulation.network import PAYLOAD, Network, ring_bytes
 from hvd_async.simulation.schedule import (
-    Schedule,
     constant,
     even_seed,
     linear,
     one_random,
     one_slow,
     slowest_work,
-    stalls,
     synchronous_seconds,
 )
 
 from .arms import WARM_UP
 from .figures import grouped
-from .report import Row, row
+from .report import Row, Say, row
 
 # -- tables that were measured -----------------------------------------------------------------------------------------
 
 MEASURED = Path(__file__).resolve().parents[1] / "measured.csv"
 RANKS = 8
 OPERATION = 0.521 - 0.5
-"""Seconds of software around a collective, 8 ranks on 2 cores: what Horovod's step takes beyond its slowest rank's
+"""Seconds of software around a collective, 8 ranks on 2 cores: the time of Horovod's step beyond its slowest rank's
 computation with a random rank 0.2 s late (the first row of "One random rank late in every step")."""
 LATENCY = 0.0005
-"""One way between a rank and the coordinator, s: half of what lies between a round's first arrival and the last receipt
-("What a round costs")."""
+"""Seconds one way between a rank and the coordinator: half of the time between a round's first arrival and its last
+receipt ("What a round costs")."""
 LOOPBACK = 4 * 1.5 * 64e6 / (0.793 / 3.6)
 """Bytes per second that all ranks of one machine send through its loopback together: a plain allreduce of 64 MB at 4
 ranks ("Leaders: what a pull costs")."""
 CLOSE = 0.1
 """How far a simulated ratio may be from the measured one."""
 ON_THE_MACHINE = Network(latency=LATENCY, cycle=0.001, operation=OPERATION)
-
-
-class Compared(NamedTuple):
-    """A row of a table, measured and simulated.
-
-    Attributes:
-        table, setting, arm: which row.
-        measured, simulated: how many times as good as the table's baseline.
-        figure: the simulated figure itself, in the table's unit.
-        why_off: why the simulation is further off than ``CLOSE``; empty where it is not.
-    """
-
-    table: str
-    setting: str
-    arm: str
-    measured: float
-    simulated: float
-    figure: float
-    why_off: str
-
-    @property
-    def off(self) -> float:
-        """How far the simulated ratio is from the measured one, relative to it."""
-        return self.simulated / self.measured - 1
-
-    def row(self) -> Row:
-        """Return it as a row of a report."""
-        setting = {"table": self.table, "of": self.setting}
-        return row(self.arm, setting, self.figure, "as the table", speedup=self.simulated, measured=self.measured)
 
 
 def straggler(arm: str, setting: str) -> float:
@@ -128,6 +91,10 @@ def more_ranks(arm: str, setting: str) -> float:
     return 16e3 * ranks / slow_links(arm, setting, ranks, 200)
 
 
+def _without_grace(arm: str, setup: Setup) -> Outcome:
+    return simulate(arm, setup, **({} if arm in RIVALS else {"grace": 0.0}))
+
+
 class Table(NamedTuple):
     """How a table is simulated: its figure by arm and setting, the arm compared with, and whether more is better."""
 
@@ -138,113 +105,32 @@ class Table(NamedTuple):
 
 TABLES = {
     "straggler": Table(straggler),
-    "skew": Table(skew, "all"),  # Horovod's arm had spun, which takes the cores from ranks that compute
+    "skew": Table(skew, "all"),  # Horovod's arm polled without pause, which takes the cores from ranks that compute
     "slow rank": Table(slow_rank, rates=True),
     "slow network": Table(slow_links),
     "averages": Table(slow_links),
     "local steps": Table(functools.partial(slow_links, megabytes=2.0), "post-local-sgd"),
     "more ranks": Table(more_ranks, rates=True),
 }
-"""By the name that ``measured.csv`` has."""
+"""By the name in ``measured.csv``."""
 
 
-def compared() -> Iterator[Compared]:
-    """Yield all rows of all tables."""
+def compared() -> Iterator[Row]:
+    """Yield a row for each measured figure: ``measured`` and ``speedup``, which is simulated, are ratios to the table's
+    baseline, ``off`` the relative error of the second, ``why_off`` the reason for one above ``CLOSE``."""
     with MEASURED.open(newline="") as file:
         rows = list(csv.DictReader(file))
     for (name, setting), mine in grouped(rows, lambda each: (each["table"], each["setting"])).items():
         table = TABLES[name]
-        measured = {each["arm"]: float(each["figure"]) for each in mine}
-        figures = {arm: table.figure(arm, setting) for arm in measured}
-        power, base = 1 if table.rates else -1, table.baseline
+        found = {each["arm"]: float(each["figure"]) for each in mine}
+        figures = {arm: table.figure(arm, setting) for arm in found}
+        power = 1 if table.rates else -1
         for each in mine:
             arm = each["arm"]
-            if arm != base:
-                ratios = [(found[arm] / found[base]) ** power for found in (measured, figures)]
-                yield Compared(name, setting, arm, *ratios, figures[arm], each["why_off"])
-
-
-def _without_grace(arm: str, setup: Setup) -> Outcome:
-    return simulate(arm, setup, **({} if arm in RIVALS else {"grace": 0.0}))
-
-
-# -- a published study -------------------------------------------------------------------------------------------------
-
-COMPUTE_55, STALL = 0.055, 1.0
-SHARES = {64: 0.02, 128: 0.01, 256: 0.01}
-"""Probability that a rank stands still in a step, by number of ranks."""
-PUBLISHED = {64: (2.08, 2.45), 128: (2.57, 2.68), 256: (2.63, 3.25)}
-"""Hierarchical SGD's speed over synchronous SGD's, from and to, by number of ranks."""
-HIERARCHIES = ((8, 1, 4), (8, 1, 8), (8, 1, 16), (8, 2, 8), (8, 4, 16), (16, 2, 8), (16, 4, 16), (32, 4, 16))
-"""(Ranks of a group, steps between two averages in it, steps between two of all ranks.)"""
-
-
-class Mode(NamedTuple):
-    """An arm of hvd_async, with options."""
-
-    arm: str
-    options: dict[str, Any]
-
-    def __str__(self) -> str:
-        return ", ".join([self.arm, *(f"{name}={value}" for name, value in self.options.items())])
-
-
-MODES = (
-    *(Mode(arm, {}) for arm in ("all", "0.9", "0.75", "majority", "solo", "auto")),
-    Mode("solo", {"max_staleness": 64}),
-    Mode("majority", {"pace": "rounds"}),
-    Mode("solo", {"pace": "rounds"}),
-    *(Mode(arm, {}) for arm in ("sgp", "osgp", "dpsgd", "adpsgd", "exact-diffusion", "noloco", "local-sgd")),
-    *(Mode("local", {"average_every": every}) for every in (4, 8, 16)),
-    *(Mode(arm, {}) for arm in ("slowmo", "diloco", "lsgd", "easgd")),
-)
-
-
-def study(ranks: int, steps: int = 400, seed: int = 0, modes: Sequence[Mode] = MODES) -> list[Row]:
-    """Return a row for each arm at 64, 128 or 256 ranks: steps per second of a rank, and over synchronous SGD's.
-
-    Args:
-        ranks: of the job.
-        steps: of each rank.
-        seed: of the stalls.
-        modes: ours that are simulated.
-    """
-    times = stalls(steps, ranks, COMPUTE_55, STALL, SHARES[ranks], seed)
-    network = Network(latency=0.0001, cycle=0.001, operation=0.0005)
-    setup = Setup(times, network, local_size=8, drains=False, seed=seed)
-    base = synchronous("synchronous", setup, 0.0)
-    found = [base]
-    for group, inner, outer in HIERARCHIES:
-        levels = [Level(group, inner), Level(ranks, outer)]
-        name = f"hierarchical, {group} ranks each {inner}, all each {outer} steps"
-        found.append(averaged(name, setup, 0.0, levels))
-    for mode in modes:
-        options = dict(mode.options)
-        arm = f"{mode.arm}-avg{options.pop('average_every')}" if "average_every" in options else mode.arm
-        found.append(simulate(arm, setup, **options)._replace(arm=str(mode)))
-    setting = {"ranks": ranks, "steps": steps, "compute": COMPUTE_55, "stall": STALL, "seed": seed}
-    setting["share"] = SHARES[ranks]
-    no_waiting = base.seconds / float(times.sum(axis=0).mean())
-    return [_simulated(each, setting, base, no_waiting) | _published(each, ranks) for each in found]
-
-
-def _published(found: Outcome, ranks: int) -> Row:
-    low, high = PUBLISHED[ranks] if found.arm.startswith("hierarchical") else (None, None)
-    return {"published_low": low, "published_high": high}
-
-
-def _simulated(found: Outcome, setting: Mapping[str, Any], base: Outcome | None, bound: float) -> Row:
-    return row(
-        found.arm,
-        setting,
-        found.steps_per_s,
-        "steps/s of a rank, simulated",
-        speedup=found.steps_per_s / base.steps_per_s if base is not None else None,
-        bound=bound,
-        staleness=found.mean_staleness,
-        staleness_most=found.max_staleness,
-        wait_s=found.wait_s,
-    )
+            if arm != table.baseline:
+                measured, ratio = ((of[arm] / of[table.baseline]) ** power for of in (found, figures))
+                more = {"speedup": ratio, "measured": measured, "off": ratio / measured - 1, "why_off": each["why_off"]}
+                yield row(arm, {"table": name, "of": setting}, figures[arm], "as the table", **more)
 
 
 # -- many ranks --------------------------------------------------------------------------------------------------------
@@ -256,9 +142,9 @@ ARMS = (
 )
 COMPUTE, DELAY, MEGABYTES = 0.3, 0.3, 100.0
 STEPS = 32
-"""Steps of each rank, as many at every size: how much ranks that are late hide of it depends on how many there are."""
+"""Steps of each rank, as many at every size: how much of a delay late ranks hide depends on the number of steps."""
 HOST = 8
-"""Ranks of a host, which share a relay, and a leader."""
+"""Ranks of a host, which share a relay and a leader."""
 NETWORK = Network(
     latency=0.0001,
     relay=HOST,
@@ -272,56 +158,37 @@ NETWORK = Network(
     peer=2e-6,
     allreduce="best",
 )
-"""A cluster whose ranks have 25 Gbit/s each, a coordinator that handles a rank's two events of a step in 5 us."""
+"""Cluster with 25 Gbit/s per rank, whose coordinator handles the two events of a rank's step in 5 us."""
 
 
-def one_late(steps: int, ranks: int, seed: int) -> Schedule:
-    """Return the schedule in which one random rank is late in every step."""
-    return one_random(steps, ranks, COMPUTE, DELAY, seed)
+def jobs(arms: Sequence[str], sizes: Sequence[int], say: Say, steps: int = STEPS) -> list[Row]:
+    """Return a row for each number of ranks and arm: steps per second of a rank, one random rank late in each step.
 
-
-def simulated_rows(
-    arms: Iterable[str] = ARMS,
-    sizes: Iterable[int] = SIZES,
-    steps: int = STEPS,
-    network: Network = NETWORK,
-    schedule: Callable[[int, int, int], Schedule] = one_late,
-    megabytes: float = MEGABYTES,
-    seed: int = 0,
-    options: Mapping[str, Mapping[str, Any]] | None = None,
-    say: Callable[[str], None] = lambda text: None,
-) -> list[Row]:
-    """Return a row for each number of ranks and arm: steps per second of a rank, simulated.
-
-    Speed-ups are over "horovod" at the same number of ranks, if it is among the arms. The bound is the speed-up that
-    the schedule allows where communication is free. Speed-ups may be above it, since "horovod" also waits for the wire.
-    ``coordinator_share`` is how much of the time the coordinator was busy.
-
-    Args:
-        arms: names as the benchmarks' cases have them.
-        sizes: numbers of ranks.
-        steps: of each rank; of all together as many as if each took these, where ranks step at their own pace.
-        network: what messages and collectives take.
-        schedule: gives the computation, [steps, ranks], from these two numbers and the seed.
-        megabytes: of gradients and weights.
-        seed: of the schedule, and of what algorithms draw.
-        options: of arms: those of ``job_of``.
-        say: takes a line about each simulation.
+    Speed-ups are over "horovod" with the same number of ranks, if it is among the arms. ``bound`` is the speed-up that
+    the schedule allows where communication is free; a speed-up may exceed it: "horovod" also waits for the wire.
+    ``coordinator_share`` is the share of the time in which the coordinator is busy.
     """
-    arms, rows = list(arms), []
+    rows = []
     for ranks in sizes:
-        times = schedule(steps, ranks, seed)
-        setup = Setup(times, network, megabytes, local_size=HOST, drains=False, seed=seed)
-        setting = {"ranks": ranks, "steps": steps, "megabytes": megabytes, "seed": seed, "network": network._asdict()}
-        base: Outcome | None = simulate("horovod", setup) if "horovod" in arms else None
+        times = one_random(steps, ranks, COMPUTE, DELAY, 0)
+        setup = Setup(times, NETWORK, MEGABYTES, local_size=HOST, drains=False)
+        setting = {"ranks": ranks, "steps": steps, "megabytes": MEGABYTES, "seed": 0, "network": NETWORK._asdict()}
+        base = simulate("horovod", setup).steps_per_s if "horovod" in arms else None
         for arm in arms:
-            started = time.perf_counter()
-            own = {} if read_name(arm).base in RIVALS else dict((options or {}).get(arm, {}))
-            found = simulate(arm, setup, **own)
-            took = time.perf_counter() - started
+            found = simulate(arm, setup)
             work = times.sum(axis=0).mean() if waits_for_nobody(arm) else slowest_work(times)
-            more = {"sent_mb": found.sent_bytes / 1e6, "contributors": found.contributors, "simulated_in_s": took}
-            more["coordinator_share"] = found.coordinator_s / found.seconds
-            rows.append(_simulated(found, setting, base, float(synchronous_seconds(times) / work)) | more)
-            say(f"{ranks} ranks, {arm}: {found.steps_per_s:.3f} steps/s, simulated in {took:.1f} s")
+            rows.append(
+                row(
+                    *(arm, setting, found.steps_per_s, "steps/s of a rank, simulated"),
+                    speedup=found.steps_per_s / base if base is not None else None,
+                    bound=float(synchronous_seconds(times) / work),
+                    staleness=found.mean_staleness,
+                    staleness_most=found.max_staleness,
+                    wait_s=found.wait_s,
+                    sent_mb=found.sent_bytes / 1e6,
+                    contributors=found.contributors,
+                    coordinator_share=found.coordinator_s / found.seconds,
+                )
+            )
+            say(f"{ranks} ranks, {arm}: {found.steps_per_s:.3f} steps/s")
     return rows
