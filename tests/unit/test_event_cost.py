@@ -1,4 +1,7 @@
-"""An event costs a state machine the same with more ranks: counted in lines of Python, not in seconds."""
+"""An event costs a coordinator's state machine the same with more ranks: counted in lines of Python, not in seconds.
+
+(What one line does to all ranks at once, in C, is measured by ``scripts/benchmarks/support/peer_machines.cost``.)
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,14 @@ from typing import Any
 
 import pytest
 
-from hvd_async.runtime.protocol import Finished, Registered
+from hvd_async.algorithms.gossip.config import ALGORITHMS as GOSSIP
+from hvd_async.algorithms.leader.config import ALGORITHMS as LEADERS
+from hvd_async.runtime.machine import StateMachine
+from hvd_async.runtime.protocol import Command, Finished, Registered
+from scripts.benchmarks.support.peer_machines import KINDS, Run, summary
 from scripts.benchmarks.support.state_machines import Cost, Family, eager, measure
 
-FEW, MANY = 64, 4096
+FEW, MANY = 64, 1024
 ROUNDS = 3
 FAMILIES = {
     **{str(quorum): eager(quorum) for quorum in ("solo", "majority", "all", 0.5, "auto")},
@@ -65,7 +72,7 @@ class Job:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_an_event_takes_as_many_lines_with_more_ranks(name: str) -> None:
+def test_an_event_of_partial_allreduce_takes_as_many_lines_with_more_ranks(name: str) -> None:
     def an_event(size: int) -> float:
         job = Job(FAMILIES[name], size)
         job.register()
@@ -73,6 +80,48 @@ def test_an_event_takes_as_many_lines_with_more_ranks(name: str) -> None:
 
     few, many = an_event(FEW), an_event(MANY)
     assert many <= 1.2 * few, f"{few:.1f} lines an event with {FEW} ranks, {many:.1f} with {MANY}"
+
+
+PEERS = [pytest.param(family, kind, id=f"{family}: {kind}") for family in KINDS for kind in KINDS[family]]
+
+
+@pytest.mark.parametrize(("family", "kind"), PEERS)
+def test_an_event_of_gossip_or_leaders_takes_as_many_lines_with_more_ranks(family: str, kind: str) -> None:
+    def an_event(size: int, steps: int) -> float:
+        run, counts = Run(family, kind, size), list[int]()
+        run.step(measures=False)
+
+        def handle(machine: StateMachine[Any], rank: int, event: Any, now: float) -> list[Command]:
+            commands: list[Command] = []
+            counts.append(lines(lambda: commands.extend(machine.handle(rank, event, now))))
+            return commands
+
+        run.handle = handle
+        for _ in range(steps):
+            run.step(measures=False)
+        return sum(counts) / len(counts)
+
+    few, many = an_event(FEW, 8), an_event(MANY, 1)
+    assert many <= 1.2 * few, f"{few:.1f} lines an event with {FEW} ranks, {many:.1f} with {MANY}"
+
+
+def test_every_algorithm_is_counted() -> None:
+    assert {*GOSSIP} <= KINDS["gossip"].keys()
+    assert {*LEADERS} <= KINDS["leader"].keys()
+
+
+@pytest.mark.parametrize(("family", "kind"), PEERS)
+def test_the_counted_jobs_progress(family: str, kind: str) -> None:
+    """Each step of all ranks starts exchanges, averages or pulls, and nothing piles up."""
+    run = Run(family, kind, 16)
+    for _ in range(20):
+        run.step()
+    found = summary(run, family, kind)
+    assert found.events >= 16
+    assert found.microseconds > 0
+    assert found.bytes_in > found.events
+    assert found.bytes_out > 16
+    assert run.machine.blocked_on() is None
 
 
 @pytest.mark.parametrize("name", ["solo", "hosts"])

@@ -6,12 +6,11 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_async import mixing, topology
 from hvd_async.topology import Topology
-from tests.conftest import examples
 
 SIZES = st.integers(1, 17)
 NAMES = st.sampled_from(sorted(topology.NAMED))
@@ -41,23 +40,6 @@ def test_metropolis_weights_are_symmetric_and_doubly_stochastic(name, size):
         assert (np.diag(weights) > 0).all()
 
 
-@settings(max_examples=examples(40))
-@given(NAMES, SIZES, SEEDS)
-def test_push_sum_keeps_the_sums_and_finds_the_mean_on_every_graph(name, size, seed):
-    random = np.random.default_rng(seed)
-    x, w = random.normal(size=(size, 3)), np.ones((size, 1))
-    mean = x.mean(axis=0)
-    matrices = mixing.matrices(topology.named(name, size), "uniform")
-    for step in range(250 * len(matrices)):  # the slowest, a one-way ring of 8, shrinks by cos(pi / 8) a step
-        weights = matrices[step % len(matrices)]
-        x, w = weights @ x, weights @ w
-        np.testing.assert_allclose(x.sum(axis=0) / size, mean, atol=1e-12)
-        assert w.sum() == pytest.approx(size)
-        assert (w > 0).all()
-    if size <= 8:
-        np.testing.assert_allclose(x / w, np.tile(mean, (size, 1)), atol=1e-6)
-
-
 @given(SYMMETRIC, SIZES, SEEDS)
 def test_a_period_shrinks_disagreement_by_the_second_singular_value_at_least(name, size, seed):
     matrices = mixing.matrices(topology.named(name, size), "metropolis")
@@ -67,14 +49,6 @@ def test_a_period_shrinks_disagreement_by_the_second_singular_value_at_least(nam
         x = weights @ x
     np.testing.assert_allclose(x.mean(axis=0), mean, atol=1e-12)
     assert disagreement(x) <= mixing.contraction(matrices) * before + 1e-12
-
-
-@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
-def test_one_peer_exponential_agrees_exactly_after_one_period_at_powers_of_two(size):
-    matrices = mixing.matrices(topology.exponential(size), "uniform")
-    assert mixing.contraction(matrices) == pytest.approx(0.0, abs=1e-12)
-    assert mixing.spectral_gap(matrices) == 1.0
-    assert mixing.mixing_time(matrices) == len(matrices)
 
 
 @given(SIZES, st.integers(1, 4))

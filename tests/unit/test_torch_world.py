@@ -1,4 +1,4 @@
-"""Private process groups: their ranks meet anew each time."""
+"""Private process groups: their ranks meet again each time."""
 
 from __future__ import annotations
 
