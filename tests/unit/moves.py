@@ -25,8 +25,8 @@ def opened(config: EagerConfig, size: int, timeline: bool = False) -> EagerState
 
 def step(rounds: EagerStateMachine, rank: int, number: int, now: float = 0.0) -> list[Command]:
     """One whole step of a rank in a one-bucket job."""
-    told = rounds.handle(rank, StepEntered(7, number, [{"lr": rank}]), now)
-    return told + rounds.handle(rank, GradientReady(7, [0], number), now)
+    reported = rounds.handle(rank, StepEntered(7, number, [{"lr": rank}]), now)
+    return reported + rounds.handle(rank, GradientReady(7, [0], number), now)
 
 
 def kinds(commands: Sequence[Command]) -> list[str]:

@@ -1,8 +1,7 @@
-"""Quorums as pure functions: every kind, its bounds, majority's draw, and what a wrong one is told."""
+"""Quorums as pure functions: every kind, its bounds, majority's draw, and how a wrong one is refused."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -36,7 +35,7 @@ def leader(
 
 
 @given(situations(), st.sampled_from(["solo", "majority", "all", 1, 3, 0.5]), st.integers(1, 99), st.integers(0, 9))
-def test_nobody_there_never_fires(situation, quorum, round_, seed):
+def test_no_rank_there_never_fires(situation, quorum, round_, seed):
     size, active, _ = situation
     assert leader(quorum, round_, [], active, RANKS[:size], seed) is None
 
@@ -75,16 +74,10 @@ def test_count_and_fraction_mean_min_of_it_and_who_is_left(situation, round_, da
     assert leader(count / size, round_, arrived, active, RANKS[:size]) == expected
 
 
-def test_why_a_count_was_chosen_is_told():
+def test_why_a_count_was_chosen_is_reported():
     quorum = RoundQuorum(2, 5, [0, 1, 3], 0, "auto: learned")
     assert quorum.initiator([3, 1], {0, 1, 3}) == 3
     assert quorum.reason([3, 1], {0, 1, 3}) == "quorum: 2 of 3 are in, 2 needed (auto: learned)"
-
-
-@given(SIZES, st.floats(0.01, 1.0))
-def test_fraction_rounds_up_to_a_count_that_can_be(size, fraction):
-    assert 1 <= needed(fraction, size) <= size
-    assert needed(fraction, size) == max(1, math.ceil(round(fraction * size, 9)))
 
 
 @pytest.mark.parametrize(("fraction", "size", "want"), [(0.5, 4, 2), (0.75, 4, 3), (0.1, 10, 1), (0.3, 10, 3),
@@ -102,16 +95,7 @@ def test_draw_is_close_to_uniform(size):
     drawn = Counter(initiator(t, 7, set(range(size)), range(size)) for t in range(1, rounds + 1))
     expected = rounds / size
     chi_square = sum((drawn[r] - expected) ** 2 / expected for r in range(size))
-    assert chi_square < 30  # 7 degrees of freedom at the most: p < 1e-4, and the draw is a fixed one
-
-
-def test_draw_depends_on_seed_and_round_only():
-    everyone = set(range(5))
-    draws = [[initiator(t, seed, everyone, range(5)) for t in range(50)] for seed in (0, 1)]
-    assert draws[0] == [initiator(t, 0, set(everyone), range(5)) for t in range(50)]  # so it is the same on all ranks
-    assert draws[0] != draws[1]
-    assert len(set(draws[0])) == 5
-    assert draws[0][:12] == PINNED
+    assert chi_square < 30  # 7 degrees of freedom at most: p < 1e-4, and the draw is a fixed one
 
 
 @given(situations(), st.integers(1, 999), st.integers(0, 5), st.data())

@@ -1,4 +1,4 @@
-"""The coordinator alone, with an honest rank and one that says anything: it goes on, and blames the liar or nobody."""
+"""The coordinator alone, with an honest rank and one that says anything: it blames no honest rank."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Stage:
         self.coordinator = Coordinator(self, FAMILIES, ["here", "there"], clock=lambda: 0.0)
 
     def run(self) -> list[Command]:
-        """What rank 0 has heard when nobody has more to say; an error of the coordinator is raised."""
+        """What rank 0 has heard when no rank has more to say; an error of the coordinator is raised."""
         self.coordinator.run()
         return self.heard
 
@@ -81,7 +81,7 @@ class Stage:
         return None
 
     def wake(self) -> None:
-        """Nobody waits."""
+        """No rank waits."""
 
     def close(self) -> None:
         """Nothing is open."""
@@ -91,7 +91,7 @@ def blamed(heard: Sequence[Command]) -> set[int]:
     return {command.rank for command in heard if isinstance(command, RankLost)}
 
 
-def test_the_honest_rank_trains_beside_one_that_is_honest_too():
+def test_the_honest_rank_trains_next_to_one_that_is_honest_too():
     stage = Stage([Hello("there", 2), Registered(0, SOLO, ["w"], [1])])
     heard = stage.run()
     assert sum(isinstance(command, StartRound) for command in heard) == 2, "as far as max_staleness lets it"
@@ -144,7 +144,7 @@ def test_what_cannot_be_is_blamed_on_who_says_it(name, capfd):
     assert "rank 1 on host there broke the protocol: " in capfd.readouterr().err
 
 
-def test_who_takes_anothers_optimizer_for_itself_ends_the_job_and_nobody_else_is_blamed():
+def test_who_takes_anothers_optimizer_for_itself_ends_the_job_and_no_rank_else_is_blamed():
     heard = Stage([opened(SOLO, members=ALONE)]).run()
     assert not blamed(heard)
     assert isinstance(heard[-1], JobFailed)
@@ -160,11 +160,11 @@ def test_one_rank_cannot_fill_the_memory_with_optimizers(monkeypatch):
 def test_lines_of_a_rank_cannot_be_taken_for_anothers(capfd):
     forged = "boom\nhvd_async: rank 0 on host here died\r\x1b[2J\u202e" + "x" * 100_000
     heard = Stage([Failed(forged)]).run()
-    told = capfd.readouterr().err
-    assert told.count("\n") == 1
-    assert told[:-1].isprintable()
-    assert "rank 1 on host there failed: boom\\nhvd_async: rank 0 on host here died\\r\\x1b[2J\\u202e" in told
-    assert len(told) < 10_000
+    reported = capfd.readouterr().err
+    assert reported.count("\n") == 1
+    assert reported[:-1].isprintable()
+    assert "rank 1 on host there failed: boom\\nhvd_async: rank 0 on host here died\\r\\x1b[2J\\u202e" in reported
+    assert len(reported) < 10_000
     lost = heard[-1]
     assert isinstance(lost, RankLost)
     assert lost.reason.isprintable()

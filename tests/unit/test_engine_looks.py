@@ -45,7 +45,7 @@ class Channel:
 @pytest.fixture
 def engine() -> Engine:
     collectives: Any = SimpleNamespace(rank=0, size=2)
-    return Engine(collectives, connect=lambda: pytest.fail("nobody connects"))
+    return Engine(collectives, connect=lambda: pytest.fail("nothing connects"))
 
 
 def submit(engine: Engine, seconds: float | None, landed: list[Any], group: Any = None) -> Looked:
@@ -54,63 +54,24 @@ def submit(engine: Engine, seconds: float | None, landed: list[Any], group: Any 
     return handle
 
 
-def test_it_looks_when_the_first_may_be_done(engine: Engine) -> None:
-    assert engine._next_look() is None
-    submit(engine, None, [])
-    assert engine._next_look() is None
-    for seconds in (0.5, 0.2, 0.3):
-        submit(engine, seconds, [])
-    assert engine._next_look() == 0.2
-
-
-def test_of_a_group_the_last_is_waited_for_and_all_are_taken(engine: Engine) -> None:
-    landed: list[Any] = []
-    first, second = submit(engine, 0.01, landed, ("round", 1)), submit(engine, 0.02, landed, ("round", 1))
-    last, other = submit(engine, 0.4, landed, ("round", 1)), submit(engine, 0.7, landed, ("round", 2))
-    assert engine._next_look() == 0.4
-    first.over = True
-    engine._complete_collectives()  # whatever else woke it up
-    assert landed == [0.01]
-    last.over = True
-    engine._complete_collectives()
-    assert (landed, engine._next_look()) == ([0.01, 0.4], 0.02)
-    second.over = other.over = True
-    engine._complete_collectives()
-    assert (landed, engine._next_look()) == ([0.01, 0.4, 0.02, 0.7], None)
-
-
 def test_what_is_posted_is_done_at_once(engine: Engine) -> None:
     submit(engine, 0.5, [])
     engine.notify(lambda: None)
     assert engine._next_look() == 0.0
 
 
-def test_it_polls_often_only_while_a_thread_waits(engine: Engine) -> None:
-    engine._channel = channel = Channel()  # type: ignore[assignment]
-    with engine._waiting(lambda: False):
-        assert channel.wakes == 0, "nothing is in flight"
-    submit(engine, 0.0002, [])
-    assert engine._next_look() == UNHURRIED
-    with engine._waiting(lambda: False):
-        assert channel.wakes == 1, "it may sleep for longer"
-        assert engine._next_look() == 0.0002
-    assert engine._next_look() == UNHURRIED
-    submit(engine, 0.0, [])
-    assert engine._next_look() == 0.0, "it is done"
-
-
 def test_a_collective_wakes_only_a_thread_that_waits_for_its_result(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(engine.changed, "notify_all", lambda: told.append("all"))
+    reported: list[str] = []
+    monkeypatch.setattr(engine.changed, "notify_all", lambda: reported.append("all"))
     landed: list[Any] = []
     engine._channel = Channel()  # type: ignore[assignment]
     with engine._waiting(lambda: len(landed) == 2):
         for expected in ([], ["all"]):
             submit(engine, None, landed).over = True
             engine._complete_collectives()
-            assert told == expected
+            assert reported == expected
 
 
 class Looking(Channel):
@@ -135,25 +96,8 @@ def running(channel: Any) -> Engine:
     return Engine(collectives, connect=lambda: channel)
 
 
-def test_a_poll_without_a_result_does_nothing_else():
-    """Two of three turns look only at the last collective of the group, and do nothing else."""
-    looked: list[str] = []
-
-    class Counted(Looked):
-        def done(self) -> bool:
-            looked.append(str(self.seconds_to_poll()))
-            return super().done()
-
-    engine = Looking(turns=3).engine
-    for seconds in (0.1, 0.2):
-        engine.submit(lambda seconds=seconds: Counted(seconds), lambda result: None, "group")  # type: ignore[misc]
-    engine._run()
-    assert engine.failure is None
-    assert looked == ["0.2", "0.2", "0.1", "0.2"]
-
-
 @pytest.mark.parametrize("first", [0, 1])
-def test_stages_of_a_group_go_on_whatever_was_submitted_after_them(first):
+def test_stages_of_a_group_continue_whatever_was_submitted_after_them(first):
     """The other rank may have submitted the two in another order, and have come no further than with the first."""
     begun, turns = set[float](), list[int]()
 
@@ -195,7 +139,7 @@ class Scripted(Channel):
     def close(self) -> None: ...
 
 
-def test_an_action_that_may_wait_wakes_only_an_engine_that_will_not_wake_up_by_itself(monkeypatch):
+def test_an_action_that_may_wait_wakes_only_an_engine_that_will_not_wake_up_separately(monkeypatch):
     monkeypatch.setattr("hvd_async.runtime.engine.time.monotonic", lambda: 1.0)
     done: list[str] = []
 
@@ -221,25 +165,6 @@ def test_an_action_that_may_wait_wakes_only_an_engine_that_will_not_wake_up_by_i
     assert channel.engine.failure is None
     assert done == ["the first", "one soon after", "one in a hurry", "one after others", "one later"]
     assert channel.slept == [None, UNHURRIED, UNHURRIED, None, UNHURRIED, None, UNHURRIED]
-
-
-def test_an_engine_that_polls_anyway_is_not_woken(monkeypatch):
-    """Once the time has come at which it was to look, it is: it may be on its way to sleep."""
-    now = [1.0]
-    monkeypatch.setattr("hvd_async.runtime.engine.time.monotonic", lambda: now[0])
-
-    def late(engine: Engine) -> None:
-        engine.notify(lambda: None, hurry=False)
-        assert channel.wakes == 0
-        now[0] += UNHURRIED
-        engine.notify(lambda: None, hurry=False)
-        assert channel.wakes == 1
-
-    channel = Scripted([late, lambda engine: engine.notify(engine._stop_now)])
-    channel.engine.submit(lambda: Looked(0.0002), lambda result: None)
-    channel.engine._run()
-    assert channel.engine.failure is None
-    assert channel.slept == [UNHURRIED, UNHURRIED]
 
 
 def test_where_nothing_may_wait_every_action_wakes_the_engine():

@@ -1,7 +1,7 @@
 """What becomes of ranks that an exchange has parted: they are to meet again, else each step costs two exchanges.
 
-Virtual time: computation, exchanges of a fixed duration, and SGP's graph; the coordinator is the real one. (Told that
-an exchange takes no time, as when its sender says when it has landed, it parts all of them for ever.)
+Virtual time: computation, exchanges of a fixed duration, and SGP's graph; the coordinator is the real one. (An exchange
+that seems to take no time, as when its sender reports that it has landed, would part the ranks for ever.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hvd_async.runtime.protocol import Registered
 
 RANKS, STEPS = 8, 16
 JITTER = 0.02
-"""Of a computation, at the most, by rank and step."""
+"""Of a computation, at most, by rank and step."""
 
 
 class Rhythm:

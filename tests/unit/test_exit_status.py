@@ -1,4 +1,4 @@
-"""A process's end is told from a failure, in real processes: each script ends in another way.
+"""A process's end is distinguished from a failure, in real processes: each script ends in another way.
 
 The scripts stand in one file, one after the other, each at its top level. A process that has imported the library forks
 once for each of them: an import takes longer than a script.
@@ -29,10 +29,10 @@ for case in range(CASES):
 else:
     print(*codes, flush=True)
     os._exit(0)
-class Told(Lifecycle):
+class Ended(Lifecycle):
     def shutdown(self, leaving=False): print("drained")
     def abandon(self, error): print("abandoned:", error)
-life = Told(lambda: None, (), lambda: None)
+life = Ended(lambda: None, (), lambda: None)
 atexit.register(life._at_exit)
 exit_status.watch()
 exit_status.watch()
@@ -122,8 +122,8 @@ def ends(tmp_path_factory) -> list[End]:
     line = [sys.executable, "script.py"]
     done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    told = [[(folder / f"{n}.{name}").read_text() for name in ("out", "err")] for n in range(len(SCRIPTS))]
-    return [End(int(code), *texts) for code, texts in zip(done.stdout.split(), told, strict=True)]
+    reported = [[(folder / f"{n}.{name}").read_text() for name in ("out", "err")] for n in range(len(SCRIPTS))]
+    return [End(int(code), *texts) for code, texts in zip(done.stdout.split(), reported, strict=True)]
 
 
 @pytest.mark.parametrize("number", range(len(SCRIPTS)), ids=[text.strip().splitlines()[0] for text, _, _ in SCRIPTS])

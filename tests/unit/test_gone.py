@@ -1,4 +1,4 @@
-"""Ranks that are gone, at the coordinator's state machines: they count, lead, hold up and answer for nobody."""
+"""Ranks that are gone, at the coordinator's state machines: they neither count nor lead, and hold up no rank."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import pytest
 
 from hvd_async.algorithms.eager.config import EagerConfig, GradientReady, RoundsReceived, StepEntered
 from hvd_async.algorithms.eager.machine import EagerStateMachine
-from hvd_async.algorithms.leader.config import LeaderConfig, PullDone, StartPull, StepTaken
-from hvd_async.algorithms.leader.machine import LeaderStateMachine
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.machine import StateMachine
 from hvd_async.runtime.protocol import (
@@ -31,26 +29,8 @@ def opened(machine: StateMachine[Any], config: Any) -> StateMachine[Any]:
     return machine
 
 
-def test_a_rank_that_is_gone_neither_leads_nor_counts_after_a_drain():
-    config = LeaderConfig("lsgd", [[0, 1, 2]], 2, 2, "", loss_window=10)
-    machine = opened(LeaderStateMachine(0, [0, 1, 2]), config)
-    for rank in range(3):
-        machine.handle(rank, StepTaken(0, 0.1 if rank == 1 else 1.0), 0.0)
-    for rank in range(3):
-        machine.handle(rank, Finished(0, [1]), 0.0)
-    machine.handle(1, OptimizerDeleted(0, [1]), 0.0)
-    pulls = []
-    for steps in range(1, 9):
-        for command in machine.handle((0, 2)[steps % 2], StepTaken(0, 1.0), 0.0):
-            assert isinstance(command, StartPull)
-            pulls.append((steps, command.leader))
-            machine.handle(0, PullDone(0, command.round), 0.0)
-    assert [steps for steps, _ in pulls] == [4, 8]
-    assert all(leader in (0, 2) for _, leader in pulls)
-
-
 def test_the_engine_of_a_rank_that_is_gone_answers_for_itself():
-    """Else it would be named beside, or in place of, the one that stands still."""
+    """Else it would be named next to, or instead of, the one that stands still."""
     machine = opened(EagerStateMachine(0, [0, 1, 2]), EAGER)
     machine.handle(1, OptimizerDeleted(0, [0]), 0.0)
     machine.handle(0, StepEntered(0, 1, []), 1.0)
@@ -63,7 +43,7 @@ def test_the_engine_of_a_rank_that_is_gone_answers_for_itself():
     assert waiting[1] == {2}
 
 
-def test_a_rank_in_a_collective_and_one_in_a_drain_are_told_that_they_will_never_meet():
+def test_a_rank_in_a_collective_and_one_in_a_drain_are_reported_that_they_will_never_meet():
     machine = opened(EagerStateMachine(0, [0, 1]), EAGER)
     assert machine.handle(0, CollectiveReady(0, 1, "sum", "consensus_distance()", 3, "float32"), 0.0) == []
     (command,) = machine.handle(1, Finished(0, [0]), 0.0)
@@ -72,7 +52,7 @@ def test_a_rank_in_a_collective_and_one_in_a_drain_are_told_that_they_will_never
     assert "rank 0 is in consensus_distance() while rank 1 wait(s) in drain()" in command.problem
 
 
-def test_an_answer_that_comes_when_nobody_waits_any_more_blames_nobody():
+def test_an_answer_that_comes_when_no_rank_waits_any_more_blames_no_rank():
     machine = EagerStateMachine(0, [0, 1])
     machine.handle(1, Registered(0, EAGER, ["w"], [1]), 0.0)
     assert machine.ask_to_register(0)
@@ -81,14 +61,14 @@ def test_an_answer_that_comes_when_nobody_waits_any_more_blames_nobody():
     assert machine.handle(0, NoSuchOptimizer(0), 0.0) == []
 
 
-def test_a_rank_that_nobody_asked_must_not_answer():
+def test_a_rank_that_no_rank_asked_must_not_answer():
     machine = EagerStateMachine(0, [0, 1])
     machine.handle(1, Registered(0, EAGER, ["w"], [1]), 0.0)
     with pytest.raises(ProtocolError, match="without a request"):
         machine.handle(0, NoSuchOptimizer(0), 0.0)
 
 
-def test_a_refused_optimizer_is_lacked_by_nobody():
+def test_a_refused_optimizer_is_lacked_by_no_rank():
     """The rank that had none like it may leave."""
     machine = EagerStateMachine(0, [0, 1])
     machine.handle(1, Registered(0, EAGER, ["w"], [1]), 0.0)

@@ -1,4 +1,4 @@
-"""``grace="auto"``: rounds wait for those that usually come right after the quorum, and not for those that do not."""
+"""``grace="auto"``: rounds wait for ranks that usually come right after the quorum, and for no others."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_ranks_that_come_a_millisecond_apart_go_together_once_that_is_known():
     assert all(at == pytest.approx(STEP * number + 0.002) for number, (at, _) in enumerate(fired, 1) if number > 12)
 
 
-def test_nobody_waits_for_a_rank_that_is_late():
+def test_no_rank_waits_for_a_rank_that_is_late():
     fired = play(machine(3), even(30, 0.0, 0.001, 0.05))
     assert [together for _, together in fired[12:]] == [2] * 18
     assert all(at == pytest.approx(STEP * number + 0.001) for number, (at, _) in enumerate(fired, 1) if number > 12)
@@ -70,7 +70,7 @@ def test_hosts_that_come_a_millisecond_apart_go_together():
     assert all(at == pytest.approx(STEP * number + 0.031) for number, (at, _) in enumerate(fired, 1) if number > 12)
 
 
-def test_nobody_waits_for_a_host_that_is_late():
+def test_no_rank_waits_for_a_host_that_is_late():
     fired = play(machine(4, local_size=2), even(30, 0.0, 0.001, 0.002, 0.05))
     assert [together for _, together in fired[12:]] == [2] * 18
     assert all(at == pytest.approx(STEP * number + 0.001) for number, (at, _) in enumerate(fired, 1) if number > 12)

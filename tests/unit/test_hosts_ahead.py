@@ -60,7 +60,7 @@ def test_messages_wait_for_a_host_that_is_eight_sending_steps_behind(every):
     assert max(step for _, step in hosts.gone) == (last + 1 if every == 1 else last)
 
 
-def test_messages_of_the_host_that_is_behind_go_on():
+def test_messages_of_the_host_that_is_behind_continue():
     """What waits belongs to later steps: what the sleeping rank needs is never behind it."""
     hosts = Hosts("sgp")
     for step in range(1, AHEAD + 2):

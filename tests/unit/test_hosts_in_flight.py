@@ -1,4 +1,4 @@
-"""Gradients of a rank that steps with its host: which of them a round takes, and that an end counts anew."""
+"""Gradients of a rank that steps with its host: which of them a round takes, and that an end counts again."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Bench:
         self.rounds.arrive(0, None if value is None else np.array([value, 1.0]), version)
 
     def go(self, round_: int, whole: int) -> None:
-        """A round starts, and so many steps of host 1 are whole."""
+        """A round starts, and this many steps of host 1 are whole."""
         self.rounds.go(StartRound(0, [0], round_, 0, [2], settled=True, hyper=[], whole=HostSteps(9, {1: whole})))
 
 
@@ -130,7 +130,7 @@ def test_what_no_round_will_carry_is_saved_by_a_cut(bench: Bench) -> None:
     assert [vector.tolist() for vector, _ in bench.rounds.at_cut or []] == [[7.0, 1.0]]
 
 
-def test_where_training_goes_on_without_lost_ranks_gradients_are_kept_until_their_round_is_there() -> None:
+def test_where_training_continues_without_lost_ranks_gradients_are_kept_until_their_round_is_there() -> None:
     bench = Bench(elastic=True)
     for value in (1.0, 10.0):
         bench.arrive(value)

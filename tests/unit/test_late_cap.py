@@ -36,7 +36,7 @@ def test_the_bound_fits_the_memory(megabytes, cap, staleness, capfd):
     assert "late_cap_mb" in said or staleness == 16
 
 
-def test_nobody_is_late_under_all_and_one_rank_says_it(capfd):
+def test_no_rank_is_late_under_all_and_one_rank_says_it(capfd):
     assert state(1, quorum="all").config_for([8 * MIB]).max_staleness == 16
     assert state(1, index=1).config_for([8 * MIB]).max_staleness == 0
     assert state(1, max_staleness=0).config_for([8 * MIB]).max_staleness == 0

@@ -1,4 +1,4 @@
-"""Lines for people: out at once where somebody reads them, and in nobody's way where nobody does."""
+"""Lines for readers: written at once where they are read, and blocking nothing where they are not."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ except BlockingIOError:
 os.set_blocking(2, True)
 for number in range({lines}):
     warn(f"line {{number}}")
-print("went on", flush=True)
+print("continued", flush=True)
 """
 
 
 def fill(lines: int) -> subprocess.Popen[bytes]:
-    """A process with so many lines to say, whose stderr is full."""
+    """A process with this many lines to say, whose stderr is full."""
     return subprocess.Popen([sys.executable, "-c", FULL.format(lines=lines)], stdout=-1, stderr=-1)
 
 
-def test_a_full_stderr_that_nobody_reads_stops_nobody():
+def test_a_full_stderr_that_no_rank_reads_stops_no_rank():
     with fill(5_000) as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.read() == b"went on\n"
+            assert process.stdout.read() == b"continued\n"
             assert process.wait(30) == 0
         finally:
             process.kill()
@@ -45,12 +45,12 @@ def test_what_waits_for_a_reader_comes_in_order_and_what_is_too_much_is_counted(
     with fill(1_500) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        assert process.stdout.readline() == b"went on\n"  # (it waits a second for a reader before it ends)
-        told = process.stderr.read().lstrip(b"x").decode().splitlines()
+        assert process.stdout.readline() == b"continued\n"  # (it waits a second for a reader before it ends)
+        reported = process.stderr.read().lstrip(b"x").decode().splitlines()
         assert process.wait(30) == 0
-    kept = [f"hvd_async: line {number}" for number in range(len(told) - 1)]
-    assert told[:-1] == kept
-    assert told[-1] == f"hvd_async: {1_500 - len(kept)} more lines were dropped: stderr was not read"
+    kept = [f"hvd_async: line {number}" for number in range(len(reported) - 1)]
+    assert reported[:-1] == kept
+    assert reported[-1] == f"hvd_async: {1_500 - len(kept)} more lines were dropped: stderr was not read"
 
 
 def test_a_line_is_out_when_warn_returns(capfd):

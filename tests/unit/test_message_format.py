@@ -72,7 +72,7 @@ def test_bf16_of_awkward_numbers(bfloat16):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("codec", ["fp16", "bf16"])
-def test_half_precision_is_that_of_numpy_but_for_what_is_too_large(bfloat16, codec, kind):
+def test_half_precision_is_that_of_numpy_except_for_what_is_too_large(bfloat16, codec, kind):
     post, half = NumpyMessageFormat(len(AWKWARD), kind, codec, 1), {"fp16": np.float16, "bf16": bfloat16}[codec]
     largest = float(pytest.importorskip("ml_dtypes").finfo(half).max)
     data, expected = post.encode(AWKWARD.astype(kind)), AWKWARD.clip(-largest, largest).astype(half).astype(kind)

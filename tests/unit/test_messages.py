@@ -105,7 +105,7 @@ def test_senders_in_runs_are_the_messages(keys):
     assert gossip.StartAverage(0, 1, gossip.spans_of(sorted(keys)), [1.0]).ranks == sorted(keys)
 
 
-def test_an_exchange_of_all_ranks_is_told_in_a_few_bytes():
+def test_an_exchange_of_all_ranks_is_reported_in_a_few_bytes():
     messages = [(rank, 70_000) for rank in range(10_000)]
     assert len(encode(gossip.StartExchange(0, 70_000, gossip.senders_of(messages)))) < 100
 

@@ -90,12 +90,12 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("what", BREAKS)
-def test_whatever_should_not_have_been_is_told(what):
-    kind, broken, told = BREAKS[what]
+def test_whatever_should_not_have_been_is_reported(what):
+    kind, broken, reported = BREAKS[what]
     found = history_of(schedule := Schedule(0, kind, DEADLY))
     broken(found)
     violations = History(schedule, found).violations()
-    assert any(told in one for one in violations), violations
+    assert any(reported in one for one in violations), violations
 
 
 @pytest.mark.parametrize("broken_off", [False, True])

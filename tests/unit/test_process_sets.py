@@ -1,4 +1,4 @@
-"""Process sets of groups: those that Horovod knows are used again, others are made if all ranks take part."""
+"""Process sets of groups: the ones that Horovod knows are used again, others are made if all ranks take part."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PAIRS = [(0, 1), (2, 3)]
 
 @pytest.mark.parametrize("make", [True, False])
 @pytest.mark.parametrize(("rank", "number"), [(0, 1), (1, 1), (2, 2), (3, 2)])
-def test_those_that_are_known_are_used_and_none_is_made(rank, number, make):
+def test_ones_that_are_known_are_used_and_none_is_made(rank, number, make):
     sets = FakeSets([0, 1, 2, 3], [0, 1], [2, 3], dynamic=False)
     own = process_set_among(sets, dict(enumerate(sets.known)), PAIRS, rank, make)
     assert (own.process_set_id, list(own.ranks)) == (number, list(PAIRS[number - 1]))
@@ -52,7 +52,7 @@ def test_those_that_are_known_are_used_and_none_is_made(rank, number, make):
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_those_that_are_missing_are_made_by_all_ranks_in_one_order(rank):
+def test_ones_that_are_missing_are_made_by_all_ranks_in_one_order(rank):
     sets = FakeSets([0, 1, 2, 3])
     own = process_set_among(sets, dict(enumerate(sets.known)), PAIRS, rank, make=True)
     assert sets.made == [[0, 1], [2, 3]]  # also that of which it is no member
@@ -62,7 +62,7 @@ def test_those_that_are_missing_are_made_by_all_ranks_in_one_order(rank):
     assert len(sets.made) == 2
 
 
-def test_only_those_that_are_missing_are_made():
+def test_only_ones_that_are_missing_are_made():
     sets = FakeSets([0, 1, 2, 3], [2, 3])
     assert process_set_among(sets, dict(enumerate(sets.known)), PAIRS, 0, make=True).process_set_id == 2
     assert sets.made == [[0, 1]]

@@ -1,45 +1,31 @@
-"""The coordinator of leader-pull: its laws under any interleaving, and examples move by move."""
+"""Leader-pull's coordinator: several steps in one event, what it says, and which ranks it tells of a pull.
+
+Which pulls are due and which rank leads, in any order of events, is in ``tests/machines``.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable
+from typing import Any
 
-import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_async.algorithms.eager.config import GradientReady, StepEntered
-from hvd_async.algorithms.gossip.config import MessageQueued
-from hvd_async.algorithms.leader.config import LeaderConfig, PullDone, PullProgress, StartPull, StepTaken
+from hvd_async.algorithms.leader.config import LeaderConfig, PullDone, StartPull, StepTaken
 from hvd_async.algorithms.leader.machine import LeaderStateMachine
-from hvd_async.algorithms.leader.selection import ALL_RANKS, CENTER, NO_LEADER
-from hvd_async.errors import ProtocolError
-from hvd_async.runtime.protocol import Accepted, Command, Drained, Finished, OptimizerEvent, Registered, Rejected
+from hvd_async.algorithms.leader.rank import StepReports
+from hvd_async.algorithms.leader.selection import ALL_RANKS, NO_LEADER
+from hvd_async.errors import EngineError, ProtocolError
+from hvd_async.runtime.protocol import Accepted, Command, Drained, Finished, OptimizerEvent, Registered
+from tests.conftest import examples
 from tests.machines.driver import snapshot
+from tests.machines.test_orders import leader_configs as configs
 
 PAIRS = LeaderConfig("lsgd", [[0, 1], [2, 3]], 2, 4, "")
 TRIO = LeaderConfig("lsgd", [[0], [1], [2]], 1, 2, "")
-ELASTIC = LeaderConfig("easgd", [[0, 1, 2]], 2, 2, "")
-
-
-# -- how many pulls are due --------------------------------------------------------------------------------------
-
-
-@given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 40), st.integers(0, 2**32))
-def test_as_many_pulls_as_steps_make_due_whoever_takes_them(size, period, total, seed):
-    """Where pulls take no time, one is due at each ``period`` x size steps of all ranks together, and at no other."""
-    config = LeaderConfig("easgd", [list(range(size))], period, period, "")
-    machine, due = opened(config, size), []
-    for step, rank in enumerate((seed // 7**i) % size for i in range(total)):
-        (pull,) = machine.handle(rank, StepTaken(7, None), 0.0) or [None]
-        if pull is not None:
-            due.append(step + 1)
-            assert machine.handle(0, PullDone(7, pull.round), 0.0) == []
-    assert due == list(range(period * size, total + 1, period * size))
-
-
-# -- move by move ---------------------------------------------------------------------------------------------
 
 
 def opened(config: LeaderConfig = PAIRS, size: int = 4) -> LeaderStateMachine:
@@ -64,84 +50,7 @@ def steps(*losses: float | None) -> list[tuple[int, float | None]]:
     return list(enumerate(losses))
 
 
-def test_a_pull_is_due_at_the_step_that_makes_up_the_period_of_all():
-    machine = opened()
-    assert play(machine, *steps(1.0, 2.0, 3.0, 4.0), (0, 1.0)) == []
-    assert play(machine, (1, 2.0)) == [StartPull(7, 1, 0, 0)]
-    assert play(machine, (2, 3.0)) == []
-    assert play(machine, (3, 2.5)) == [StartPull(7, 2, 1, 3)]
-    assert play(machine, (0, PullDone(7, 1)), (2, PullDone(7, 2)), *steps(1.0, 2.0, 3.0, 0.5), (0, 1.0)) == []
-    assert play(machine, (1, 2.0), (2, 3.0)) == [StartPull(7, 3, 0, 0)]
-    assert play(machine, (3, 0.5)) == [StartPull(7, 4, 1, 3), StartPull(7, 5, ALL_RANKS, 3)]  # the group's first
-
-
-def test_fast_ranks_do_more():
-    machine = opened()
-    assert play(machine, *[(0, 1.0)] * 3) == []
-    assert play(machine, (0, 1.0)) == [StartPull(7, 1, 0, 0)]
-    assert play(machine, *[(0, 1.0)] * 11) == []
-    assert play(machine, (0, 1.0)) == [StartPull(7, 2, ALL_RANKS, 0)]  # (that of the group is on its way)
-
-
-def test_one_pull_of_a_group_at_a_time_and_what_was_due_meanwhile_once():
-    machine = opened(replace_config(PAIRS, global_period=1000))
-    assert play(machine, *[(0, 1.0)] * 17) == [StartPull(7, 1, 0, 0)]
-    assert play(machine, (2, 1.0), (2, 1.0), (2, 1.0), (3, 0.5)) == [StartPull(7, 2, 1, 3)]
-    assert play(machine, (0, PullDone(7, 1))) == [StartPull(7, 3, 0, 0)]
-    assert play(machine, (0, PullDone(7, 3)), (0, 1.0), (1, 0.1)) == []  # 1 of 17 was left, these make 3
-    assert play(machine, (1, 0.1)) == [StartPull(7, 4, 0, 1)]
-
-
-def test_a_pull_of_all_and_those_of_groups_do_not_wait_for_each_other():
-    machine = opened(replace_config(PAIRS, local_period=1, global_period=1))
-    assert play(machine, *steps(1.0, 2.0, 3.0, 4.0)) == [
-        StartPull(7, 1, 0, 0),
-        StartPull(7, 2, 1, 2),
-        StartPull(7, 3, ALL_RANKS, 0),
-    ]
-    assert play(machine, *steps(9.0, 2.0, 3.0, 4.0), (0, PullDone(7, 3))) == [StartPull(7, 4, ALL_RANKS, 1)]
-    assert play(machine, (2, PullDone(7, 2))) == [StartPull(7, 5, 1, 2)]
-
-
-def replace_config(config: LeaderConfig, **changes: object) -> LeaderConfig:
-    return msgspec.structs.replace(config, **changes)
-
-
-def test_a_group_of_one_follows_nobody_of_its_own():
-    machine = opened(TRIO, 3)
-    assert play(machine, *steps(3.0, 2.0, 1.0), (0, 3.0), (1, 2.0)) == []
-    assert play(machine, (2, 1.0)) == [StartPull(7, 1, ALL_RANKS, 2)]
-    alone = opened(replace_config(TRIO, groups=[[0]]), 1)
-    assert play(alone, (0, 1.0), (0, 1.0)) == [StartPull(7, 1, ALL_RANKS, 0)]
-
-
-@pytest.mark.parametrize(
-    ("losses", "leader"),
-    [
-        ((2.0, 1.0, 3.0), 1),
-        ((1.0, 1.0, 1.0), 0),
-        ((2.0, 1.0, 1.0), 1),
-        ((math.nan, 5.0, math.inf), 1),
-        ((-math.inf, math.nan, -7.0), 2),
-        ((None, None, 9.0), 2),
-        ((None, None, None), NO_LEADER),
-    ],
-)
-def test_the_lowest_finite_mean_leads(losses, leader):
-    machine = opened(replace_config(TRIO, global_period=1), 3)
-    assert play(machine, *steps(*losses)) == [StartPull(7, 1, ALL_RANKS, leader)]
-    assert machine.take_notice() is None
-
-
-def test_a_rank_is_chosen_by_what_it_told_last():
-    machine = opened(TRIO, 3)
-    assert play(machine, *steps(1.0, 2.0, 3.0), *steps(math.nan, None, 1.5)) == [StartPull(7, 1, ALL_RANKS, 2)]
-    assert play(machine, (0, PullDone(7, 1)), *steps(1.0, 2.0, 3.0), *steps(1.0, None, 3.0)) == [
-        StartPull(7, 2, ALL_RANKS, 0)
-    ]
-
-
-def test_where_nobodys_loss_is_finite_nobody_is_pulled_and_people_hear_once():
+def test_where_nobodys_loss_is_finite_no_rank_is_pulled_and_people_hear_once():
     machine = opened(TRIO, 3)
     assert play(machine, *steps(math.nan, math.inf, None) * 2) == []
     news = machine.take_notice()
@@ -154,117 +63,136 @@ def test_where_nobodys_loss_is_finite_nobody_is_pulled_and_people_hear_once():
     ]
 
 
-def test_where_nobody_has_told_a_loss_the_ranks_hear_it_each_time():
-    """Also in a group of which nobody has, where others have."""
-    machine = opened(TRIO, 3)
-    assert play(machine, *steps(None, None, None) * 2) == [StartPull(7, 1, ALL_RANKS, NO_LEADER)]
-    assert play(machine, *steps(None, None, None) * 2) == [
-        StartPull(7, 2, ALL_RANKS, NO_LEADER)
-    ]  # nothing has to land before
+def test_a_pull_is_reported_to_the_ranks_of_its_group_only():
     machine = opened()
-    assert play(machine, (0, 1.0), *[(2, None)] * 3) == []
-    assert play(machine, (3, None)) == [StartPull(7, 1, 1, NO_LEADER)]
-    assert machine.take_notice() is None
+    pulls = play(machine, *steps(1.0, 2.0, 3.0, 4.0) * 4)
+    reported = {pull.group: tuple(machine.recipients(pull)) for pull in pulls}
+    assert reported == {0: (0, 1), 1: (2, 3), ALL_RANKS: (0, 1, 2, 3)}
+    assert tuple(machine.recipients(Drained(7, 0, [], 0, True))) == (0, 1, 2, 3)
 
 
-def test_easgd_pulls_all_towards_the_centre_and_asks_for_no_loss():
-    machine = opened(ELASTIC, 3)
-    assert play(machine, *steps(None, 1.0, math.nan) * 2) == [StartPull(7, 1, ALL_RANKS, CENTER)]
-    assert play(machine, *steps(None, None, None) * 4) == []
-    assert play(machine, (0, PullDone(7, 1))) == [StartPull(7, 2, ALL_RANKS, CENTER)]
-    assert machine.take_notice() is None
+LOSSES = st.sampled_from([None, math.nan, math.inf, 0.5, 0.5, 0.7, 1.0])
+MOVES = st.one_of(
+    st.tuples(st.just("step"), st.integers(1, 40), LOSSES),
+    st.tuples(st.just("landed"), st.integers(0, 3), st.none()),
+    st.tuples(st.sampled_from(["drain", "cut"]), st.just(0), st.none()),
+)
 
 
-@pytest.mark.parametrize("flush", [True, False])
-def test_counts_are_kept_over_a_cut_and_cleared_at_a_drain(flush):
-    machine = opened(replace_config(PAIRS, local_period=10, global_period=10))
-    assert play(machine, *steps(1.0, 2.0, math.nan, None), (0, 1.0), (0, 1.0)) == []
-    assert play(machine, *[(rank, Finished(7, [3 if rank == 0 else 1], False)) for rank in range(3)]) == []
-    standing = PullProgress(0, [0, 0, 0] if flush else [4, 2, 6], [1.0, 2.0, None, None])
-    assert play(machine, (3, Finished(7, [1], flush))) == [Drained(7, 0, [6], 3, flush, standing)]
-    due = 40 - standing.steps[-1]
-    assert play(machine, *[(1 + step % 3, 2.0) for step in range(15)]) == []
-    local = [command.group for command in play(machine, *[(1 + step % 3, 2.0) for step in range(15, due - 1)])]
-    assert ALL_RANKS not in local
-    assert play(machine, (0, 1.0))[-1] == StartPull(7, len(local) + 1, ALL_RANKS, 0)
+@settings(max_examples=examples(400))
+@given(st.data())
+def test_steps_that_come_together_make_the_pulls_that_they_make_one_by_one(data):
+    size = data.draw(st.integers(1, 6))
+    config = data.draw(configs(size))
+    together, singly = opened(config, size), opened(config, size)
+    produced, flights = [0] * size, list[int]()
+    for rank, (what, number, loss) in data.draw(st.lists(st.tuples(st.integers(0, size - 1), MOVES), max_size=60)):
+        events: list[OptimizerEvent]
+        if what == "landed":
+            if not flights:
+                continue
+            events = [PullDone(7, flights.pop(number % len(flights)))]
+        elif what == "step":
+            events = [StepTaken(7, loss, number)]
+            produced[rank] += number
+        else:
+            events = [Finished(7, [produced[rank]], what == "drain")]
+        ones = [StepTaken(7, loss)] * number if what == "step" else events
+        found = outcome(together, rank, events)
+        assert found == outcome(singly, rank, ones)
+        assert together.take_notice() == singly.take_notice()
+        for command in found if isinstance(found, list) else []:
+            if isinstance(command, StartPull) and command.leader != NO_LEADER:
+                flights.append(command.round)
+            if isinstance(command, Drained):
+                flights = []
 
 
-def test_after_a_cut_nothing_is_pulled_before_somebody_steps():
-    """What was due while a pull was on its way waits, so that nothing is on its way after a cut."""
-    machine = opened(replace_config(ELASTIC, global_period=1), 3)
-    assert play(machine, *steps(None, None, None)) == [StartPull(7, 1, ALL_RANKS, CENTER)]
-    assert play(machine, *steps(None, None, None), *[(rank, Finished(7, [2], False)) for rank in range(2)]) == []
-    (drained,) = play(machine, (2, Finished(7, [2], False)))
-    assert drained == Drained(7, 1, [6], 2, False, PullProgress(0, [3], [None] * 3))
-    assert play(machine, (0, PullDone(7, 1))) == []
-    assert play(machine, (1, None)) == [StartPull(7, 2, ALL_RANKS, CENTER)]
-    assert play(machine, (0, PullDone(7, 1)), (0, PullDone(7, 2))) == []
+def outcome(machine: LeaderStateMachine, rank: int, events: list[OptimizerEvent]) -> list[Command] | str:
+    """What they brought about, or why they may not be."""
+    try:
+        return [command for event in events for command in machine.handle(rank, event, 0.0)]
+    except ProtocolError as error:
+        return str(error)
 
 
-def test_what_stood_at_a_cut_goes_on_in_another_job():
-    standing = PullProgress(1, [3, 0, 14], [2.0, 1.0, None, 3.0])
-    machine = opened(replace_config(PAIRS, progress=standing))
-    assert play(machine, (2, None)) == []
-    assert play(machine, (0, None)) == [StartPull(7, 1, 0, 1), StartPull(7, 2, ALL_RANKS, 1)]
-    again = opened(replace_config(PAIRS, progress=standing))
-    *_, drained = play(again, *[(rank, Finished(7, [0], False)) for rank in range(4)])
-    assert drained.details.means == standing.means
+@pytest.mark.parametrize("steps", [0, -1])
+def test_an_event_of_no_step_is_illegal(steps):
+    machine = opened(PAIRS)
+    before = snapshot(machine)
+    with pytest.raises(ProtocolError, match="rank 0"):
+        machine.handle(0, StepTaken(7, 1.0, steps), 0.0)
+    assert snapshot(machine) == before
 
 
-def test_ranks_have_numbers_of_their_own():
-    machine = LeaderStateMachine(7, (3, 5, 8, 9))
-    for rank in machine.ranks:
-        machine.handle(rank, Registered(7, PAIRS, ["w"], [1]), 0.0)
-    assert play(machine, *[(5, 1.0), (8, 0.5), (9, 0.1)] * 2, (3, 2.0)) == [StartPull(7, 1, 1, 9)]
-    assert play(machine, (3, 2.0)) == [StartPull(7, 2, 0, 5)]
-    (drained,) = play(machine, *[(rank, Finished(7, [2])) for rank in machine.ranks])[-1:]
-    assert drained.details == PullProgress(9, [0, 0, 0], [2.0, 1.0, 0.5, 0.1])
+class Engine:
+    """Stands in for an engine that wakes up when it is asked to.
+
+    Attributes:
+        sent: events.
+        posts: what it runs at its next wake.
+        failed: whether it has.
+    """
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.posts: list[Callable[[], None]] = []
+        self.failed = False
+
+    def check(self) -> None:
+        if self.failed:
+            raise EngineError("it has failed")
+
+    def call_soon(self, action: Callable[[], None]) -> None:
+        self.check()
+        self.posts.append(action)
+
+    def send(self, event: Any) -> None:
+        self.sent.append(event)
+
+    def wake(self) -> None:
+        """Run what was posted before."""
+        posts, self.posts = self.posts, []
+        for post in posts:
+            post()
 
 
-def test_ranks_that_differ_are_refused_and_nothing_is_pulled():
-    machine = LeaderStateMachine(7, range(2))
-    machine.handle(0, Registered(7, replace_config(PAIRS, groups=[[0, 1]]), ["w"], [1]), 0.0)
-    other = replace_config(PAIRS, groups=[[0, 1]], settings="loss_window 3")
-    (refused,) = machine.handle(1, Registered(7, other, ["w"], [1]), 0.0)
-    assert isinstance(refused, Rejected)
-    assert play(machine, *[(0, 1.0)] * 20) == []
+def test_steps_of_one_wake_are_one_report():
+    engine: Any = Engine()
+    reports = StepReports(engine)
+    for loss in (3.0, 2.0, None):
+        reports.add(7, loss)
+    assert len(engine.posts) == 1
+    engine.wake()
+    reports.add(7, None)
+    engine.wake()
+    engine.wake()
+    assert engine.sent == [StepTaken(7, 2.0, 3), StepTaken(7, None, 1)]
 
 
-# -- illegal --------------------------------------------------------------------------------------------------
-
-ILLEGAL: dict[str, tuple[list[OptimizerEvent], OptimizerEvent, str]] = {
-    "opened twice": ([], Registered(7, PAIRS, ["w"], [1]), "twice"),
-    "a step of partial allreduce": ([], StepEntered(7, 1, []), "sent StepEntered, which is no event of leader-pull"),
-    "an arrival of partial allreduce": ([], GradientReady(7, [0], 1), "sent GradientReady, which is no event"),
-    "a message of gossip": ([], MessageQueued(7, 1), "sent MessageQueued, which is no event"),
-    "a step after done": ([Finished(7, [0])], StepTaken(7, 1.0), "although it is done"),
-    "landed what did not go": ([StepTaken(7, 1.0)] * 4, PullDone(7, 2), "reported pull 2 as completed, of 1 started"),
-    "landed number 0": ([StepTaken(7, 1.0)] * 4, PullDone(7, 0), "reported pull 0 as completed"),
-    "done twice": ([Finished(7, [0])], Finished(7, [0]), "although it is done"),
-    "done with no count": ([], Finished(7, []), "has produced"),
-    "done with two counts": ([], Finished(7, [1, 1]), "has produced"),
-}
+def test_a_step_raises_what_the_engine_has_failed_with():
+    """Also when a report waits, which no rank will send."""
+    engine: Any = Engine()
+    reports = StepReports(engine)
+    reports.add(7, 1.0)
+    engine.failed = True
+    with pytest.raises(EngineError):
+        reports.add(7, 1.0)
 
 
-@pytest.mark.parametrize("name", ILLEGAL)
-def test_illegal_moves_raise_and_change_nothing(name):
-    before, event, hint = ILLEGAL[name]
-    machine = opened()
-    for move in before:
-        machine.handle(0, move, 0.0)
-    state = snapshot(machine)
-    with pytest.raises(ProtocolError, match=rf"^rank 0 .*{hint}"):
-        machine.handle(0, event, 1.0)
-    assert snapshot(machine) == state
+def test_no_step_is_lost_between_a_report_and_the_next():
+    engine: Any = Engine()
+    reports, over = StepReports(engine), threading.Event()
 
+    def steps() -> None:
+        for _ in range(5_000):
+            reports.add(7, 1.0)
+        over.set()
 
-def test_before_all_have_opened_and_for_strangers_every_move_is_illegal():
-    machine = LeaderStateMachine(7, (0, 2))
-    machine.handle(0, Registered(7, replace_config(PAIRS, groups=[[0, 1]]), ["w"], [1]), 0.0)
-    state = snapshot(machine)
-    for rank, hint in ((0, "before all ranks had registered|of 0"), (2, "before it registered"), (1, "does not share")):
-        for event in (StepTaken(7, 1.0), PullDone(7, 1)):
-            with pytest.raises(ProtocolError, match=hint):
-                machine.handle(rank, event, 0.0)
-    assert snapshot(machine) == state
-    assert machine.blocked_on() == ("the first step or drain", {2})
+    thread = threading.Thread(target=steps)
+    thread.start()
+    while not over.is_set() or engine.posts:
+        if engine.posts:
+            engine.posts.pop(0)()
+    thread.join()
+    assert sum(event.steps for event in engine.sent) == 5_000

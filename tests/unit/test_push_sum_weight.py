@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hvd_async import mixing, topology
 from hvd_async.algorithms.gossip.plan import LOW_WEIGHT, MIN_WEIGHT, GossipPlan, make_plan
 from hvd_async.topology import Topology
-from tests.conftest import examples
+from tests.conftest import LONG_RUN, examples
+from tests.covering import covering
 
 NAMES = ["exponential", "linear", "ring", "ring-right", "star", "mesh", "complete", "static-exponential"]
 LR, MOMENTUM, STEPS = 0.1, 0.9, 120
@@ -92,9 +93,9 @@ def test_weights_and_models_are_bounded_whatever_is_late(name, size, late, seed)
     assert one.farthest < 20
 
 
-@pytest.mark.parametrize("late", [0, 1, 3, 16])
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 10])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "size", "late"), covering((NAMES, (1, 2, 3, 5, 8, 10), (0, 1, 3, 16)), 3 if LONG_RUN else 2)
+)
 def test_the_bound_is_reached(name, size, late):
     """It is what a rank has that gave, and got nothing back yet; with doubly stochastic matrices what it keeps."""
     plan = make_plan(size, "osgp", name, max_staleness=late)
@@ -121,7 +122,7 @@ def star_in_turn(size: int) -> Topology:
     ],
 )
 def test_graphs_on_which_weights_run_away_are_refused(algorithm, graph, size, near):
-    """And those that come near are warned of, with the number."""
+    """And the ones that come near are warned of, with the number."""
     with pytest.raises(ValueError, match=r"push-sum weights fall to 0\.0\d*, so .* so training would diverge; use a"):
         make_plan(size, algorithm, graph(size))
     with pytest.warns(UserWarning, match=r"push-sum weights fall to 0\.0\d*, so the optimizer's step is up to \d"):

@@ -120,11 +120,11 @@ class Stage:
         return None if event is None else ([rank.number], event)
 
     def waiting(self) -> list[int]:
-        """Return the ranks that have not come to their end."""
+        """Return the ranks that have not finish."""
         return [rank.number for rank in self.ranks if not rank.done]
 
     def wake(self) -> None:
-        """Nobody sleeps."""
+        """No rank sleeps."""
 
     def close(self) -> None:
         """Nothing is open."""

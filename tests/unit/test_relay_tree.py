@@ -38,7 +38,7 @@ def below(tree: Tree, children: tuple[Child, ...]) -> list[int]:
 
 
 @given(PLACES, st.integers(2, 5))
-def test_each_rank_is_reached_once_and_nobody_has_too_many_below(places, fan_out):
+def test_each_rank_is_reached_once_and_no_rank_has_too_many_below(places, fan_out):
     tree = plan_tree(places, fan_out)
     assert sorted(below(tree, tree.root)) == [*range(len(places))]
     hosts = Counter(places)

@@ -1,4 +1,4 @@
-"""A round that has fired and does not come back: whoever holds it up is named."""
+"""A round that has fired and does not come back: any rank that holds it up is named."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_round_that_came_back_needs_no_roll_call():
     assert rounds.roll_call(9.0) == []  # none has fired
     step(rounds, 0, 1, now=10.0)
     assert rounds.roll_call(9.0) == []  # not long enough
-    step(rounds, 0, 2, now=11.0)  # rank 0 goes on, so round 1 is back
+    step(rounds, 0, 2, now=11.0)  # rank 0 continues, so round 1 is back
     step(rounds, 1, 1, now=20.0)
     assert rounds.roll_call(20.0) == [ReportReceived(7, 1)]  # of round 2
     assert rounds.handle(1, RoundsReceived(7, 1, [2]), 20.1) == []
@@ -87,8 +87,8 @@ def test_an_answer_that_cannot_be_is_refused(landed):
 
 
 def test_a_drain_says_whose_rounds_were_shown_where_that_differs():
-    for shown, mend in (([0, 0], None), ([3, 3], None), ([3, 8], 1), ([1, 0], 0)):
+    for shown, expected in (([0, 0], None), ([3, 3], None), ([3, 8], 1), ([1, 0], 0)):
         rounds = opened(SOLO, 2)
         rounds.handle(0, Finished(7, [0], True, shown[0]), 1.0)
         (drained,) = rounds.handle(1, Finished(7, [0], True, shown[1]), 1.0)
-        assert drained.mend == mend
+        assert drained.mend == expected

@@ -1,6 +1,6 @@
-"""The state machine alone: its laws in large jobs, why and when a round fires, ranks that do not fit together.
+"""Partial allreduce's coordinator: why a round starts, what it says of ranks that do not fit, and illegal events.
 
-Laws in any order of events are in ``tests/machines``.
+When rounds start in any order of events, and that refusals change nothing, is in ``tests/machines``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def test_solo_fires_for_the_first_with_its_hyperparameters():
     trigger = RoundTrigger("solo: rank 1 came first", 1, 1, first=3.0, fired=3.0, held=0.0)
     assert explain == ExplainRound(7, 0, 1, trigger)
     assert start == StartRound(7, [0], 1, by=1, arrived=[1], held=0.0, settled=True, hyper=[{"lr": 1}])
-    assert list(rounds.recipients(explain)) == [0], "nobody else reads why"
+    assert list(rounds.recipients(explain)) == [0], "no other rank reads why"
     assert list(rounds.recipients(start)) == [0, 1]
     assert step(rounds, 0, 1) == []
 
@@ -61,28 +61,13 @@ def test_count_fires_with_the_count_and_the_first_leads():
     ]
 
 
-def test_grace_waits_for_more_but_not_longer_than_for_all():
-    config = EagerConfig("solo", 9, 1.5, 0, 1)
-    rounds = opened(config, 3)
-    assert step(rounds, 0, 1, now=10.0) == []
-    assert rounds.deadline() == 11.5
-    assert rounds.tick(11.4) == []
-    assert step(rounds, 1, 1, now=11.4) == []
-    assert kinds(rounds.tick(11.5)) == ["StartRound"]
-    assert rounds.deadline() is None
-    assert step(rounds, 2, 1, now=11.6) == []
-    for rank, expected in [(0, []), (1, []), (2, ["StartRound"])]:  # all in: no need to wait
-        assert kinds(step(rounds, rank, 2, now=12.0)) == expected
-    assert rounds.deadline() is None
-
-
 def test_a_round_that_no_rank_has_come_to_step_for_gets_its_hyperparameters_at_the_end():
     """Rank 0's backward pass hands all over; then its optimizer is deleted."""
     rounds = opened(SOLO, 2, timeline=True)
     assert whys(rounds.handle(0, GradientReady(7, [0], 1), 0.0)) == [(0, 1, None, "solo: rank 0 came first")]
     assert rounds.handle(0, OptimizerDeleted(7, [1]), 0.0) == []
-    told, drained = rounds.handle(1, Finished(7, [0]), 0.0)
-    assert told == SetHyperparameters(7, 1, [])
+    reported, drained = rounds.handle(1, Finished(7, [0]), 0.0)
+    assert reported == SetHyperparameters(7, 1, [])
     assert isinstance(drained, Drained)
 
 
@@ -106,8 +91,8 @@ def test_only_the_ranks_of_a_process_set_count():
 
 
 def refusal(*events: Registered) -> str:
-    """What the ranks are told that open with these events, in every order of opening."""
-    told = set()
+    """Return the refusal that ranks receive which register with these events, in any order."""
+    reported = set()
     for order in itertools.permutations(range(len(events))):
         rounds = EagerStateMachine(7, range(len(events)))
         commands = [c for rank in order for c in rounds.handle(rank, events[rank], 0.0)]
@@ -115,12 +100,12 @@ def refusal(*events: Registered) -> str:
         assert isinstance(commands[0], Rejected)
         assert rounds.blocked_on() is None
         assert rounds.handle(0, StepEntered(7, 1, []), 0.0) == []  # on its way when the refusal went out
-        told.add(commands[0].problem)
-    assert len(told) == 1
-    return told.pop()
+        reported.add(commands[0].problem)
+    assert len(reported) == 1
+    return reported.pop()
 
 
-def test_other_weights_are_told_by_name_and_how_to_mend_them():
+def test_other_weights_are_reported_by_name_and_how_to_fix_them():
     good, bad = Registered(7, SOLO, ["a (2,)", "b (3,)"], [1, 2]), Registered(7, SOLO, ["a (2,)", "b (3,)"], [1, 3])
     text = refusal(good, bad, bad)
     assert "weights differ" in text
@@ -130,7 +115,7 @@ def test_other_weights_are_told_by_name_and_how_to_mend_them():
     assert "BroadcastGlobalVariablesCallback(0)" in text
 
 
-def test_other_settings_are_told():
+def test_other_settings_are_reported():
     text = refusal(Registered(7, SOLO, ["a"], [1]), Registered(7, EagerConfig("all", 2, 0.0, 0, 1), ["a"], [1]))
     assert "wrapped their optimizers differently" in text
     assert "rank 1 has" in text
@@ -139,8 +124,25 @@ def test_other_settings_are_told():
 
 
 @pytest.mark.parametrize("names", [["a"], ["a (2,)", "c (3,)"], ["a (2,)", "b (4,)"]])
-def test_other_parameters_are_told(names):
+def test_other_parameters_are_reported(names):
     text = refusal(Registered(7, SOLO, ["a (2,)", "b (3,)"], [1, 2]), Registered(7, SOLO, names, [1] * len(names)))
     assert "different parameters" in text
     first = next(pair for pair in itertools.zip_longest(["a (2,)", "b (3,)"], names) if pair[0] != pair[1])
     assert f"where rank 1 has {first[1] or 'nothing'!r}" in text
+
+
+def test_events_before_all_ranks_have_registered_are_illegal():
+    rounds = EagerStateMachine(7, range(2))
+    rounds.handle(0, Registered(7, SOLO, ["w"], [1]), 0.0)
+    for event in (StepEntered(7, 1, []), GradientReady(7, [0], 1)):
+        with pytest.raises(ProtocolError, match="before all ranks had registered"):
+            rounds.handle(0, event, 0.0)
+    assert rounds.blocked_on() == ("the first step or drain", {1})
+
+
+def test_a_rank_cannot_have_produced_fewer_gradients_than_before():
+    rounds = opened(SOLO, 1)
+    step(rounds, 0, 1)
+    rounds.handle(0, Finished(7, [1]), 0.0)
+    with pytest.raises(ProtocolError, match=r"has produced \[0\] gradients per bucket, earlier \[1\]"):
+        rounds.handle(0, Finished(7, [0]), 0.0)

@@ -187,7 +187,7 @@ def test_gradients_are_as_late_as_the_rules_say_and_count_once(steps, ranks, see
     assert all(each.staleness >= 0 and each.step < each.round <= each.step + 1 + bound for each in found)
 
 
-def test_under_all_nobody_is_late():
+def test_under_all_no_rank_is_late():
     assert {(each.round, each.version) for each in gradients_of(play(drawn(5, 3, 0), "all"))} == {
         (number, number - 1) for number in range(1, 6)
     }

@@ -1,4 +1,4 @@
-"""Simulated jobs of gossip and leaders: who waits for whom and where, bytes, pulls."""
+"""Simulated jobs of gossip and leaders: which rank waits for which and where, bytes, pulls."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_bytes_that_a_rank_sends_in_a_step(arm, megabytes):
 
 @pytest.mark.parametrize(("arm", "graph"), [("sgp", "ring"), ("sgp", "exponential")])
 @pytest.mark.parametrize("ranks", [6, 8])
-def test_a_rank_that_stands_still_stops_those_that_the_graph_says_where_it_says(arm, graph, ranks):
+def test_a_rank_that_stands_still_stops_ones_that_the_graph_says_where_it_says(arm, graph, ranks):
     sleeper, step = 2, 5
     times = schedule.constant(40, ranks, 0.1)
     times[step - 1, sleeper] = 1000.0
@@ -95,7 +95,7 @@ def test_a_rank_that_stands_still_stops_those_that_the_graph_says_where_it_says(
     for index, stall in expected.items():
         rank = standing[index]
         assert (rank.steps + 1, tuple(sorted(missing(rank)))) == (stall.step, stall.senders)
-    assert job.run() is not None  # it goes on when the sleeper does
+    assert job.run() is not None  # it continues when the sleeper does
 
 
 def test_osgps_ranks_send_after_they_have_waited_so_each_stops_a_step_after_its_neighbour():
@@ -123,7 +123,7 @@ def test_a_rank_that_waits_says_so_at_once_and_after_each_exchange_that_brings_n
     ]
 
 
-def test_who_waits_to_be_averaged_goes_on_when_all_its_neighbours_have_finished():
+def test_who_waits_to_be_averaged_continues_when_all_its_neighbours_have_finished():
     """An averaging takes 100 s; rank 0 waits for it after four steps, until rank 1 finishes at 30 s."""
     times = np.array([[1.0, 10.0]] * 50)
     job = job_of("adpsgd", Setup(times, Network(bandwidth=1e4), megabytes=1.0, window=25.0))
@@ -136,7 +136,7 @@ def test_who_waits_to_be_averaged_goes_on_when_all_its_neighbours_have_finished(
     assert found.drain_s > 70.0
 
 
-def test_under_dpsgd_they_stop_a_step_later_and_under_adpsgd_nobody_does():
+def test_under_dpsgd_they_stop_a_step_later_and_under_adpsgd_no_rank_does():
     times = schedule.constant(40, 8, 0.1)
     times[4, 2] = 1000.0
     job = job_of("dpsgd", Setup(times), graph="ring")
@@ -159,7 +159,7 @@ def test_an_average_hides_behind_the_steps_that_may_follow_it():
 # -- leaders ----------------------------------------------------------------------------------------------------
 
 
-def test_pulls_are_as_many_as_the_periods_and_nobody_waits():
+def test_pulls_are_as_many_as_the_periods_and_no_rank_waits():
     setup = Setup(schedule.constant(64, 8, 0.1), Network(bandwidth=1e9), megabytes=8.0, local_size=4)
     lsgd, easgd = simulate("lsgd", setup), simulate("easgd", setup)
     assert (lsgd.wait_s, easgd.wait_s) == (0.0, 0.0)

@@ -67,7 +67,7 @@ def test_horovods_own_events_are_untouched(file):
 
 
 def test_the_clocks_agree(file):
-    """Each collective of ours spans what Horovod says of the same tensor: 20 microseconds of air at its end."""
+    """Each collective of this library spans what Horovod says of the same tensor: 20 microseconds of air at its end."""
     merge_into(file, recorded(), {}, EPOCH)
     events = json.loads(file.read_text())
     names = {e["pid"]: e["args"].get("name") for e in events if e["name" if "name" in e else "ph"] == "process_name"}

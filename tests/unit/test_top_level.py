@@ -1,4 +1,4 @@
-"""``hvd_async.EagerOptimizer`` and its like hand over by the optimizer's framework, told without importing one."""
+"""``hvd_async.EagerOptimizer`` and its like hand over by the optimizer's framework, reported without importing one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_hands_over_to_the_binding_with_all_arguments(monkeypatch, module, bindi
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("what", [None, 3, "sgd", object(), [], optimizer_of("torchlike.optim"), dict])
-def test_an_unknown_optimizer_is_told_what_to_pass(what, wrapper):
+def test_an_unknown_optimizer_is_reported_what_to_pass(what, wrapper):
     with pytest.raises(
         ValueError, match=r"neither a torch\.optim\.Optimizer nor a Keras optimizer: pass one"
     ) as caught:

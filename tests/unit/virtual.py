@@ -53,7 +53,7 @@ class VirtualJob:
         size: ranks.
         duration: (rank, its step from 1) -> seconds from being free to the next arrival; None ends the job when that
             rank comes to be free.
-        rounds: end after so many; None: only by ``duration``.
+        rounds: end after this many; None: only by ``duration``.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class VirtualJob:
         self._waiting.append(rank)
         self._on_command(self.rounds.handle(rank, StepEntered(0, step, []), now), now)
         self._on_command(self.rounds.handle(rank, GradientReady(0, [0], step), now), now)
-        self._go_on(rank, now)
+        self._continue(rank, now)
 
-    def _go_on(self, rank: int, now: float) -> None:
-        """Let those go on whose round has fired: first the rank that came, then the others as they came."""
+    def _continue(self, rank: int, now: float) -> None:
+        """Let those continue whose round has fired: first the rank that came, then the others as they came."""
         free = [r for r in self._waiting if self._step[r] <= self.course.rounds]
         self._waiting = [r for r in self._waiting if r not in free]
         self._release(sorted(free, key=lambda r: r != rank), now)
