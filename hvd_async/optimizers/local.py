@@ -227,7 +227,7 @@ class LocalDriver(Driver):
         return _Updating(self)
 
     def break_off(self, error: BaseException) -> None:
-        """Mark the rank as broken after an interrupted step: its weights are not those that other ranks assume."""
+        """Mark the rank as broken after an interrupted step: its weights differ from what other ranks assume."""
         self.broken, self._in_step = f"a step was broken off: {type(error).__name__}: {error}", False
 
     def check_usable(self) -> None:

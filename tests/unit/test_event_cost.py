@@ -15,7 +15,7 @@ from hvd_async.runtime.machine import StateMachine
 from hvd_async.runtime.protocol import Command
 from scripts.benchmarks.support.events import BUCKETS, KINDS, Ranks, measure
 
-FEW, MANY = 64, 1024
+FEW, MANY = 64, 4096
 EAGER = ("solo", "majority", "all", "auto", "solo, hosts of 8", "solo, bucket by bucket", "majority, pace by rounds")
 
 

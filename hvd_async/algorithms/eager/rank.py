@@ -927,7 +927,7 @@ class EagerWorker(Worker):
                 super().on_command(command)
 
     def _deliver(self, rounds: list[ReducedRound]) -> None:
-        """Append rounds, in order, to those that wait to be applied."""
+        """Append rounds, in order, to the queue of rounds to apply."""
         with self.engine.changed:
             if not self._discards:
                 self._rounds.extend(rounds)

@@ -114,7 +114,7 @@ class Ranks:
             self.send(rank, PairRequested(0))
 
     def land(self) -> None:
-        """End the collectives that have started, and those that start thereby; one rank reports each."""
+        """End the collectives that have started, and the ones that start thereby; one rank reports each."""
         while self._started:
             started, self._started = self._started, []
             for command in started:
