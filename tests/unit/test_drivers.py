@@ -265,6 +265,6 @@ def test_beside_others_allreduce_averages_at_each_step():
     assert driver.plan.config.average_every == 1
     driver.set_epoch(5)
     assert (driver.plan.config.algorithm, driver.plan.config.average_every) == ("sgp", 10)
-    alone = GossipOptions("allreduce", average_every=10)
+    alone = GossipOptions(algorithm="allreduce", average_every=10)
     _, driver, _ = _attached(lambda lifecycle, weights: GossipDriver(lifecycle, ALONE, weights, alone))
     assert driver.plan.config.average_every == 10
