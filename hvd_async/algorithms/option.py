@@ -1,21 +1,24 @@
-"""Options of the families as data: the single source of documentation, command-line flags and checks."""
+"""Options as fields of dataclasses: the single source of signatures, documentation, command-line flags and checks."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import math
 import re
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping
+import typing
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
 BUFFERS = ("average", "local", "root")
 """Ways in which batch-norm statistics agree in a drain."""
-PLACEHOLDER = "        Own options: see ``{}``.\n"
-"""The line of a factory's docstring that ``documented`` replaces."""
+PLACEHOLDER = "    Own options: see ``{}``."
+"""The line of a function's docstring that ``with_options`` replaces."""
 
 
 @dataclass(frozen=True)
@@ -138,16 +141,17 @@ def check_hosts(ranks: int, local_size: int) -> None:
 
 @dataclass(frozen=True)
 class Option:
-    """Description of an option of a family. Its name, type and default are those of the dataclass's field.
+    """Description of an option. Its name, type and default are those of the dataclass's field.
 
     Attributes:
-        doc: text for the factories' docstrings.
+        doc: text for docstrings.
         help: help text of the flag; empty: ``doc``.
         absent: text that help shows instead of the default, such as the meaning of None.
         read: returns the value for a flag's text, or raises ValueError with a hint. None: the text is the value.
         choices: all values that the flag accepts; empty: any.
         metavar: placeholder for the flag's value in help texts.
         flags: names of the flag, if they differ from the option's name; empty: there is no flag.
+        before: name of the option that follows in signatures, if this is not the order of the fields.
     """
 
     doc: str
@@ -157,6 +161,7 @@ class Option:
     choices: tuple[str, ...] = ()
     metavar: str | None = None
     flags: tuple[str, ...] | None = None
+    before: str = ""
 
 
 def option(default: Any, doc: str, **more: Any) -> Any:
@@ -164,31 +169,60 @@ def option(default: Any, doc: str, **more: Any) -> Any:
     return dataclasses.field(default=default, metadata={"option": Option(doc, **more)})
 
 
-def options_of(family: type) -> dict[str, Option]:
-    """Return the options of a family's dataclass, by name."""
-    return {field.name: field.metadata["option"] for field in dataclasses.fields(family)}
+def options_of(arguments: type) -> dict[str, Option]:
+    """Return the options among a dataclass's fields by name, in the order of signatures."""
+    described = {each.name: each.metadata["option"] for each in dataclasses.fields(arguments) if each.metadata}
+    order = [name for name, one in described.items() if not one.before]
+    for name, one in described.items():
+        if one.before:
+            order.insert(order.index(one.before), name)
+    return {name: described[name] for name in order}
 
 
-def picked(family: type[T], given: Mapping[str, Any]) -> T:
-    """Return a family's options, picked from all arguments of a factory."""
-    return family(**{name: given[name] for name in options_of(family)})
+def takes(arguments: Callable[P, T]) -> Callable[[Callable[[T], Any]], Callable[P, Any]]:
+    """Turn a function of an object of ``arguments`` into a function of the object's fields.
 
+    Callers, ``help()`` and type checkers see the fields as parameters: options by keyword, other fields by position
+    too. In the docstring the options' descriptions replace the line ``PLACEHOLDER``.
 
-def documented(family: type) -> Callable[[F], F]:
-    """Replace the line ``PLACEHOLDER`` of a factory's docstring by the descriptions of a family's options."""
+    Args:
+        arguments: a dataclass; its options are the fields made by ``option``, also those of its bases.
+    """
+    kind = cast(type, arguments)
+    fields, types, options = inspect.signature(kind).parameters, typing.get_type_hints(kind), options_of(kind)
+    names = [*(name for name in fields if name not in options), *options]
+    signature = inspect.Signature([fields[name] for name in names], return_annotation="Any")
 
-    def complete(factory: F) -> F:
-        if factory.__doc__ is not None:  # (python -OO removes docstrings)
-            lines = textwrap.TextWrapper(120, initial_indent=" " * 8, subsequent_indent=" " * 12)
-            entries = (f"{name}: {described.doc}." for name, described in options_of(family).items())
-            text = "".join(f"{lines.fill(entry)}\n" for entry in entries)
-            line = PLACEHOLDER.format(family.__name__)
-            if line not in factory.__doc__:
-                raise ValueError(f"the docstring of {factory.__name__} lacks the line {line!r}")
-            factory.__doc__ = factory.__doc__.replace(line, text)
-        return factory
+    def complete(function: Callable[[T], Any]) -> Callable[P, Any]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Any:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{function.__name__}() {error}") from None
+            return function(arguments(*args, **kwargs))
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        call.__annotations__ = {name: types[name] for name in names} | {"return": Any}
+        if function.__doc__ is not None:  # (python -OO removes docstrings)
+            call.__doc__ = with_options(inspect.cleandoc(function.__doc__), kind)
+        return call
 
     return complete
+
+
+def with_options(docstring: str, arguments: type) -> str:
+    """Return a docstring with the descriptions of a dataclass's options in place of the line ``PLACEHOLDER``.
+
+    Raises:
+        ValueError: it has no such line.
+    """
+    line = PLACEHOLDER.format(arguments.__name__)
+    if line not in docstring:
+        raise ValueError(f"the docstring lacks the line {line!r}")
+    lines = textwrap.TextWrapper(116, initial_indent=" " * 4, subsequent_indent=" " * 8)
+    entries = (lines.fill(f"{name}: {described.doc}.") for name, described in options_of(arguments).items())
+    return docstring.replace(line, "\n".join(entries))
 
 
 def either(names: Iterable[str], last_joint: str = "or") -> str:

@@ -9,9 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-
-from hvd_async.algorithms.eager.config import EagerConfig
+from hvd_async.algorithms.eager.config import EagerConfig, EagerOptions
 from hvd_async.algorithms.eager.gradient_format import SAMPLE_DIGITS, GradientFormat, PendingGradient, ReducedRound
 from hvd_async.algorithms.eager.rank import EagerWorker, Remains
 from hvd_async.errors import RankLostError, ReplicaStateError
@@ -70,17 +68,15 @@ class EagerDriver(Driver):
 
     Args:
         lifecycle, rank_group, replica: as in ``Driver``.
-        buffers: how batch-norm statistics agree: "average", "local", or "root".
-        config: the user's arguments of ``EagerConfig``, without the number of buckets.
-        late_cap_mb: MiB of rounds that may wait for a late rank.
-        auto_extrapolation: whether to extrapolate updates only where gradients may be late.
+        options: the user's options.
+        local_size: number of ranks per host, as requested by ``options.hierarchical``.
 
     Attributes:
+        options: the user's options.
         restored: gradients that an earlier run has left pending on this rank; None if no state was loaded.
         stats_before: statistics from before the last membership change.
         remains: this rank's gradients from before a membership change, until the ranks have registered; None if there
             are none.
-        config: arguments of ``EagerConfig``, without the number of buckets.
     """
 
     worker: EagerWorker | None
@@ -91,20 +87,19 @@ class EagerDriver(Driver):
         lifecycle: Lifecycle,
         rank_group: RankGroup,
         replica: GradientReplica,
-        buffers: str,
-        config: dict[str, Any],
-        late_cap_mb: float,
-        auto_extrapolation: bool = False,
+        options: EagerOptions,
+        local_size: int = 1,
     ) -> None:
         super().__init__(lifecycle, rank_group, replica)
-        self.buffers, self.config = buffers, config
+        self.options = options
         self.restored: list[PendingGradient] | None = None
         self.remains: Remains | None = None
         self.stats_before = Stats()
         self._gradients: GradientCounts | None = None
         """Counts from before a membership change, until the ranks have agreed."""
-        self._late_cap_mb, self._said = late_cap_mb, False
-        self._auto_extrapolation = auto_extrapolation
+        self._parties = 1 if rank_group.size == 1 else rank_group.named // local_size
+        self._local_size = local_size if rank_group.size == rank_group.named else 1  # (else: outside the process set)
+        self._said = False
 
     def config_for(self, nbytes: Sequence[int]) -> EagerConfig:
         """Return the configuration that the ranks must have in common.
@@ -114,19 +109,18 @@ class EagerDriver(Driver):
         Args:
             nbytes: bytes of each bucket.
         """
-        config = EagerConfig(**self.config, buckets=len(nbytes))
-        rounds = self._late_cap_mb * 2**20 / max(1, sum(nbytes))
-        if config.quorum == "all" or config.max_staleness + 1 <= rounds:
-            return config
-        lowered = max(0, int(rounds) - 1)
-        if self.index == 0 and not self._said and lowered < config.max_staleness:
-            self._said = True
-            warn(
-                f"a round takes {sum(nbytes) / 2**20:,.0f} MiB here, and late_cap_mb={self._late_cap_mb:g} of them may "
-                f"wait for a late rank: max_staleness is {lowered} instead of {config.max_staleness}"
-            )
-        ahead = 0.0 if lowered == 0 and self._auto_extrapolation else config.weight_prediction
-        return msgspec.structs.replace(config, max_staleness=lowered, weight_prediction=ahead)
+        options = self.options
+        rounds = options.late_cap_mb * 2**20 / max(1, sum(nbytes))
+        if options.quorum != "all" and options.max_staleness + 1 > rounds:
+            lowered = max(0, int(rounds) - 1)
+            if self.index == 0 and not self._said and lowered < options.max_staleness:
+                self._said = True
+                warn(
+                    f"a round takes {sum(nbytes) / 2**20:,.0f} MiB here, and late_cap_mb={options.late_cap_mb:g} of "
+                    f"them may wait for a late rank: max_staleness is {lowered} instead of {options.max_staleness}"
+                )
+            options = dataclasses.replace(options, max_staleness=lowered)
+        return options.config(len(nbytes), self._parties, self._local_size)
 
     @property
     def met(self) -> EagerWorker | None:
@@ -140,11 +134,10 @@ class EagerDriver(Driver):
     @property
     def settings(self) -> dict[str, Any]:
         """The algorithm in force, "eager", and its settings."""
-        given = {
-            name: self.config[name] if self.worker is None else getattr(self.worker.config, name)
-            for name in self.config
-        }
-        return {"algorithm": "eager", **given}
+        planned = self.options.config(0, self._parties, self._local_size)
+        config = planned if self.worker is None else self.worker.config
+        names = [name for name in config.__struct_fields__ if name != "buckets"]
+        return {"algorithm": "eager", **{name: getattr(config, name) for name in names}}
 
     def stats(self) -> Stats:
         """Return what this rank's optimizer has done so far."""
@@ -157,7 +150,7 @@ class EagerDriver(Driver):
     @property
     def weighted(self) -> bool:
         """Whether rounds are weighted by samples."""
-        return bool(self.config["weighting"] == "samples")
+        return self.options.weighting == "samples"
 
     def check_weighting(self) -> None:
         """Raise ValueError if rounds are not weighted by samples."""
@@ -253,8 +246,8 @@ class EagerDriver(Driver):
         """
         self.replica.finish(worker, flush)
         if flush:
-            if self.buffers != "local":
-                unify_buffers(worker, self.replica.buffers(), self.buffers, self.rank_group.ranks[0])
+            if self.options.buffers != "local":
+                unify_buffers(worker, self.replica.buffers(), self.options.buffers, self.rank_group.ranks[0])
             worker.compare(*self.replica.fingerprint(), "drain()")
 
     def discard(self) -> None:

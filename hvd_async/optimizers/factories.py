@@ -9,18 +9,48 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hvd_async.algorithms.eager.config import EagerOptions
-from hvd_async.algorithms.eager.quorum import AUTO
 from hvd_async.algorithms.gossip.config import COMPRESSIONS, GossipOptions
 from hvd_async.algorithms.leader.config import LeaderOptions
-from hvd_async.algorithms.option import picked
 from hvd_async.optimizers.eager import EagerDriver, GradientReplica
 from hvd_async.optimizers.gossip import GossipDriver
 from hvd_async.optimizers.leader import LeaderDriver
 from hvd_async.optimizers.replica import WeightReplica
 from hvd_async.runtime.lifecycle import Lifecycle
+from hvd_async.runtime.log import users_line
 from hvd_async.runtime.process_sets import RankGroup, rank_group_of
 
 # -- arguments that all wrappers share with Horovod --------------------------------------------------------------------
+
+
+class HorovodArguments:
+    """Arguments that Horovod's wrappers have in both frameworks. Each binding has a dataclass of them in the order and
+    with the defaults of its framework's, and with those that the other framework lacks."""
+
+    optimizer: Any
+    compression: Any
+    backward_passes_per_step: int
+    op: Any
+    gradient_predivide_factor: float
+    num_groups: int
+    groups: Any
+    process_set: Any
+
+    @property
+    def grouping(self) -> Any:
+        """``groups``, or Horovod's older ``num_groups``."""
+        return self.num_groups if self.groups is None and self.num_groups else self.groups
+
+
+class EagerArguments(EagerOptions, HorovodArguments):
+    """Arguments of every ``EagerOptimizer``."""
+
+
+class GossipArguments(GossipOptions, HorovodArguments):
+    """Arguments of every ``GossipOptimizer``."""
+
+
+class LeaderArguments(LeaderOptions, HorovodArguments):
+    """Arguments of every ``LeaderOptimizer``."""
 
 
 def check_compression(compression: Any) -> None:
@@ -73,24 +103,24 @@ def scales(op: Any, average: Any, total: Any, predivide: float, size: int) -> tu
     return 1.0 / predivide, predivide / size
 
 
-def check_local(given: Mapping[str, Any], average: Any, whose: str) -> None:
+def check_local(given: HorovodArguments, average: Any, whose: str) -> None:
     """Refuse arguments of Horovod that have no meaning if ranks exchange weights instead of gradients.
 
     Args:
-        given: the user's arguments, by name.
+        given: the user's arguments.
         average: ``hvd.Average``.
         whose: name of the method in messages.
 
     Raises:
         ValueError: such an argument was passed, or ``backward_passes_per_step`` is invalid.
     """
-    if given["op"] != average:
-        raise ValueError(f"op must be hvd.Average, since {whose} averages weights, got {given['op']!r}: leave op out")
-    if given["gradient_predivide_factor"] != 1.0:
+    if given.op != average:
+        raise ValueError(f"op must be hvd.Average, since {whose} averages weights, got {given.op!r}: leave op out")
+    if given.gradient_predivide_factor != 1.0:
         raise ValueError(f"gradient_predivide_factor: gradients stay on their rank in {whose}; leave it out")
-    if given["groups"] or given["num_groups"]:
+    if given.groups or given.num_groups:
         raise ValueError(f"groups, num_groups: a rank's weights travel as one message in {whose}; leave them out")
-    check_passes(given["backward_passes_per_step"])
+    check_passes(given.backward_passes_per_step)
 
 
 def compression_name(compression: Any, known: Mapping[str, Any]) -> str:
@@ -159,8 +189,7 @@ def local_ranks(hvd: Any, everyone: bool, asked: str, instead: str) -> int:
 # -- drivers -----------------------------------------------------------------------------------------------------------
 
 
-Given = Mapping[str, Any]
-"""All arguments of a factory, by name."""
+A = TypeVar("A", bound=EagerArguments)
 D = TypeVar("D", bound=EagerDriver)
 
 
@@ -178,15 +207,15 @@ class Binding:
     lifecycle: Lifecycle
     compression: Any
 
-    def rank_group(self, given: Given) -> RankGroup:
+    def rank_group(self, given: HorovodArguments) -> RankGroup:
         """Return the ranks that share the optimizer."""
-        return rank_group_of(given["process_set"], self.hvd.global_process_set, *self.lifecycle.world())
+        return rank_group_of(given.process_set, self.hvd.global_process_set, *self.lifecycle.world())
 
 
 def eager_driver(
     binding: Binding,
-    given: Given,
-    replica: Callable[[EagerOptions, RankGroup, tuple[float, float], Any], GradientReplica],
+    given: A,
+    replica: Callable[[A, RankGroup, tuple[float, float]], GradientReplica],
     driver: type[D],
 ) -> D:
     """Return the driver of an ``EagerOptimizer``.
@@ -194,33 +223,29 @@ def eager_driver(
     Args:
         binding: the factory's binding.
         given: the factory's arguments.
-        replica: makes the replica from the options, the ranks, the factors of a gradient and of a round's sum, and the
-            user's ``groups``.
+        replica: makes the replica from checked arguments, the ranks, and the factors of a gradient and of a round's
+            sum.
         driver: class of the driver.
 
     Raises:
         ValueError: an argument is invalid.
     """
-    hvd, options, rank_group = binding.hvd, picked(EagerOptions, given), binding.rank_group(given)
-    local = host_size(options.hierarchical, hvd, rank_group.process_set is None)
-    options.check(rank_group.named, local)
+    hvd, rank_group = binding.hvd, binding.rank_group(given)
+    local = host_size(given.hierarchical, hvd, rank_group.process_set is None)
+    given.check(rank_group.named, local)
     if local == rank_group.named > 1:  # (with a single host, its ranks wait only for each other)
-        options = dataclasses.replace(options, quorum="all")
-    auto_extrapolation = options.weight_prediction == AUTO
-    options = options.resolved(1 if rank_group.size == 1 else rank_group.named // local)
-    check_passes(given["backward_passes_per_step"])
-    check_compression(given["compression"])
-    factors = scales(given["op"], hvd.Average, hvd.Sum, given["gradient_predivide_factor"], rank_group.size)
-    groups = given["groups"]
-    if given["num_groups"] and groups is None:
-        warnings.warn("num_groups is Horovod's older name: pass groups=", DeprecationWarning, stacklevel=3)
-        groups = given["num_groups"]
-    made = replica(options, rank_group, factors, groups)
-    config = options.config(local if rank_group.size == rank_group.named else 1)  # (1: a rank outside the process set)
-    return driver(binding.lifecycle, rank_group, made, options.buffers, config, options.late_cap_mb, auto_extrapolation)
+        given = dataclasses.replace(given, quorum="all")
+    check_passes(given.backward_passes_per_step)
+    check_compression(given.compression)
+    factors = scales(given.op, hvd.Average, hvd.Sum, given.gradient_predivide_factor, rank_group.size)
+    if given.num_groups and given.groups is None:
+        warnings.warn("num_groups is Horovod's older name: pass groups=", DeprecationWarning, stacklevel=users_line())
+    return driver(binding.lifecycle, rank_group, replica(given, rank_group, factors), given, local)
 
 
-def gossip_driver(binding: Binding, given: Given, replica: Callable[[RankGroup], WeightReplica]) -> GossipDriver:
+def gossip_driver(
+    binding: Binding, given: GossipArguments, replica: Callable[[RankGroup], WeightReplica]
+) -> GossipDriver:
     """Return the driver of a ``GossipOptimizer``.
 
     Args:
@@ -231,16 +256,18 @@ def gossip_driver(binding: Binding, given: Given, replica: Callable[[RankGroup],
     Raises:
         ValueError: an argument is invalid.
     """
-    hvd, options, rank_group = binding.hvd, picked(GossipOptions, given), binding.rank_group(given)
+    hvd, rank_group = binding.hvd, binding.rank_group(given)
     check_local(given, hvd.Average, "gossip")
-    options.check(rank_group.named)
+    given.check(rank_group.named)
     known = {name: getattr(binding.compression, name) for name in COMPRESSIONS}
-    compression = compression_name(given["compression"], known)
-    local = host_size(options.hierarchical, hvd, rank_group.process_set is None)
-    return GossipDriver(binding.lifecycle, rank_group, replica(rank_group), options, compression, local)
+    compression = compression_name(given.compression, known)
+    local = host_size(given.hierarchical, hvd, rank_group.process_set is None)
+    return GossipDriver(binding.lifecycle, rank_group, replica(rank_group), given, compression, local)
 
 
-def leader_driver(binding: Binding, given: Given, replica: Callable[[RankGroup], WeightReplica]) -> LeaderDriver:
+def leader_driver(
+    binding: Binding, given: LeaderArguments, replica: Callable[[RankGroup], WeightReplica]
+) -> LeaderDriver:
     """Return the driver of a ``LeaderOptimizer``.
 
     Args:
@@ -251,13 +278,13 @@ def leader_driver(binding: Binding, given: Given, replica: Callable[[RankGroup],
     Raises:
         ValueError: an argument is invalid.
     """
-    hvd, options, rank_group = binding.hvd, picked(LeaderOptions, given), binding.rank_group(given)
+    hvd, rank_group = binding.hvd, binding.rank_group(given)
     check_local(given, hvd.Average, "LeaderOptimizer")
-    options.check(rank_group.named)
-    if given["compression"] is not binding.compression.none:
+    given.check(rank_group.named)
+    if given.compression is not binding.compression.none:
         raise ValueError("compression: a leader's weights are sent uncompressed; leave it out")
 
     def ranks_of_a_host() -> int:
         return local_ranks(hvd, rank_group.process_set is None, "group='host'", "pass group=[[0, 1], ...]")
 
-    return LeaderDriver(binding.lifecycle, rank_group, replica(rank_group), options, ranks_of_a_host)
+    return LeaderDriver(binding.lifecycle, rank_group, replica(rank_group), given, ranks_of_a_host)

@@ -6,21 +6,17 @@ They work in ``fit()`` and in custom ``GradientTape`` loops.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvd_async.algorithms.eager.config import EagerOptions
-from hvd_async.algorithms.eager.quorum import Quorum
-from hvd_async.algorithms.gossip.config import GossipOptions
-from hvd_async.algorithms.leader.config import LeaderOptions
-from hvd_async.algorithms.leader.selection import Strength
-from hvd_async.algorithms.option import documented
+from hvd_async.algorithms.option import option, takes
+from hvd_async.optimizers import factories
 from hvd_async.optimizers.driver import made_by
 from hvd_async.optimizers.eager import EagerDriver
-from hvd_async.optimizers.factories import eager_driver, gossip_driver, leader_driver
+from hvd_async.optimizers.factories import HorovodArguments
 from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.tensorflow.apply_round import RoundTransform
@@ -28,6 +24,7 @@ from hvd_async.tensorflow.eager_methods import EagerMethods
 from hvd_async.tensorflow.gradient_format import Codec
 from hvd_async.tensorflow.gradient_replica import GradientReplica
 from hvd_async.tensorflow.methods import GossipMethods, LeaderMethods
+from hvd_async.tensorflow.weight_replica import WeightReplica
 from hvd_async.tensorflow.wrapping import (
     BINDING,
     EagerScaleMethods,
@@ -35,45 +32,51 @@ from hvd_async.tensorflow.wrapping import (
     LeaderScaleMethods,
     check_backend,
     check_optimizer,
-    weight_replica,
     wrap,
 )
+
+# -- Horovod's arguments -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KerasArguments(HorovodArguments):
+    """Arguments of ``horovod.tensorflow.keras.DistributedOptimizer``, and those that all wrappers have besides."""
+
+    optimizer: Any
+    name: str | None = None
+    device_dense: str = ""
+    device_sparse: str = ""
+    compression: Any = hvd.Compression.none
+    sparse_as_dense: bool = False
+    gradient_predivide_factor: float = 1.0
+    op: Any = hvd.Average
+    backward_passes_per_step: int = 1
+    average_aggregated_gradients: bool = False
+    num_groups: int = 0
+    groups: Any = None
+    process_set: Any = hvd.global_process_set
+    scale_local_gradients: bool = True
+    _: KW_ONLY
+    model: Any = option(None, "the model that is trained, so that its batch-norm statistics agree", before="buffers")
+
 
 # -- partial allreduce -------------------------------------------------------------------------------------------------
 
 
-@documented(EagerOptions)
-def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
-    optimizer: Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = hvd.Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: Any = hvd.Average,
-    backward_passes_per_step: int = 1,
-    average_aggregated_gradients: bool = False,
-    num_groups: int = 0,
-    groups: Any = None,
-    process_set: Any = hvd.global_process_set,
-    scale_local_gradients: bool = True,
-    *,
-    quorum: Quorum = "solo",
-    max_staleness: int = 16,
-    grace: float | str = "auto",
-    weight_prediction: float | str = "auto",
-    seed: int = 0,
-    bucket_cap_mb: float = 25.0,
-    late_cap_mb: float = 4096.0,
-    pace: str = "steps",
-    hierarchical: bool | int = False,
-    weighting: str = "ranks",
-    nonfinite: str = "skip",
-    round_transform: RoundTransform | None = None,
-    model: Any = None,
-    buffers: str = "average",
-) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class EagerArguments(factories.EagerArguments, KerasArguments):
+    """Arguments of ``EagerOptimizer``."""
+
+    round_transform: RoundTransform | None = option(
+        None,
+        "called with the list of a round's average gradients, returns what to apply; for gradient clipping and the "
+        "like: ``lambda grads: hvd.clip_by_global_norm(grads, 1.0)[0]``. It is traced once",
+        before="model",
+    )
+
+
+@takes(EagerArguments)
+def EagerOptimizer(given: EagerArguments) -> Any:  # noqa: N802  a factory named like a class, as Horovod's
     """Wrap a Keras 3 optimizer so that its gradients are averaged by partial allreduce (eager-SGD, PPoPP 2020).
 
     Round t: every rank contributes what it has pending, ``r = (1/P) sum_i pending_i``, and applies ``x <- U(x, r)``;
@@ -106,10 +109,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         process_set: the ranks to average over. Every rank of the job wraps the optimizer with it: those outside step
             alone.
         scale_local_gradients: as in Horovod it concerns variables of ``register_local_var()``, which is refused here.
-        Own options: see ``EagerOptions``.
-        round_transform: called with the list of a round's average gradients, returns what to apply; for gradient
-            clipping and the like: ``lambda grads: hvd.clip_by_global_norm(grads, 1.0)[0]``. It is traced once.
-        model: the model that is trained, so that ``drain()`` can make its batch-norm statistics agree.
+        Own options: see ``EagerArguments``.
 
     Returns:
         An instance of the wrapped optimizer's class with the methods of ``EagerMethods``.
@@ -118,37 +118,22 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         ValueError: an argument is invalid, or Keras runs on another backend than TensorFlow; with a hint.
         NotInitializedError: ``hvd.init()`` was not called.
     """
-    given = dict(locals())  # before any other name: all arguments, and nothing else
     check_backend()
 
-    def replica(
-        options: EagerOptions, rank_group: RankGroup, factors: tuple[float, float], groups: Any
-    ) -> GradientReplica:
-        Codec(compression, [tf.float32], rank_group.size, max_staleness)  # raises if it cannot count as far
+    def replica(checked: EagerArguments, rank_group: RankGroup, factors: tuple[float, float]) -> GradientReplica:
+        # (this raises if it cannot count as far)
+        Codec(checked.compression, [tf.float32], rank_group.size, checked.max_staleness)
+        optimizer = checked.optimizer
         inner = getattr(optimizer, "inner_optimizer", None)
         if isinstance(inner, OptimizerMethods) and not isinstance(optimizer, OptimizerMethods):
             raise ValueError(
                 "the loss scaling must be inside: write EagerOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
             )
         check_optimizer(optimizer)
-        return GradientReplica(
-            rank_group,
-            max_staleness,
-            scales=factors,
-            compression=compression,
-            cap_bytes=bucket_cap_mb * 2**20,
-            groups=_groups(groups),
-            passes=backward_passes_per_step,
-            weighted=options.weighting == "samples",
-            average_passes=average_aggregated_gradients,
-            nonfinite=nonfinite,
-            devices=(device_dense, device_sparse),
-            round_transform=round_transform,
-            model=model,
-        )
+        return GradientReplica(rank_group, checked, factors, _groups(checked.grouping))
 
-    driver = made_by(lambda: eager_driver(BINDING, given, replica, EagerDriver))
-    return wrap(optimizer, driver, EagerMethods, EagerScaleMethods, name)
+    driver = made_by(lambda: factories.eager_driver(BINDING, given, replica, EagerDriver))
+    return wrap(given.optimizer, driver, EagerMethods, EagerScaleMethods, given.name)
 
 
 def _groups(groups: Any) -> Any:
@@ -173,43 +158,35 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # n
     return EagerOptimizer(optimizer, *args, quorum="all", **kwargs)
 
 
-# -- gossip ------------------------------------------------------------------------------------------------------------
+# -- weights of their own ----------------------------------------------------------------------------------------------
 
 
-@documented(GossipOptions)
-def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
-    optimizer: Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = hvd.Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: Any = hvd.Average,
-    backward_passes_per_step: int = 1,
-    average_aggregated_gradients: bool = False,
-    num_groups: int = 0,
-    groups: Any = None,
-    process_set: Any = hvd.global_process_set,
-    scale_local_gradients: bool = True,
-    *,
-    algorithm: str = "sgp",
-    topology: Any = None,
-    peers: int | Mapping[int, int] = 1,
-    mixing: Any = "uniform",
-    max_staleness: int | None = None,
-    gossip_every: int | None = None,
-    hierarchical: bool | int = False,
-    max_local_steps: int = 4,
-    average_every: int | Mapping[int, int] = 0,
-    fragments: int = 1,
-    outer_lr: float | None = None,
-    outer_momentum: float | None = None,
-    schedule: Mapping[int, str] | None = None,
-    quasi_global: bool = False,
-    model: Any = None,
-    buffers: str = "average",
-) -> Any:
+def _weight_replica(given: GossipArguments | LeaderArguments, ranks: int, averages_statistics: bool) -> WeightReplica:
+    """Return the replica of an optimizer that ``ranks`` ranks with weights of their own share.
+
+    Raises:
+        ValueError: as ``check_optimizer``.
+    """
+    check_optimizer(given.optimizer)
+    return WeightReplica(
+        ranks,
+        passes=given.backward_passes_per_step,
+        average_passes=given.average_aggregated_gradients,
+        device_sparse=given.device_sparse,
+        scale_local=given.scale_local_gradients,
+        model=given.model,
+        buffers=given.buffers,
+        averages_statistics=averages_statistics,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GossipArguments(factories.GossipArguments, KerasArguments):
+    """Arguments of ``GossipOptimizer``."""
+
+
+@takes(GossipArguments)
+def GossipOptimizer(given: GossipArguments) -> Any:  # noqa: N802  a factory named like a class, as Horovod's
     """Wrap a Keras 3 optimizer so that each rank steps alone and mixes its weights with its neighbours'.
 
     Gradients and the optimizer's state stay on their rank; after each local step weights travel, to a few ranks and not
@@ -241,8 +218,7 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
             alone.
         scale_local_gradients: divide gradients of variables of ``register_local_var()``, which are not mixed, by the
             number of ranks, as Horovod does.
-        Own options: see ``GossipOptions``.
-        model: the model that is trained, so that ``drain()`` and ``consensus()`` make its batch-norm statistics agree.
+        Own options: see ``GossipArguments``.
 
     Returns:
         An instance of the wrapped optimizer's class with the methods of ``GossipMethods``.
@@ -251,47 +227,20 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         ValueError: an argument is invalid, or Keras runs on another backend than TensorFlow; with a hint.
         NotInitializedError: ``hvd.init()`` was not called.
     """
-    given = dict(locals())  # before any other name: all arguments, and nothing else
     check_backend()
-    driver = made_by(lambda: gossip_driver(BINDING, given, lambda rank_group: weight_replica(given, rank_group)))
-    return wrap(optimizer, driver, GossipMethods, GossipScaleMethods, name)
+    driver = made_by(
+        lambda: factories.gossip_driver(BINDING, given, lambda ranks: _weight_replica(given, ranks.size, False))
+    )
+    return wrap(given.optimizer, driver, GossipMethods, GossipScaleMethods, given.name)
 
 
-# -- leaders -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class LeaderArguments(factories.LeaderArguments, KerasArguments):
+    """Arguments of ``LeaderOptimizer``."""
 
 
-@documented(LeaderOptions)
-def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
-    optimizer: Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = hvd.Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: Any = hvd.Average,
-    backward_passes_per_step: int = 1,
-    average_aggregated_gradients: bool = False,
-    num_groups: int = 0,
-    groups: Any = None,
-    process_set: Any = hvd.global_process_set,
-    scale_local_gradients: bool = True,
-    *,
-    algorithm: str = "lsgd",
-    local_period: int | None = None,
-    global_period: int | None = None,
-    local_pull: Strength | None = None,
-    global_pull: Strength | None = None,
-    local_prox: Strength | None = None,
-    global_prox: Strength | None = None,
-    alpha: float | None = None,
-    beta: float | None = None,
-    group: str | int | Sequence[Any] | None = None,
-    loss_window: int | None = None,
-    lr_spread: str = "none",
-    model: Any = None,
-    buffers: str = "average",
-) -> Any:
+@takes(LeaderArguments)
+def LeaderOptimizer(given: LeaderArguments) -> Any:  # noqa: N802  a factory named like a class, as Horovod's
     """Wrap a Keras 3 optimizer so that each rank trains alone and is pulled towards a leader, or a center.
 
     Gradients and the optimizer's state stay on their rank. Constructing it does not communicate. Training losses reach
@@ -315,8 +264,7 @@ def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
             alone.
         scale_local_gradients: divide gradients of variables of ``register_local_var()``, which are not pulled, by the
             number of ranks, as Horovod does.
-        Own options: see ``LeaderOptions``.
-        model: the model that is trained, so that its batch-norm statistics agree.
+        Own options: see ``LeaderArguments``.
 
     Returns:
         An instance of the wrapped optimizer's class with the methods of ``LeaderMethods``.
@@ -325,8 +273,9 @@ def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         ValueError: an argument is invalid, or Keras runs on another backend than TensorFlow; with a hint.
         NotInitializedError: ``hvd.init()`` was not called.
     """
-    given = dict(locals())  # before any other name: all arguments, and nothing else
     check_backend()
-    averages = buffers == "average"
-    driver = made_by(lambda: leader_driver(BINDING, given, lambda ranks: weight_replica(given, ranks, averages)))
-    return wrap(optimizer, driver, LeaderMethods, LeaderScaleMethods, name)
+    averages = given.buffers == "average"
+    driver = made_by(
+        lambda: factories.leader_driver(BINDING, given, lambda ranks: _weight_replica(given, ranks.size, averages))
+    )
+    return wrap(given.optimizer, driver, LeaderMethods, LeaderScaleMethods, given.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -31,6 +31,9 @@ from hvd_async.tensorflow.variables import (
     raw,
     signature,
 )
+
+if TYPE_CHECKING:
+    from hvd_async.tensorflow.factories import EagerArguments
 
 # -- gradients between the training graph and the worker ---------------------------------------------------------------
 # A step is several calls of ``give``, then one of ``take``. A ``give`` never blocks, so a graph may have one for each
@@ -186,8 +189,9 @@ class GradientReplica(eager.GradientReplica):
 
     Args:
         rank_group: the ranks that share the optimizer.
-        max_staleness: rounds that a gradient may be late.
-        options: see the attributes.
+        given: the user's arguments.
+        scales: as in the attributes.
+        groups: as in ``partition``.
 
     Attributes:
         scales: factors of a gradient when it is handed over, and of a round's sum when it is applied.
@@ -197,19 +201,14 @@ class GradientReplica(eager.GradientReplica):
         put_back: ends the application of the round that the loop has reached: see ``Update.keep``.
     """
 
-    def __init__(self, rank_group: RankGroup, max_staleness: int, **options: Any) -> None:
-        self._rank_group, self._max_staleness = rank_group, max_staleness
-        self.scales: tuple[float, float] = options["scales"]
-        self.compression: Any = options["compression"]
-        self.cap_bytes: float = options["cap_bytes"]
-        self.groups: Any = options["groups"]
-        self.weighted: bool = options["weighted"]
-        self.passes: int = options["passes"]
-        self.average_passes: bool = options["average_passes"]
-        self.nonfinite: str = options["nonfinite"]
-        self.devices: tuple[str, str] = options["devices"]
-        self.round_transform: RoundTransform | None = options["round_transform"]
-        self.model: Any = options["model"]
+    def __init__(self, rank_group: RankGroup, given: EagerArguments, scales: tuple[float, float], groups: Any) -> None:
+        self._rank_group, self._given, self.scales, self._groups = rank_group, given, scales, groups
+        self.weighted = given.weighting == "samples"
+        self.passes = given.backward_passes_per_step
+        self.nonfinite = given.nonfinite
+        self.devices = given.device_dense, given.device_sparse
+        self.round_transform: RoundTransform | None = given.round_transform
+        self.model = given.model
         self.recorded: int | None = None
         self.momentum_correction = False
         self._last_rate = tf.Variable(0.0, trainable=False)
@@ -275,14 +274,14 @@ class GradientReplica(eager.GradientReplica):
                 f"{signature(overwritten[0])} is overwritten by its gradient (float8 training), which cannot be "
                 f"averaged with late ones: use another dtype policy"
             )
-        buckets = partition([raw(v) for v in variables], self.cap_bytes, self.groups)
+        given, group = self._given, self._rank_group
+        buckets = partition([raw(v) for v in variables], given.bucket_cap_mb * 2**20, self._groups)
         dtypes = dict.fromkeys(accumulated(v) for v in variables)
         before, after = self.scales
-        group = self._rank_group
-        codec = Codec(self.compression, dtypes, group.size, self._max_staleness, after, group.index, self.weighted)
+        codec = Codec(given.compression, dtypes, group.size, given.max_staleness, after, group.index, self.weighted)
         terms = Terms(before, after / codec.scale, codec.tail, self.devices[0])
         self.codec, self.layout = codec, Layout(variables, buckets, terms)
-        self.feed = Feed(self.layout, self.passes, self.average_passes, self.nonfinite)
+        self.feed = Feed(self.layout, self.passes, given.average_aggregated_gradients, self.nonfinite)
         if self._feed_before is not None:
             self.feed.continue_from(self._feed_before)
             self._feed_before = None
@@ -319,7 +318,9 @@ class GradientReplica(eager.GradientReplica):
         kinds = [f"optimizer {optimizer._wrapped_class.__name__}", *(f"setting {one}" for one in settings(optimizer))]
         kinds.append(f"buckets {[list(b.indices) for b in layout.buckets]}")
         wire = [dtype.name for dtype in codec.wire.values()]
-        kinds.append(f"gradients x {self.scales}, {self.passes} passes {self.average_passes}, as {wire}")
+        kinds.append(
+            f"gradients x {self.scales}, {self.passes} passes {self._given.average_aggregated_gradients}, as {wire}"
+        )
         if optimizer.weight_decay is not None:
             kinds.append(f"decayed {[optimizer._use_weight_decay(v) for v in optimizer._trainable_variables]}")
         names = [*kinds, *(signature(v) for v in optimizer._trainable_variables)]

@@ -5,7 +5,6 @@ A ``LossScaleOptimizer`` stays around a wrapped optimizer: ``ScaleMethods`` and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import horovod.tensorflow as hvd
@@ -17,12 +16,10 @@ from hvd_async.optimizers import methods
 from hvd_async.optimizers.driver import Driver, derived
 from hvd_async.optimizers.factories import Binding
 from hvd_async.optimizers.methods import OptimizerMethods
-from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.eager_methods import take_step
 from hvd_async.tensorflow.gradient_format import Compression
 from hvd_async.tensorflow.variables import own_name, raw
-from hvd_async.tensorflow.weight_replica import WeightReplica
 
 
 def check_backend(error: type[Exception] = ValueError) -> None:
@@ -64,30 +61,6 @@ def check_optimizer(optimizer: Any) -> None:
         )
     if isinstance(optimizer, OptimizerMethods) or isinstance(inner, OptimizerMethods):
         raise ValueError("this optimizer averages over ranks already: wrap the plain one")
-
-
-def weight_replica(given: Mapping[str, Any], rank_group: RankGroup, averages_statistics: bool = False) -> WeightReplica:
-    """Return the replica of an optimizer whose ranks have weights of their own.
-
-    Args:
-        given: a factory's arguments.
-        rank_group: the ranks that share the optimizer.
-        averages_statistics: whether pulls average batch-norm statistics.
-
-    Raises:
-        ValueError: as ``check_optimizer``.
-    """
-    check_optimizer(given["optimizer"])
-    return WeightReplica(
-        rank_group.size,
-        passes=given["backward_passes_per_step"],
-        average_passes=given["average_aggregated_gradients"],
-        device_sparse=given["device_sparse"],
-        scale_local=given["scale_local_gradients"],
-        model=given["model"],
-        buffers=given["buffers"],
-        averages_statistics=averages_statistics,
-    )
 
 
 def wrap(optimizer: Any, driver: Driver, methods: type, scale_methods: type, name: str | None) -> Any:

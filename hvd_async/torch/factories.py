@@ -4,19 +4,16 @@ Before them is what they share: which optimizers cannot be wrapped, and how the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 
-from hvd_async.algorithms.eager.config import EagerOptions
-from hvd_async.algorithms.eager.quorum import Quorum
-from hvd_async.algorithms.gossip.config import GossipOptions
-from hvd_async.algorithms.leader.config import LeaderOptions
-from hvd_async.algorithms.leader.selection import Strength
-from hvd_async.algorithms.option import documented
+from hvd_async.algorithms.option import option, takes
+from hvd_async.optimizers import factories
 from hvd_async.optimizers.driver import derived, made_by
-from hvd_async.optimizers.factories import Binding, eager_driver, gossip_driver, leader_driver
+from hvd_async.optimizers.factories import Binding, HorovodArguments
 from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.torch.collectives import LIFECYCLE
@@ -27,6 +24,32 @@ from hvd_async.torch.horovod_api import hvd
 from hvd_async.torch.methods import GossipMethods, LeaderMethods
 from hvd_async.torch.tensors import NamedBuffers, Pairs
 from hvd_async.torch.weight_replica import WeightReplica
+
+# -- Horovod's arguments -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TorchArguments(HorovodArguments):
+    """Arguments of ``horovod.torch.DistributedOptimizer``, and those that all wrappers for torch have besides."""
+
+    optimizer: torch.optim.Optimizer
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None
+    compression: Any = Compression.none
+    backward_passes_per_step: int = 1
+    op: Any = hvd.Average
+    gradient_predivide_factor: float = 1.0
+    num_groups: int = 0
+    groups: Any = None
+    sparse_as_dense: bool = False
+    process_set: Any = hvd.global_process_set
+    _: KW_ONLY
+    named_buffers: Pairs | Callable[[], Pairs] | None = option(
+        None,
+        "``model.named_buffers()``, so that batch-norm statistics and other buffers agree; or the function "
+        "``model.named_buffers``, for a model that adds buffers later",
+        before="buffers",
+    )
+
 
 # -- what can be wrapped, and how --------------------------------------------------------------------------------------
 
@@ -72,18 +95,7 @@ def wrap(optimizer: torch.optim.Optimizer, methods: type[OptimizerMethods]) -> A
     return wrapped
 
 
-def listed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a factory's arguments, with iterators read into lists.
-
-    Raises:
-        ValueError: as ``NamedBuffers``.
-    """
-    named, buffers = given["named_parameters"], given["named_buffers"]
-    own = {"named_parameters": None if named is None else list(named), "named_buffers": NamedBuffers(buffers)}
-    return {**given, **own}
-
-
-def names_of(given: Mapping[str, Any], wrapper: str) -> dict[int, str] | None:
+def names_of(given: TorchArguments, wrapper: str) -> dict[int, str] | None:
     """Return names by the parameters' id, of an optimizer that can be wrapped; None if the user gave none.
 
     Args:
@@ -93,14 +105,9 @@ def names_of(given: Mapping[str, Any], wrapper: str) -> dict[int, str] | None:
     Raises:
         ValueError: as ``check_optimizer`` and ``parameter_names``.
     """
-    optimizer = given["optimizer"]
-    check_optimizer(optimizer, wrapper)
-    return parameter_names([p for group in optimizer.param_groups for p in group["params"]], given["named_parameters"])
-
-
-def weight_replica(given: Mapping[str, Any], wrapper: str, averages_statistics: bool = False) -> WeightReplica:
-    """Return the replica of an optimizer whose ranks have weights of their own; raises as ``names_of``."""
-    return WeightReplica(names_of(given, wrapper), given["named_buffers"], averages_statistics)
+    check_optimizer(given.optimizer, wrapper)
+    parameters = [p for group in given.optimizer.param_groups for p in group["params"]]
+    return parameter_names(parameters, given.named_parameters)
 
 
 def parameter_names(
@@ -128,35 +135,26 @@ def parameter_names(
 # -- partial allreduce -------------------------------------------------------------------------------------------------
 
 
-@documented(EagerOptions)
-def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: Any = Compression.none,
-    backward_passes_per_step: int = 1,
-    op: Any = hvd.Average,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: Any = None,
-    sparse_as_dense: bool = False,
-    process_set: Any = hvd.global_process_set,
-    *,
-    quorum: Quorum = "solo",
-    max_staleness: int = 16,
-    grace: float | str = "auto",
-    weight_prediction: float | str = "auto",
-    seed: int = 0,
-    bucket_cap_mb: float = 25.0,
-    late_cap_mb: float = 4096.0,
-    pace: str = "steps",
-    hierarchical: bool | int = False,
-    weighting: str = "ranks",
-    scaler: Any = None,
-    nonfinite: str = "skip",
-    round_transform: RoundTransform | None = None,
-    named_buffers: Pairs | Callable[[], Pairs] | None = None,
-    buffers: str = "average",
-) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class EagerArguments(factories.EagerArguments, TorchArguments):
+    """Arguments of ``EagerOptimizer``."""
+
+    scaler: Any = option(
+        None,
+        "the ``torch.amp.GradScaler`` that scales the loss; then ``scaler.step(optimizer)`` steps, gradients are "
+        "unscaled before others see them, and an overflow counts as a step without gradient",
+        before="nonfinite",
+    )
+    round_transform: RoundTransform | None = option(
+        None,
+        "called with the parameters whose ``p.grad`` holds a round's average, before it is applied; for gradient "
+        "clipping and the like: ``lambda ps: torch.nn.utils.clip_grad_norm_(ps, 1.0)``",
+        before="named_buffers",
+    )
+
+
+@takes(EagerArguments)
+def EagerOptimizer(given: EagerArguments) -> Any:  # noqa: N802  a factory named like a class, as Horovod's
     """Wrap a torch optimizer so that its gradients are averaged by partial allreduce (eager-SGD, PPoPP 2020).
 
     Round t: every rank contributes what it has pending, ``r = (1/P) sum_i pending_i``, and applies ``x <- U(x, r)``;
@@ -179,13 +177,7 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
             without the rows that are zero.
         process_set: the ranks to average over. Every rank of the job wraps the optimizer with it: those outside step
             alone.
-        Own options: see ``EagerOptions``.
-        scaler: the ``torch.amp.GradScaler`` that scales the loss; then ``scaler.step(optimizer)`` steps, gradients are
-            unscaled before others see them, and an overflow counts as a step without gradient.
-        round_transform: called with the parameters whose ``p.grad`` holds a round's average, before it is applied; for
-            gradient clipping and the like: ``lambda ps: torch.nn.utils.clip_grad_norm_(ps, 1.0)``.
-        named_buffers: ``model.named_buffers()``, so that ``drain()`` makes batch-norm statistics and other buffers
-            agree; or the function ``model.named_buffers``, for a model that adds buffers later.
+        Own options: see ``EagerArguments``.
 
     Returns:
         An instance of the wrapped optimizer's class (schedulers, ``state_dict`` and so on work) with the methods of
@@ -195,53 +187,28 @@ def EagerOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         ValueError: an argument is invalid; the message gives the valid ones.
         NotInitializedError: ``hvd.init()`` was not called.
     """
-    given = listed(locals())  # before any other name: all arguments, and nothing else
+    names, buffers = names_of(given, "EagerOptimizer"), NamedBuffers(given.named_buffers)
 
-    def replica(
-        options: EagerOptions, rank_group: RankGroup, factors: tuple[float, float], groups: Any
-    ) -> GradientReplica:
+    def replica(checked: EagerArguments, rank_group: RankGroup, factors: tuple[float, float]) -> GradientReplica:
+        scaler = checked.scaler
         if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
             raise ValueError(f"scaler must be the torch.amp.GradScaler that scales the loss, got {scaler!r}")
-        own = {"scales": factors, "groups": 0 if groups is None else groups}
-        return GradientReplica(rank_group, names_of(given, "EagerOptimizer"), options.config(), given | own)
+        return GradientReplica(rank_group, checked, factors, names, buffers)
 
-    driver = made_by(lambda: eager_driver(BINDING, given, replica, TorchEagerDriver))
-    return driver.attach(wrap(optimizer, EagerMethods))
+    driver = made_by(lambda: factories.eager_driver(BINDING, given, replica, TorchEagerDriver))
+    return driver.attach(wrap(given.optimizer, EagerMethods))
 
 
 # -- gossip ------------------------------------------------------------------------------------------------------------
 
 
-@documented(GossipOptions)
-def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: Any = Compression.none,
-    backward_passes_per_step: int = 1,
-    op: Any = hvd.Average,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: Any = None,
-    sparse_as_dense: bool = False,
-    process_set: Any = hvd.global_process_set,
-    *,
-    algorithm: str = "sgp",
-    topology: Any = None,
-    peers: int | Mapping[int, int] = 1,
-    mixing: Any = "uniform",
-    max_staleness: int | None = None,
-    gossip_every: int | None = None,
-    hierarchical: bool | int = False,
-    max_local_steps: int = 4,
-    average_every: int | Mapping[int, int] = 0,
-    fragments: int = 1,
-    outer_lr: float | None = None,
-    outer_momentum: float | None = None,
-    schedule: Mapping[int, str] | None = None,
-    quasi_global: bool = False,
-    named_buffers: Pairs | Callable[[], Pairs] | None = None,
-    buffers: str = "average",
-) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class GossipArguments(factories.GossipArguments, TorchArguments):
+    """Arguments of ``GossipOptimizer``."""
+
+
+@takes(GossipArguments)
+def GossipOptimizer(given: GossipArguments) -> Any:  # noqa: N802  a factory named like a class, as Horovod's
     """Wrap a torch optimizer so that each rank steps alone and mixes its weights with its neighbours'.
 
     Gradients and the optimizer's state stay on their rank; after each local step weights travel, to a few ranks and not
@@ -262,9 +229,7 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         sparse_as_dense: no effect: gradients do not travel.
         process_set: the ranks that gossip. Every rank of the job wraps the optimizer with it: those outside step
             alone.
-        Own options: see ``GossipOptions``.
-        named_buffers: ``model.named_buffers()``, so that ``drain()`` and ``consensus()`` make batch-norm statistics
-            and other buffers agree; or the function ``model.named_buffers``, for a model that adds buffers later.
+        Own options: see ``GossipArguments``.
 
     Returns:
         An instance of the wrapped optimizer's class (schedulers, ``state_dict`` and so on work) with the methods of
@@ -274,42 +239,21 @@ def GossipOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         ValueError: an argument is invalid; the message gives the valid ones.
         NotInitializedError: ``hvd.init()`` was not called.
     """
-    given = listed(locals())  # before any other name: all arguments, and nothing else
-    driver = made_by(lambda: gossip_driver(BINDING, given, lambda _: weight_replica(given, "GossipOptimizer")))
-    return driver.attach(wrap(optimizer, GossipMethods))
+    names, buffers = names_of(given, "GossipOptimizer"), NamedBuffers(given.named_buffers)
+    driver = made_by(lambda: factories.gossip_driver(BINDING, given, lambda _: WeightReplica(names, buffers)))
+    return driver.attach(wrap(given.optimizer, GossipMethods))
 
 
 # -- leaders -----------------------------------------------------------------------------------------------------------
 
 
-@documented(LeaderOptions)
-def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: Any = Compression.none,
-    backward_passes_per_step: int = 1,
-    op: Any = hvd.Average,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: Any = None,
-    sparse_as_dense: bool = False,
-    process_set: Any = hvd.global_process_set,
-    *,
-    algorithm: str = "lsgd",
-    local_period: int | None = None,
-    global_period: int | None = None,
-    local_pull: Strength | None = None,
-    global_pull: Strength | None = None,
-    local_prox: Strength | None = None,
-    global_prox: Strength | None = None,
-    alpha: float | None = None,
-    beta: float | None = None,
-    group: str | int | Sequence[Any] | None = None,
-    loss_window: int | None = None,
-    lr_spread: str = "none",
-    named_buffers: Pairs | Callable[[], Pairs] | None = None,
-    buffers: str = "average",
-) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class LeaderArguments(factories.LeaderArguments, TorchArguments):
+    """Arguments of ``LeaderOptimizer``."""
+
+
+@takes(LeaderArguments)
+def LeaderOptimizer(given: LeaderArguments) -> Any:  # noqa: N802  a factory named like a class, as Horovod's
     """Wrap a torch optimizer so that each rank trains alone and is pulled towards a leader, or a center.
 
     Gradients and the optimizer's state stay on their rank. Constructing it does not communicate.
@@ -325,9 +269,7 @@ def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         sparse_as_dense: no effect: gradients do not travel.
         process_set: the ranks that share it. Every rank of the job wraps the optimizer with it: those outside step
             alone.
-        Own options: see ``LeaderOptions``.
-        named_buffers: ``model.named_buffers()``, so that batch-norm statistics and other buffers agree; or the function
-            ``model.named_buffers``, for a model that adds buffers later.
+        Own options: see ``LeaderArguments``.
 
     Returns:
         An instance of the wrapped optimizer's class with the methods of ``LeaderMethods``.
@@ -336,9 +278,7 @@ def LeaderOptimizer(  # noqa: N802  a factory named like a class, as Horovod's
         ValueError: an argument is invalid; the message gives the valid ones.
         NotInitializedError: ``hvd.init()`` was not called.
     """
-    given = listed(locals())  # before any other name: all arguments, and nothing else
-    averages = buffers == "average"
-    driver = made_by(
-        lambda: leader_driver(BINDING, given, lambda _: weight_replica(given, "LeaderOptimizer", averages))
-    )
-    return driver.attach(wrap(optimizer, LeaderMethods))
+    names, buffers = names_of(given, "LeaderOptimizer"), NamedBuffers(given.named_buffers)
+    averages = given.buffers == "average"
+    driver = made_by(lambda: factories.leader_driver(BINDING, given, lambda _: WeightReplica(names, buffers, averages)))
+    return driver.attach(wrap(given.optimizer, LeaderMethods))

@@ -15,7 +15,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -35,6 +35,9 @@ from hvd_async.torch.gradient_format import MIB, Layout, differentiable, make_wi
 from hvd_async.torch.streams import record_ready
 from hvd_async.torch.tensors import NamedBuffers, checksum, flat_double, signature, take_over
 from hvd_async.torch.update import Extrapolation, StepHooks
+
+if TYPE_CHECKING:
+    from hvd_async.torch.factories import EagerArguments
 
 # -- hooks that hand buckets over during the backward pass -------------------------------------------------------------
 # They do so only from ``zero_grad()`` to ``step()`` of the optimizer that has these parameters, and not after a drain,
@@ -401,9 +404,10 @@ class GradientReplica(eager.GradientReplica):
 
     Args:
         rank_group: the ranks that share the optimizer.
+        given: the user's arguments.
+        factors: as in the attributes.
         named: parameters' names by id; None if none were given.
-        config: as in ``EagerDriver``.
-        options: the user's options.
+        named_buffers: buffers that agree after a drain.
 
     Attributes:
         before, after: factors of a gradient when it is handed over, and of a round's sum when it is applied.
@@ -417,24 +421,24 @@ class GradientReplica(eager.GradientReplica):
     """
 
     def __init__(
-        self, rank_group: RankGroup, named: dict[int, str] | None, config: dict[str, Any], options: dict[str, Any]
+        self,
+        rank_group: RankGroup,
+        given: EagerArguments,
+        factors: tuple[float, float],
+        named: dict[int, str] | None,
+        named_buffers: NamedBuffers,
     ) -> None:
-        self.named, self._rank_group, self._config = named, rank_group, config
+        self.named, self.named_buffers = named, named_buffers
+        self._rank_group, self._given = rank_group, given
         self.layout = Layout([])
         self.tail = Tail()
         self.recorded: list[int] = []
         self.overlap: Overlap | None = None
         self.watch = Watch(self.layout)
         self.checks = Checks(len(self.layout))
-        self.passes: int = options["backward_passes_per_step"]
-        self._bucket_cap_mb: float = options["bucket_cap_mb"]
-        self._groups: Any = options["groups"]
-        self._compression: Any = options["compression"]
-        self.before, self.after = options["scales"]
-        self.round_transform: RoundTransform | None = options["round_transform"]
-        self.scaler: Any = options["scaler"]
-        self._nonfinite: str = options["nonfinite"]
-        self.named_buffers: NamedBuffers = options["named_buffers"]
+        self.passes = given.backward_passes_per_step
+        self.before, self.after = factors
+        self.round_transform, self.scaler = given.round_transform, given.scaler
         self.shown: ReducedRound | None = None
         self.skip = self.one_by_one = False
         self.unshown = self.stepped = 0
@@ -491,15 +495,16 @@ class GradientReplica(eager.GradientReplica):
 
     def lay_out(self) -> None:
         """Split the parameters into buckets, and hook them."""
-        parameters = self.parameters
-        count = slots(self._compression, parameters, self._rank_group.size, self._config["max_staleness"])
-        self.tail = Tail(count, self._rank_group.index % count, self._config["weighting"] == "samples")
-        self.layout = Layout(parameters, self._bucket_cap_mb * MIB, self._groups, self.tail)
+        given, parameters = self._given, self.parameters
+        count = slots(given.compression, parameters, self._rank_group.size, given.max_staleness)
+        self.tail = Tail(count, self._rank_group.index % count, given.weighting == "samples")
+        groups = 0 if given.grouping is None else given.grouping
+        self.layout = Layout(parameters, given.bucket_cap_mb * MIB, groups, self.tail)
         if self.overlap is not None:
             self.overlap.remove()
         # (an overflow of a scaled step is known at its end only; an error must come before anything is handed over)
         scaled = self.scaler is not None and self.scaler.is_enabled()
-        early = not scaled and self._nonfinite == "skip"
+        early = not scaled and given.nonfinite == "skip"
         self.overlap = Overlap(self.layout, self.passes, early, self._bucket_ready)
         self.watch = Watch(self.layout)
         self.checks = Checks(len(self.layout))
@@ -507,7 +512,7 @@ class GradientReplica(eager.GradientReplica):
 
     def gradient_format(self) -> GradientFormat:
         self.lay_out()  # (groups may have been added since the optimizer was wrapped)
-        return make_wire(self.layout, self._compression, self.tail, self._rank_group)
+        return make_wire(self.layout, self._given.compression, self.tail, self._rank_group)
 
     def extrapolate(self, rounds: float) -> None:
         self.extrapolation.rounds = rounds
@@ -590,14 +595,14 @@ class GradientReplica(eager.GradientReplica):
         Raises:
             FloatingPointError: it does, and ``nonfinite="raise"``.
         """
-        if streams.gpu.holds(vector) and self._nonfinite == "skip" and self._config["quorum"] == "all":
+        if streams.gpu.holds(vector) and self._given.nonfinite == "skip" and self._given.quorum == "all":
             self.checks.empty_unless_finite(index, vector)
             return record_ready(vector)
         # (with another quorum a rank arrives when its gradients are computed, not when their kernels are queued)
         # One pass; the sum of very large finite numbers may be infinite too, so then each element is checked.
         if math.isfinite(vector.sum()) or torch.isfinite(vector).all():
             return record_ready(vector)
-        if self._nonfinite == "raise":
+        if self._given.nonfinite == "raise":
             every = self._names(self.layout.parameters)
             names = [every[id(p)] for p in self.layout.buckets[index].parameters if not _is_finite(p.grad)]
             raise FloatingPointError(f"not finite: the gradients of {', '.join(names[:5])}")

@@ -138,6 +138,17 @@ def test_horovods_parameters_come_first_in_all_wrappers(binding):
 
 
 @each_wrapper
+@each_binding
+def test_every_argument_is_documented(binding, wrapper):
+    function = getattr(BINDINGS[binding], wrapper)
+    text = inspect.getdoc(function)
+    assert text is not None
+    entries = [line[4:].partition(": ")[0] for line in text.splitlines() if line[:4] == "    " and line[4] != " "]
+    together = {"num_groups", "groups", "gradient_predivide_factor"}  # (documented with another)
+    assert set(inspect.signature(function).parameters) - set(entries) <= together
+
+
+@each_wrapper
 def test_a_group_may_be_added_before_the_first_step_only_and_is_trained(wrapper):
     def train(rank: int) -> float:
         first, extra = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.zeros(1))

@@ -48,18 +48,17 @@ EDITS = [
      "import FedAvg\n"),
     (f"{LEADER}/config.py", "    lr_spread: str", FIELD),
     (f"{LEADER}/config.py", '    "easgd": LeaderAlgorithm(', ENTRY),
-    ("hvd_async/torch/factories.py", "    lr_spread: str", "    server_lr: float | None = None,\n"),
-    ("hvd_async/tensorflow/factories.py", "    lr_spread: str", "    server_lr: float | None = None,\n"),
 ]  # fmt: skip
 """File, the line that is edited, and what is put before it."""
 USE = """
-import contextlib, io, sys
+import contextlib, inspect, io, sys
 for name in ("torch", "tensorflow", "keras", "horovod"):
     sys.modules[name] = None
 
 import numpy as np
 
 from hvd_async.algorithms.leader.config import LeaderOptions
+from hvd_async.algorithms.option import takes
 from hvd_async.algorithms.registry import ALGORITHMS
 from hvd_async.optimizers.leader import LeaderDriver
 from hvd_async.runner.options import build_parser, parse
@@ -71,9 +70,12 @@ from tests.unit.test_drivers import Optimizer, Weights
 # the registry knows it
 assert ALGORITHMS["fedavg"].family == "leader" and ALGORITHMS["fedavg"].has_center
 
+# functions take its option
+assert "server_lr" in inspect.signature(takes(LeaderOptions)(lambda given: given)).parameters
+
 # the runner has its flag
 options = parse("torch", "--algorithm fedavg --server-lr 0.5 --global-period 2".split())
-assert options.own == LeaderOptions("fedavg", global_period=2, server_lr=0.5) and options.follows
+assert options.own == LeaderOptions(algorithm="fedavg", global_period=2, server_lr=0.5) and options.follows
 assert options.settings["server_lr"] == 0.5
 told = " ".join(build_parser("torch").format_help().split())
 for part in ("--server-lr SERVER_LR of fedavg: how far", "move the anchor", "fedavg towards an anchor"):
@@ -256,22 +258,6 @@ def test_the_registry_the_runner_and_a_cluster_have_it(copy: pathlib.Path):
     )
     assert done.returncode == 0, done.stderr
     assert "trained" in done.stdout
-
-
-@pytest.mark.parametrize("binding", ["torch", "tensorflow"])
-def test_both_factories_take_what_the_dataclass_has(copy: pathlib.Path, binding: str):
-    """The test that each change of an option has to pass, on the edited sources."""
-    code = (
-        "from tests.unit import test_options as suite; import pathlib; "
-        f"suite.LIBRARY = pathlib.Path({str(copy / 'hvd_async')!r}); "
-        f"suite.test_both_bindings_take_the_familys_options_in_its_order_and_with_its_defaults({binding!r}, 'leader'); "
-        f"suite.test_every_argument_of_a_factory_is_documented({binding!r}, 'leader')"
-    )
-    environment = os.environ | {"PYTHONPATH": f"{copy}{os.pathsep}{ROOT}"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=copy, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_the_page_names_each_file_that_is_edited():

@@ -11,12 +11,11 @@ from hvd_async.optimizers.eager import EagerDriver
 from hvd_async.runtime.process_sets import RankGroup
 
 MIB = 2**20
-CONFIG = {"quorum": "solo", "max_staleness": 16, "grace": 0.0, "seed": 0, "pace": "steps"}
 
 
-def state(cap: float, index: int = 0, **config: Any) -> EagerDriver:
-    nothing = cast(Any, None)
-    return EagerDriver(nothing, RankGroup(None, (0, 1), index, 0, 2), nothing, "local", {**CONFIG, **config}, cap)
+def state(cap: float, index: int = 0, **options: Any) -> EagerDriver:
+    nothing, ranks = cast(Any, None), RankGroup(None, (0, 1), index, 0, 2)
+    return EagerDriver(nothing, ranks, nothing, EagerOptions(late_cap_mb=cap, **options))
 
 
 @pytest.mark.parametrize(

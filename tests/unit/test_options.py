@@ -1,11 +1,12 @@
-"""Options of the families: both bindings take them alike, and what cannot be is refused with a hint."""
+"""Options of the families: how functions take them, and which values are refused with a hint."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import pathlib
+import pickle
+import typing
 from typing import Any
 
 import pytest
@@ -14,50 +15,97 @@ from hvd_async.algorithms.eager.config import EagerOptions
 from hvd_async.algorithms.gossip.config import NOT_GIVEN, GossipOptions
 from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.algorithms.leader.config import LeaderOptions
-from hvd_async.algorithms.option import PLACEHOLDER, documented, in_flags, options_of, read_by_epoch
+from hvd_async.algorithms.option import in_flags, option, options_of, read_by_epoch, takes, with_options
 from hvd_async.algorithms.registry import ALGORITHMS, OPTIONS
 from hvd_async.optimizers.factories import check_passes, scales
 
-LIBRARY = pathlib.Path(__file__).resolve().parents[2] / "hvd_async"
-OF_A_BINDING = {"torch": {"scaler", "round_transform", "named_buffers"}, "tensorflow": {"round_transform", "model"}}
-"""Keywords that are about a framework's own objects."""
+
+@dataclasses.dataclass(frozen=True)
+class Horovods:
+    """Arguments of a wrapper that are not options."""
+
+    optimizer: str
+    op: int = 0
+    _: dataclasses.KW_ONLY
+    model: str | None = option(None, "the model", before="buffers")
 
 
-def factory(binding: str, family: str) -> ast.FunctionDef:
-    """A factory's source: so no framework is imported."""
-    tree = ast.parse((LIBRARY / binding / "factories.py").read_text(encoding="utf-8"))
-    named = f"{family.capitalize()}Optimizer"
-    return next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == named)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments(EagerOptions, Horovods):
+    """Arguments of a wrapper."""
 
 
-@pytest.mark.parametrize("family", OPTIONS)
-@pytest.mark.parametrize("binding", OF_A_BINDING)
-def test_both_bindings_take_the_familys_options_in_its_order_and_with_its_defaults(binding: str, family: str):
-    arguments = factory(binding, family).args
-    keywords = {arg.arg: default for arg, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)}
-    own = {name: node for name, node in keywords.items() if name not in OF_A_BINDING[binding]}
-    fields = dataclasses.fields(OPTIONS[family])
-    assert list(own) == [field.name for field in fields]
-    assert {name: ast.literal_eval(node) for name, node in own.items() if node} == {f.name: f.default for f in fields}
+@takes(Arguments)
+def wrapper(given: Arguments) -> Arguments:
+    """Wrap an optimizer.
+
+    Args:
+        optimizer: any.
+        Own options: see ``Arguments``.
+    """
+    return given
 
 
-@pytest.mark.parametrize("family", OPTIONS)
-@pytest.mark.parametrize("binding", OF_A_BINDING)
-def test_every_argument_of_a_factory_is_documented(binding: str, family: str):
-    source = factory(binding, family)
+def test_a_function_takes_the_fields_of_its_arguments():
+    names = [*dict.fromkeys(each.name for each in dataclasses.fields(EagerOptions))]
+    parameters = inspect.signature(wrapper).parameters
+    assert list(parameters) == ["optimizer", "op", *names[:-1], "model", names[-1]]
+    assert [str(one) for one in parameters.values() if one.kind is not one.KEYWORD_ONLY] == [
+        "optimizer: 'str'",
+        "op: 'int' = 0",
+    ]
+    assert wrapper("sgd", 1, quorum="all") == Arguments("sgd", 1, quorum="all")
+    assert pickle.loads(pickle.dumps(wrapper)) is wrapper
+    assert typing.get_type_hints(wrapper)["quorum"] == str | int | float
 
-    def wrapper() -> None: ...
 
-    wrapper.__doc__ = ast.get_docstring(source, clean=False)
-    assert PLACEHOLDER.format(OPTIONS[family].__name__) in wrapper.__doc__
-    assert [ast.unparse(one) for one in source.decorator_list] == [f"documented({OPTIONS[family].__name__})"]
-    lines = documented(OPTIONS[family])(wrapper).__doc__.splitlines()
-    entries = [line.strip().partition(": ")[0] for line in lines if line.startswith(" " * 8) and line[8] != " "]
-    told = {name for entry in entries for name in entry.split(", ")}
-    arguments = source.args
-    together = {"num_groups", "groups", "gradient_predivide_factor"}  # (told with another)
-    assert {arg.arg for arg in (*arguments.args, *arguments.kwonlyargs)} - told <= together
-    assert max(map(len, lines)) <= 120
+def test_its_docstring_describes_the_options():
+    assert wrapper.__doc__ is not None
+    assert "Args:\n    optimizer: any.\n    quorum: ranks that must have arrived" in wrapper.__doc__
+    assert "\n    model: the model.\n    buffers: " in wrapper.__doc__
+    assert max(map(len, wrapper.__doc__.splitlines())) <= 116
+    with pytest.raises(ValueError, match="the docstring lacks the line '    Own options: see ``Arguments``"):
+        with_options("Wrap an optimizer.", Arguments)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "problem"),
+    [
+        ((), {}, "missing a required argument: 'optimizer'"),
+        (("sgd",), {"quorom": "all"}, "got an unexpected keyword argument 'quorom'"),
+        (("sgd", 0, "all"), {}, "too many positional arguments"),
+        (("sgd",), {"optimizer": "adam"}, "multiple values for argument 'optimizer'"),
+    ],
+)
+def test_a_wrong_call_is_an_error_of_the_function(args: Any, options: dict[str, Any], problem: str):
+    with pytest.raises(TypeError, match=rf"^wrapper\(\) {problem}$"):
+        wrapper(*args, **options)
+
+
+TYPED = """
+from hvd_async.algorithms.eager.config import EagerOptions
+from hvd_async.algorithms.option import takes
+
+@takes(EagerOptions)
+def wrapper(given: EagerOptions) -> int:
+    return given.max_staleness
+
+wrapper(quorum="all", max_staleness=3)
+wrapper(quorom="all")
+wrapper(max_staleness="3")
+wrapper("all")
+"""
+
+
+def test_a_type_checker_knows_the_options(tmp_path: pathlib.Path):
+    api = pytest.importorskip("mypy.api")
+    (tmp_path / "typed.py").write_text(TYPED, encoding="utf-8")
+    said, problem, _ = api.run(["--cache-dir", str(tmp_path), "--no-error-summary", str(tmp_path / "typed.py")])
+    assert not problem
+    first, second, third = said.splitlines()
+    assert 'Unexpected keyword argument "quorom"' in first
+    assert 'Argument "max_staleness" to "wrapper" has incompatible type "str"; expected "int"' in second
+    assert "Too many positional arguments" in third
 
 
 def test_plans_have_the_options_defaults():
@@ -135,7 +183,7 @@ def test_wrong_options_of_leaders(options: dict[str, Any], hint: str):
 
 def test_defaults_of_leaders_are_those_of_the_algorithm():
     assert LeaderOptions().resolved() == ALGORITHMS["lsgd"].options | {"local_period": 4}
-    given = LeaderOptions("easgd", global_period=8, beta=0.5).resolved()
+    given = LeaderOptions(algorithm="easgd", global_period=8, beta=0.5).resolved()
     assert given == {"global_period": 8, "alpha": None, "beta": 0.5}
 
 

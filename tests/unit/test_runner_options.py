@@ -28,7 +28,7 @@ def test_every_option_of_a_family_is_a_flag_and_every_flag_is_in_the_help():
 def test_without_flags_an_optimizer_has_its_defaults(name):
     family = OPTIONS[ALGORITHMS[name].family]
     options = parse("tensorflow", ["--algorithm", name])
-    assert options.own == (family(name) if "algorithm" in options_of(family) else family())
+    assert options.own == (family(algorithm=name) if "algorithm" in options_of(family) else family())
     assert options.settings == asdict(options.own)
     assert options.lockstep is False
 
@@ -87,10 +87,10 @@ def test_every_flag_of_gossip_reaches_the_optimizer():
     assert (options.quorum, options.gossips, options.follows, options.has_own_weights) == (None, True, False, True)
     line = "--algorithm diloco --average-every 0:1,5:8 --fragments 2 --outer-lr 0.5 --outer-momentum 0.8"
     assert parse("torch", line.split()).own == GossipOptions(
-        "diloco", average_every={0: 1, 5: 8}, fragments=2, outer_lr=0.5, outer_momentum=0.8
+        algorithm="diloco", average_every={0: 1, 5: 8}, fragments=2, outer_lr=0.5, outer_momentum=0.8
     )
     line = "--algorithm sgp --hierarchical-gossip --quasi-global --compression int8"
-    assert parse("torch", line.split()).own == GossipOptions("sgp", hierarchical=True, quasi_global=True)
+    assert parse("torch", line.split()).own == GossipOptions(algorithm="sgp", hierarchical=True, quasi_global=True)
 
 
 def test_every_flag_of_leaders_reaches_the_optimizer():
@@ -99,10 +99,21 @@ def test_every_flag_of_leaders_reaches_the_optimizer():
         "--global-prox 0 --group 2 --loss-window 5 --lr-spread power"
     )
     options = parse("torch", line.split())
-    assert options.own == LeaderOptions("lsgd", 4, 8, 0.2, 0.3, 0.05, 0.0, group=2, loss_window=5, lr_spread="power")
+    assert options.own == LeaderOptions(
+        algorithm="lsgd",
+        local_period=4,
+        global_period=8,
+        local_pull=0.2,
+        global_pull=0.3,
+        local_prox=0.05,
+        global_prox=0.0,
+        group=2,
+        loss_window=5,
+        lr_spread="power",
+    )
     assert (options.follows, options.has_own_weights, options.gossips, options.lockstep) == (True, True, False, False)
     elastic = parse("tensorflow", ["--algorithm", "easgd", "--global-period", "4", "--alpha", "0.1", "--beta", "0.5"])
-    assert elastic.own == LeaderOptions("easgd", global_period=4, alpha=0.1, beta=0.5)
+    assert elastic.own == LeaderOptions(algorithm="easgd", global_period=4, alpha=0.1, beta=0.5)
     assert elastic.init_settings == {}
 
 

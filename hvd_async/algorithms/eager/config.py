@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -22,16 +20,11 @@ class EagerConfig(Config, frozen=True, tag=True):
     """Configuration of an optimizer, which must be equal on all its ranks before the first round.
 
     Attributes:
-        quorum: "solo", "majority", "all", "auto", an int (ranks) or a float (fraction of the ranks).
-        max_staleness: bound on the staleness of a gradient, rounds.
-        grace: seconds to wait for more ranks once the quorum is reached, or "auto".
-        seed: seed of majority's draw of an initiator.
+        quorum, max_staleness, grace, seed, pace, weighting: as in ``EagerOptions``.
         buckets: number of buckets in a round.
-        pace: "steps", where every rank does the same number of steps, or "rounds", where a late rank does fewer.
         local_size: number of ranks per host, numbered host by host, that take each step together; quorum and staleness
             then count hosts. 1: they count ranks.
         weight_prediction: rounds by which updates are extrapolated.
-        weighting: "ranks": a round weights all gradients equally; "samples": by their number of samples.
     """
 
     quorum: str | int | float
@@ -194,7 +187,7 @@ def _is_number(value: object, below: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < below
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EagerOptions:
     """Options of ``EagerOptimizer`` that are neither Horovod's arguments nor those of a single framework."""
 
@@ -322,24 +315,22 @@ class EagerOptions:
                 f'{late} never does: take pace="steps", or a quorum that does not wait for all'
             )
 
-    def resolved(self, parties: int) -> EagerOptions:
-        """Return the options of a job of ``parties`` ranks or hosts, with "auto" replaced by a number."""
+    def config(self, buckets: int, parties: int, local_size: int = 1) -> EagerConfig:
+        """Return the configuration of a job with these options.
+
+        Args:
+            buckets: as in ``EagerConfig``.
+            parties: number of ranks, or of hosts that step together.
+            local_size: as in ``EagerConfig``.
+        """
         may_be_late = self.max_staleness > 0 and not waits_for_all(self.quorum, parties)
         ahead = rounds_ahead(self.weight_prediction, may_be_late) if parties > 1 else 0.0
-        return dataclasses.replace(self, weight_prediction=ahead)
-
-    def config(self, local_size: int = 1) -> dict[str, Any]:
-        """Return the fields of ``EagerConfig`` that these options determine; ``local_size`` as there."""
-        return {
-            "quorum": self.quorum,
-            "max_staleness": self.max_staleness,
+        shared = {name: value for name, value in vars(self).items() if name in EagerConfig.__struct_fields__}
+        shared |= {
             "grace": self.grace if isinstance(self.grace, str) else float(self.grace),
-            "seed": self.seed,
-            "weight_prediction": self.weight_prediction,
-            "pace": self.pace,
-            "local_size": local_size,
-            "weighting": self.weighting,
+            "weight_prediction": ahead,
         }
+        return EagerConfig(**shared, buckets=buckets, local_size=local_size)
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {

@@ -236,7 +236,7 @@ def _read_schedule(text: str) -> dict[int, str]:
     return read_by_epoch(text, "0:allreduce,5:sgp", read)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GossipOptions:
     """Options of ``GossipOptimizer``, without Horovod's arguments and those of one framework."""
 

@@ -112,7 +112,7 @@ def _strength(doc: str, what: str) -> Any:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LeaderOptions:
     """Options of ``LeaderOptimizer`` that are neither Horovod's arguments nor those of a single framework.
 

@@ -16,7 +16,7 @@ CENTER = -1
 """Leader number that means EASGD's center."""
 NO_LEADER = -2
 """Leader number that means that no rank of the group has recorded a loss."""
-Strength: TypeAlias = "float | Callable[[int], float]"
+Strength: TypeAlias = float | Callable[[int], float]
 """The strength of a pull: a number in [0, 1), or a function of the rank's own step, from 1."""
 SPREADS = ("none", "linear", "power")
 
