@@ -179,8 +179,7 @@ def test_buckets_set_ranks_further_apart_and_an_epoch_has_each_clip_once():
     apart = {}
     lengths = data.draw_lengths(515, 20, np.random.default_rng(0))
     for bucketed in (False, True):
-        how = {"steps": 16, "ranks": RANKS, "batch": 8, "bucketed": bucketed}
-        order = data.deal(lengths, random=np.random.default_rng(1), **how)
+        order = data.deal({"steps": 16, "batch": 8, "bucketed": bucketed, "seed": 1}, lengths, RANKS)
         assert len(np.unique(order)) == order.size == 16 * RANKS * 8
         longest = lengths[order].max(axis=2)
         apart[bucketed] = (longest.std(axis=1) / longest.mean(axis=1)).mean()

@@ -152,7 +152,7 @@ def clips(task: Mapping[str, Any], rank: int, size: int) -> Task:
     model = Classifier()
     train, test = data.clips_of(task["seed"], task["median"])
     chosen, lengths = data.trained_lengths(task)
-    order = chosen[data.dealt_to(task, lengths, size)[:, rank]]
+    order = chosen[data.deal(task, lengths, size)[:, rank]]
     tuning = task.get("tuning", False)
     scored = data.parted(np.arange(data.CLIPS), np.arange(data.CLIPS_TEST), tuning)[1]
 

@@ -216,28 +216,21 @@ def clips_of(seed: int, median: int) -> tuple[Clips, Clips]:
     return train, test
 
 
-def deal(
-    lengths: Indices, *, steps: int, ranks: int, batch: int, bucketed: bool, random: np.random.Generator
-) -> Indices:
-    """Return which clips each rank has in each step, [steps, ranks, batch].
+def deal(task: Mapping[str, Any], lengths: Indices, ranks: int) -> Indices:
+    """Return which clips each rank has in each step, [steps, ranks, batch], the same under all arms with the same seed.
 
     An epoch's batches have each clip once, except for a rest too small for one more batch, and come in random order.
-    Bucketed, a batch has clips of nearly the same length.
+    If they are ``bucketed``, a batch has clips of nearly the same length.
     """
+    steps, batch, random = task["steps"], task["batch"], np.random.default_rng([task["seed"], 2])
     dealt: list[Indices] = []
     per_epoch = len(lengths) // batch
     while len(dealt) * per_epoch < steps * ranks:
         order = random.permutation(len(lengths))[: per_epoch * batch]
-        if bucketed:
+        if task["bucketed"]:
             order = order[np.argsort(lengths[order], kind="stable")]
         dealt.append(random.permutation(order.reshape(per_epoch, batch)))
     return np.concatenate(dealt)[: steps * ranks].reshape(steps, ranks, batch)
-
-
-def dealt_to(task: Mapping[str, Any], lengths: Indices, ranks: int) -> Indices:
-    """Return ``deal`` of a training, the same under all arms with the same seed."""
-    how = {name: task[name] for name in ("steps", "batch", "bucketed")}
-    return deal(lengths, ranks=ranks, random=np.random.default_rng([task["seed"], 2]), **how)
 
 
 def trained_lengths(task: Mapping[str, Any]) -> tuple[Indices, Indices]:
@@ -249,7 +242,7 @@ def trained_lengths(task: Mapping[str, Any]) -> tuple[Indices, Indices]:
 def longest_of(task: Mapping[str, Any], ranks: int) -> NDArray[np.float64]:
     """Return the frames of the longest clip that each rank has in each step, [steps, ranks]."""
     lengths = trained_lengths(task)[1]
-    return lengths[dealt_to(task, lengths, ranks)].max(axis=2).astype(np.float64)
+    return lengths[deal(task, lengths, ranks)].max(axis=2).astype(np.float64)
 
 
 def padded(clips: Clips, chosen: Indices) -> Batch:
