@@ -75,7 +75,7 @@ def draw(chart: Chart, rows: Sequence[Sequence[str]], path: Path) -> None:
         axes.invert_yaxis()
         axes.spines[["top", "right", "bottom"]].set_visible(False)
         if len(chart.series) > 1:
-            axes.legend(frameon=False)
+            figure.legend(frameon=False, loc="outside lower center", ncols=len(chart.series))
         figure.savefig(path, format="svg", metadata={"Date": None})
 
 

@@ -177,15 +177,12 @@ def virtual_cluster(count: int, mbit: float | None = None) -> Iterator[Cluster]:
 
 def remove_stale() -> None:
     """Remove what processes have left behind that were killed."""
-    for tag in sorted({match[1] for match in re.finditer(rf"\b({NAME}\d+)-(?:\d+|b)\b", _names())}):
+    folders = "".join(f"{folder.name}\n" for folder in FILES.glob(f"{NAME}*"))  # (these outlive a restart)
+    names = _do("ip", "netns", "list") + _do("ip", "-brief", "link", "show") + folders
+    for tag in sorted({match[1] for match in re.finditer(rf"\b({NAME}\d+)-(?:\d+|b)\b", names)}):
         pid = int(tag.removeprefix(NAME))
         if pid == os.getpid() or not psutil.pid_exists(pid):  # (its own: of a process that once had its number)
             _remove(tag)
-
-
-def _names() -> str:
-    folders = "".join(f"{folder.name}\n" for folder in FILES.glob(f"{NAME}*"))  # (these outlive a restart)
-    return _do("ip", "netns", "list") + _do("ip", "-brief", "link", "show") + folders
 
 
 def _remove(tag: str) -> None:
@@ -294,16 +291,16 @@ def run_elastic(cluster: Cluster, command: Sequence[str], file: Path, begin: int
     file.write_text("".join(lines[:begin]))
     file.with_name(f"{file.name}.spare").write_text("".join(lines[begin:]))
     with tempfile.TemporaryDirectory(prefix="hvd_async_virtual_") as name:
-        folder = Path(name)
-        tag = cluster.bridge.rpartition("-")[0]
+        folder, tag = Path(name), cluster.bridge.rpartition("-")[0]
         ssh = SSH.format(tag=tag, pid=os.getpid(), CLUSTER=CLUSTER, SSH_GIVES_UP=SSH_GIVES_UP)
-        discover = _script(folder / "discover", f"#!/bin/sh\ncat {file.resolve()}\n")
-        _script(folder / "ssh", ssh)
+        for script, text in (("ssh", ssh), ("discover", f"#!/bin/sh\ncat {file.resolve()}\n")):
+            (folder / script).write_text(text)
+            (folder / script).chmod(0o755)
         most = len(lines) * per_host
         options = ["-np", begin * per_host, "--min-np", 1, "--max-np", most, "--network-interfaces", cluster.bridge]
         horovodrun = Path(sys.executable).parent / "horovodrun"
         started = subprocess.Popen(
-            [*map(str, [horovodrun, "--gloo", *options, "--host-discovery-script", discover]), *command],
+            [*map(str, [horovodrun, "--gloo", *options, "--host-discovery-script", folder / "discover"]), *command],
             env={**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"},
             stdin=subprocess.DEVNULL,
         )
@@ -312,12 +309,6 @@ def run_elastic(cluster: Cluster, command: Sequence[str], file: Path, begin: int
         finally:
             started.terminate()
             started.wait()
-
-
-def _script(file: Path, text: str) -> Path:
-    file.write_text(text)
-    file.chmod(0o755)
-    return file
 
 
 def main() -> int:

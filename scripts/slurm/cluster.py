@@ -133,7 +133,8 @@ def slurm(nodes: int = 2, cpus: int = 4) -> Iterator[Slurm]:
     with tempfile.TemporaryDirectory(prefix="hvd_async_slurm_") as name, virtual_cluster(nodes) as cluster:
         folder = Path(name)
         _configure(folder, cluster, cpus)
-        up = Slurm(folder, tuple(host.name for host in cluster.hosts), {**os.environ, **_variables(folder)})
+        env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        up = Slurm(folder, tuple(host.name for host in cluster.hosts), env)
         daemons: list[subprocess.Popen[bytes]] = []
         try:
             _start(up, cluster, daemons)
@@ -145,10 +146,6 @@ def slurm(nodes: int = 2, cpus: int = 4) -> Iterator[Slurm]:
                 one.wait()
 
 
-def _variables(folder: Path) -> dict[str, str]:
-    return {"SLURM_CONF": str(folder / "slurm.conf")}
-
-
 def _configure(folder: Path, cluster: Cluster, cpus: int) -> None:
     folder.chmod(0o711)  # munged wants everybody to get at its socket
     (folder / "state").mkdir()
@@ -156,7 +153,9 @@ def _configure(folder: Path, cluster: Cluster, cpus: int) -> None:
     (folder / "munge.key").chmod(0o600)
     for host in cluster.hosts:
         (folder / f"tmp.{host.name}").mkdir()  # (PMIx makes files there, which nodes would share in /tmp)
-    controller, daemon = _free_ports(2)
+    with contextlib.ExitStack() as stack:  # (both are held until both are known)
+        sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(2)]
+        controller, daemon = (one.getsockname()[1] for one in sockets)
     nodes = [f"NodeName={host.name} NodeAddr={host.address} CPUs={cpus} State=UNKNOWN" for host in cluster.hosts]
     text = CONFIGURATION.format(
         partition=PARTITION,
@@ -171,14 +170,6 @@ def _configure(folder: Path, cluster: Cluster, cpus: int) -> None:
     (folder / "slurm.conf").write_text(text)
     # Nothing here needs cgroups, but slurmd looks for their kind, and `ip netns exec` has put another /sys in the way.
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def _start(up: Slurm, cluster: Cluster, daemons: list[subprocess.Popen[bytes]]) -> None:

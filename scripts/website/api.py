@@ -96,56 +96,40 @@ def methods() -> str:
     return text
 
 
-def module_text(module: str, heading: str, level: int) -> str:
-    """Return the lines that show a module's own docstring under a heading."""
-    return f"::: {module}\n    options: {{members: false, heading: {heading}, heading_level: {level}}}\n\n"
-
-
-def binding(module: str) -> str:
-    """Return the page of a binding."""
-    text = module_text(module, module, 1) + HOROVODS.format(f"horovod.{module.partition('.')[2]}")
+def module_page(module: str) -> str:
+    """Return the page of a public module; of a binding with Horovod's names and its own parts."""
+    text = f"::: {module}\n    options: {{members: false, heading: {module}, heading_level: 1}}\n\n"
+    if not module.startswith(("hvd_async.torch", "hvd_async.tensorflow")):
+        return text + entries(module)
+    text += HOROVODS.format(f"horovod.{module.partition('.')[2]}")
     text += "What the wrappers return has [these methods](methods.md).\n\n## Wrappers and functions\n\n"
     text += entries(module)
     for part in PARTS:
         if part in public(module):
-            text += module_text(f"{module}.{part}", f"hvd.{part}", 2) + entries(f"{module}.{part}")
+            text += f"::: {module}.{part}\n    options: {{members: false, heading: hvd.{part}, heading_level: 2}}\n\n"
+            text += entries(f"{module}.{part}")
     return text
 
 
-def plain(module: str) -> str:
-    """Return the page of a module that needs no framework."""
-    return module_text(module, module, 1) + entries(module)
-
-
-def overview() -> str:
-    """Return the first page: a line for each module."""
-    modules = {
-        "hvd_async": ("hvd_async.md", "the wrappers for either framework; imports none until one is called"),
-        "hvd_async.torch": ("torch.md", "instead of `horovod.torch`"),
-        "hvd_async.tensorflow": ("tensorflow.md", "instead of `horovod.tensorflow`, for training loops"),
-        "hvd_async.tensorflow.keras": ("keras.md", "instead of `horovod.tensorflow.keras`, for `fit()`"),
-        "methods": ("methods.md", "what wrapped optimizers can do: `drain()`, `stats()`, `consensus()` and more"),
-        "hvd_async.monitor": ("monitor.md", "a job while it runs: TensorBoard, Prometheus, warnings"),
-        "hvd_async.errors": ("errors.md", "exceptions in addition to `ValueError`"),
-        "hvd_async.stats": ("stats.md", "what `opt.stats()` returns"),
-        "hvd_async.topology": ("topology.md", "graphs for `GossipOptimizer(topology=...)`"),
-    }
-    text = "# API\n\nMade of the docstrings; `help()` of each shows the same.\n\n| module | |\n|---|---|\n"
-    text += "".join(f"| [`{name}`]({page}) | {line} |\n" for name, (page, line) in modules.items())
-    return text + "\nHow they behave, whatever the framework: [promises](../promises.md).\n"
+MODULES = {
+    "hvd_async": ("hvd_async.md", "the wrappers for either framework; imports none until one is called"),
+    "hvd_async.torch": ("torch.md", "instead of `horovod.torch`"),
+    "hvd_async.tensorflow": ("tensorflow.md", "instead of `horovod.tensorflow`, for training loops"),
+    "hvd_async.tensorflow.keras": ("keras.md", "instead of `horovod.tensorflow.keras`, for `fit()`"),
+    "methods": ("methods.md", "what wrapped optimizers can do: `drain()`, `stats()`, `consensus()` and more"),
+    "hvd_async.monitor": ("monitor.md", "a job while it runs: TensorBoard, Prometheus, warnings"),
+    "hvd_async.errors": ("errors.md", "exceptions in addition to `ValueError`"),
+    "hvd_async.stats": ("stats.md", "what `opt.stats()` returns"),
+    "hvd_async.topology": ("topology.md", "graphs for `GossipOptimizer(topology=...)`"),
+}
+"""Page of each public module, and of the methods, with a line about it."""
 
 
 def pages() -> dict[str, str]:
-    """Return all API pages, by the name of their source on the site."""
-    return {
-        "api/index.md": overview(),
-        "api/hvd_async.md": plain("hvd_async"),
-        "api/torch.md": binding("hvd_async.torch"),
-        "api/tensorflow.md": binding("hvd_async.tensorflow"),
-        "api/keras.md": binding("hvd_async.tensorflow.keras"),
-        "api/methods.md": methods(),
-        "api/monitor.md": plain("hvd_async.monitor"),
-        "api/errors.md": plain("hvd_async.errors"),
-        "api/stats.md": plain("hvd_async.stats"),
-        "api/topology.md": plain("hvd_async.topology"),
-    }
+    """Return all API pages, by the name of their source on the site; the first one has a line for each other."""
+    text = "# API\n\nMade of the docstrings; `help()` of each shows the same.\n\n| module | |\n|---|---|\n"
+    text += "".join(f"| [`{name}`]({page}) | {line} |\n" for name, (page, line) in MODULES.items())
+    found = {"api/index.md": text + "\nHow they behave, whatever the framework: [promises](../promises.md).\n"}
+    for name, (page, _) in MODULES.items():
+        found[f"api/{page}"] = methods() if name == "methods" else module_page(name)
+    return found

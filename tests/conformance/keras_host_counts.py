@@ -14,8 +14,9 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops import script_ops
 
+from hvd_async import tensorflow as hvd
+from hvd_async.simulation.names import LEADERS, gossip_of, quorum_of
 from hvd_async.testing import Cluster
-from scripts.benchmarks.jobs.timed_keras import wrapped
 from scripts.benchmarks.support.arms import PLAIN, is_eager
 from tests.conformance import (
     conftest,  # noqa: F401  ranks that are threads trace one at a time
@@ -47,6 +48,19 @@ class SmallVariables(keras.Model):
         for factor in self.factors:
             inputs = inputs * factor
         return inputs
+
+
+def wrapped(mode: str, optimizer: Any, model: Any, **own: Any) -> Any:
+    """Return a model's optimizer, wrapped as a mode says; the plain one as it is."""
+    own, gossip = {**own, "model": model}, gossip_of(mode)
+    if mode == PLAIN:
+        return optimizer
+    if mode in LEADERS:
+        return hvd.LeaderOptimizer(optimizer, algorithm=mode, **own)
+    if gossip is not None:
+        reduced = getattr(hvd.Compression, gossip.compression)
+        return hvd.GossipOptimizer(optimizer, **{**gossip._asdict(), "compression": reduced}, **own)
+    return hvd.EagerOptimizer(optimizer, quorum=quorum_of(mode), **own)
 
 
 class SmallSteps:

@@ -39,7 +39,7 @@ def test_real_connections_come_and_go(monkeypatch, relays):
     """The coordinator and relays in processes of their own; ranks that are connections, in two."""
     monkeypatch.setattr(connections, "SETTLE", 0.0)
     found = connections.measure(6, relays, per_host=2, rounds=2)
-    assert (found.ranks, found.relays) == (6, 2 if relays else 0)
+    assert found.relays == (2 if relays else 0)
     assert len(found.solo_ms) == len(found.all_ms) == len(found.cpu_ms) == 2
     assert all(0 < value < 10_000 for value in (*found.solo_ms, *found.all_ms))
     assert found.files > 0

@@ -179,8 +179,7 @@ def test_buckets_set_ranks_further_apart_and_an_epoch_has_each_clip_once():
     apart = {}
     lengths = data.draw_lengths(515, 20, np.random.default_rng(0))
     for bucketed in (False, True):
-        how = {"steps": 16, "ranks": RANKS, "batch": 8, "bucketed": bucketed}
-        order = data.deal(lengths, random=np.random.default_rng(1), **how)
+        order = data.deal({"steps": 16, "batch": 8, "bucketed": bucketed, "seed": 1}, lengths, RANKS)
         assert len(np.unique(order)) == order.size == 16 * RANKS * 8
         longest = lengths[order].max(axis=2)
         apart[bucketed] = (longest.std(axis=1) / longest.mean(axis=1)).mean()
@@ -244,22 +243,26 @@ def test_messages_go_after_the_computation_or_under_it():
 # -- time to accuracy -------------------------------------------------------------------------------------------------
 
 
-def test_every_arm_is_tuned_on_held_out_data_and_then_has_its_best_rate():
-    args, arms, middle = options(CASES["time_to_accuracy"], ranks=RANKS, repetitions=5), ["horovod", "sgp"], 0.06
-    tuning = trainings.tuning_blocks(args, "none", arms)
-    assert {(b["arm"], b["lr"]) for b in tuning} == {(arm, middle * x) for arm in arms for x in (0.4, 1.0, 2.5)}
-    assert {(b["seed"], b["task"]["tuning"], b["looks"]) for b in tuning} == {(trainings.TUNING_SEED, True, 1)}
+def test_an_arm_has_its_best_rate_and_a_kind_its_arms():
+    def trained(arm, lr, score):
+        return {"arm": arm, "lr": lr, "by_rank": [{"curve": [[1.0, score]]}]}
+
     found = [
-        b | {"by_rank": [{"curve": [[1.0, 0.7 - abs(b["lr"] - middle) + (b["arm"] == "sgp") * b["lr"] * 2]]}]}
-        for b in tuning
+        trained("horovod", 0.6, 0.8),
+        trained("sgp", 0.2, 0.7),
+        trained("horovod", 0.2, 0.8),
+        trained("sgp", 0.6, 0.9),
     ]
-    rates = trainings.rates_of(args, "none", found, arms)
-    assert rates == {"horovod": middle, "sgp": middle * 2.5}
-    counting = trainings.counting_blocks(args, "none", arms, rates)
-    assert [(b["seed"], b["arm"], b["lr"]) for b in counting] == [(s, a, rates[a]) for s, a in repetitions(arms, 5)]
-    assert not any(b["task"]["tuning"] for b in counting)
+    assert trainings.best_rates(found) == {"horovod": 0.2, "sgp": 0.6}
     assert trainings.arms_of("network", ["horovod", "osgp-bf16", "dpsgd-qg"]) == ["horovod", "osgp-bf16"]
     assert trainings.arms_of("classes", ["horovod", "osgp-bf16", "dpsgd-qg"]) == ["horovod", "dpsgd-qg"]
+
+
+def test_rates_are_tuned_on_held_out_data_from_another_seed():
+    args = options(CASES["time_to_accuracy"], ranks=RANKS, repetitions=5)
+    tuning, counting = (trainings.kind_block(args, "none", "sgp", 1, 0.1, tuning=tuning) for tuning in (True, False))
+    assert (tuning["task"]["tuning"], tuning["looks"]) == (True, 1)
+    assert (counting["task"]["tuning"], counting["looks"]) == (False, trainings.LOOKS)
 
 
 def test_targets_are_reached_between_looks():
@@ -285,4 +288,3 @@ def test_the_soonest_that_loses_no_accuracy_is_taken():
     ]
     assert trainings.is_level(near["until"], good["until"])
     assert not trainings.is_level(near["until"], horovod["until"])
-    assert [trainings.is_rival(each) for each in (horovod, good)] == [True, False]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,39 +26,32 @@ GOAL, CLOSE = 10.0, 0.97
 """Per cent that a prediction may be off; the share of the best mode's speed that the one predicted best has."""
 
 
-class Pattern(NamedTuple):
-    """A kind of imbalance: a schedule of steps, ranks, computation (s) and a seed, and what it is in words."""
-
-    draw: Callable[[int, int, float, int], Schedule]
-    what: str
-
-
-def _even(steps: int, ranks: int, compute: float, seed: int) -> Schedule:
-    return np.random.default_rng(seed).normal(compute, compute / 20, (steps, ranks)).clip(compute / 2)
-
-
-def _slow(steps: int, ranks: int, compute: float, seed: int) -> Schedule:
-    times = _even(steps, ranks, compute, seed)
-    times[:, -1] *= 2
-    return times
-
-
-def _lengths(steps: int, ranks: int, compute: float, seed: int) -> Schedule:
-    return lengths(steps, ranks, compute, 0.5, seed)
-
-
-def _mixed(steps: int, ranks: int, compute: float, seed: int) -> Schedule:
-    return 0.5 * (_slow(steps, ranks, compute, seed) + _lengths(steps, ranks, compute, seed + 1000))
-
-
-PATTERNS: Mapping[str, Pattern] = {
-    "even": Pattern(_even, "all alike, 5% apart"),
-    "straggler": Pattern(lambda n, p, c, seed: one_random(n, p, c, c, seed), "one random rank twice as long"),
-    "slow": Pattern(_slow, "the last rank twice as long"),
-    "lengths": Pattern(_lengths, "each step's length drawn, log-normal with sigma 0.5"),
-    "stalls": Pattern(lambda n, p, c, seed: stalls(n, p, c, 5 * c, 0.05, seed), "5% of steps take six times as long"),
-    "mixed": Pattern(_mixed, "half as in slow, half as in lengths"),
+PATTERNS = {
+    "even": "all alike, 5% apart",
+    "straggler": "one random rank twice as long",
+    "slow": "the last rank twice as long",
+    "lengths": "each step's length drawn, log-normal with sigma 0.5",
+    "stalls": "5% of steps take six times as long",
+    "mixed": "half as in slow, half as in lengths",
 }
+"""Kinds of imbalance, by job."""
+
+
+def draw(pattern: str, steps: int, ranks: int, compute: float, seed: int) -> Schedule:
+    """Return the seconds of computation of a pattern, [steps, ranks]."""
+    if pattern == "straggler":
+        return one_random(steps, ranks, compute, compute, seed)
+    if pattern == "lengths":
+        return lengths(steps, ranks, compute, 0.5, seed)
+    if pattern == "stalls":
+        return stalls(steps, ranks, compute, 5 * compute, 0.05, seed)
+    if pattern == "mixed":
+        slow, drawn = draw("slow", steps, ranks, compute, seed), draw("lengths", steps, ranks, compute, seed + 1000)
+        return 0.5 * (slow + drawn)
+    times = np.random.default_rng(seed).normal(compute, compute / 20, (steps, ranks)).clip(compute / 2)
+    if pattern == "slow":
+        times[:, -1] *= 2
+    return times
 
 
 def advice(args: argparse.Namespace, say: Say) -> Report:
@@ -94,8 +87,7 @@ def measured(
     say: Say,
 ) -> list[Block]:
     """Return the blocks of a job that was measured, after one that was recorded into the folder."""
-    draw = PATTERNS[name].draw
-    seen, unseen = (draw(args.steps, args.ranks, args.compute, args.seed + number) for number in range(2))
+    seen, unseen = (draw(name, args.steps, args.ranks, args.compute, args.seed + number) for number in range(2))
     task: dict[str, Any] = {"name": "small"} if mbit is None else {"name": "network", "megabytes": args.megabytes}
 
     def block(arm: str, repetition: int, times: Schedule, **more: Any) -> Block:
@@ -164,7 +156,7 @@ from the same pattern, which the advisor has not seen.""",
     options=(
         Option(
             *("--jobs", ",".join(PATTERNS)),
-            "; ".join(f"{name}: {pattern.what}" for name, pattern in PATTERNS.items()).replace("%", "%%"),
+            "; ".join(f"{name}: {text}" for name, text in PATTERNS.items()).replace("%", "%%"),
             {"metavar": "A,B,..."},
         ),
         Option("--compute", 0.1, "of a step, slept", {"metavar": "S"}),

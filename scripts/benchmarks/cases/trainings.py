@@ -346,7 +346,6 @@ class Kind(NamedTuple):
     """A kind of imbalance, with a training that is short enough for many of them.
 
     Attributes:
-        text: in words.
         data: "digits", "gratings" or "clips".
         model: "resnet", "plain" (two layers), "wide" (two layers, for a slow network) or "lstm".
         steps: that ranks take, those at their own pace as many together.
@@ -360,7 +359,6 @@ class Kind(NamedTuple):
         paced: whether quorums have ``pace="rounds"``, as is documented for a rank that is slow for good.
     """
 
-    text: str
     data: str
     model: str
     steps: int
@@ -385,14 +383,14 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "none": Kind("no rank is late", "gratings", "wide", 110, 16, 0.006, 0.06),
-    "stragglers": Kind("one random rank late", "gratings", "resnet", 160, 16, 0.006, 0.15, 0.012, "any"),
-    "slow-rank": Kind("one rank 3 times slower", "digits", "resnet", 120, 16, 0.008, 0.1, 0.016, "last", paced=True),
-    "lengths": Kind("sequences differ in length", "clips", "lstm", 140, 8, 0.002, 0.1),
-    "network": Kind("links of 50 Mbit/s", "gratings", "wide", 110, 16, 0.01, 0.06, mbit=50.0),
-    "classes": Kind("classes split over ranks", "digits", "plain", 150, 16, 0.006, 0.125, 0.006, "last", "classes"),
+    "none": Kind("gratings", "wide", 110, 16, 0.006, 0.06),
+    "stragglers": Kind("gratings", "resnet", 160, 16, 0.006, 0.15, late=0.012, who="any"),
+    "slow-rank": Kind("digits", "resnet", 120, 16, 0.008, 0.1, late=0.016, who="last", paced=True),
+    "lengths": Kind("clips", "lstm", 140, 8, 0.002, 0.1),
+    "network": Kind("gratings", "wide", 110, 16, 0.01, 0.06, mbit=50.0),
+    "classes": Kind("digits", "plain", 150, 16, 0.006, 0.125, late=0.006, who="last", split="classes"),
 }
-"""By the name that the command line has for each."""
+"""By the name on the command line; the case's text says what they are."""
 CLIP_FRAMES = 8
 """Frames of a clip, median."""
 COMPRESSED = ("osgp-bf16", "dpsgd-bf16", "local-int8", "diloco-int8")
@@ -418,20 +416,24 @@ def time_to_accuracy(args: argparse.Namespace, say: Say) -> Report:
     arms = parse_arms(args.arms, args.ranks, RIVALS, gossip=True, leaders=True, compressed=True)
     need_arm(BASELINE, arms)
     plans = {kind: arms_of(kind, arms) for kind in dict.fromkeys(args.kinds)}
-    tried = len(args.grid) if len(args.grid) > 1 else 0
+    grid = list(dict.fromkeys(args.grid))
+    tried = len(grid) if len(grid) > 1 else 0
     progress = Progress(sum(len(own) for own in plans.values()) * (tried + args.repetitions), say)
     report = TIME_TO_ACCURACY.report(args, [])
     for kind, own in plans.items():
-        tuned = train(args, kind, tuning_blocks(args, kind, own), say, progress) if tried else []
-        counting = counting_blocks(args, kind, own, rates_of(args, kind, tuned, own))
-        rows = rows_of(
-            train(args, kind, counting, say, progress), tuned, chosen(args, "targets", "grid", "length", kind=kind)
-        )
+        rates = [round(KINDS[kind].lr * factor, 6) for factor in grid]
+        tuning = [kind_block(args, kind, arm, TUNING_SEED, lr, True) for lr in rates for arm in own] if tried else []
+        tuned = train(args, kind, tuning, say, progress) if tuning else []
+        lr = dict.fromkeys(own, rates[0]) | best_rates(tuned)
+        order = repetitions(own, args.repetitions)
+        counting = [kind_block(args, kind, arm, seed, lr[arm], False) for seed, arm in order]
+        found = train(args, kind, counting, say, progress)
+        rows = rows_of(found, tuned, chosen(args, "targets", "grid", "length", kind=kind))
         recommend(report, rows)
         say(table(rows, TIME_TO_ACCURACY.columns))
         report.rows += rows
     if any(KINDS[kind].data == "gratings" for kind in plans):
-        report.notes.append(f"gratings: the best possible accuracy is {data.best_accuracy():.3f}")
+        report.notes.append(f"gratings: the best possible accuracy is {data.BEST_ACCURACY:.3f}")
     return report
 
 
@@ -443,7 +445,10 @@ def arms_of(kind: str, arms: Sequence[str]) -> list[str]:
 
 
 def kind_block(args: argparse.Namespace, kind: str, arm: str, seed: int, lr: float, tuning: bool) -> Block:
-    """Return one training. Ranks at their own pace train for the same time, with as many steps together."""
+    """Return one training; of ``tuning`` it is scored on data that are held out, and only at its end.
+
+    Ranks at their own pace train for the same time, with as many steps together.
+    """
     how, steps = KINDS[kind], max(WARM_UP + LOOKS, round(args.length * KINDS[kind].steps))
     task = {"name": "images", "data": how.data, "model": how.model, "split": how.split, "batch": how.batch}
     if how.data == "clips":
@@ -451,40 +456,17 @@ def kind_block(args: argparse.Namespace, kind: str, arm: str, seed: int, lr: flo
     task["tuning"] = tuning
     times = how.times(task | {"seed": seed}, steps, args.ranks)
     pace = "rounds" if how.paced and read_name(arm).base not in SYNCHRONOUS else "steps"
-    own = is_eager(arm)
-    mine = own_pace(times) if waits_for_nobody(arm) or (own and pace == "rounds") else [steps] * args.ranks
-    more: dict[str, Any] = {"own": {"seed": seed, "pace": pace} if own else {}, "looks": 1 if tuning else LOOKS}
+    eager = is_eager(arm)
+    mine = own_pace(times) if waits_for_nobody(arm) or (eager and pace == "rounds") else [steps] * args.ranks
+    more: dict[str, Any] = {"own": {"seed": seed, "pace": pace} if eager else {}, "looks": 1 if tuning else LOOKS}
     more |= {"momentum": 0.9, "weight_decay": 5e-4, "cosine": True, "steps": [max(1, own - WARM_UP) for own in mine]}
     more |= {"kind": kind, "seed": seed, "lr": lr, "tuning": tuning, "times": np.round(times[WARM_UP:], 5).tolist()}
     return block_of(arm, seed, task, **more)
 
 
-def rates(args: argparse.Namespace, kind: str) -> list[float]:
-    """Return the rates that are tried."""
-    return [round(KINDS[kind].lr * factor, 6) for factor in dict.fromkeys(args.grid)]
-
-
-def tuning_blocks(args: argparse.Namespace, kind: str, arms: Sequence[str]) -> list[Block]:
-    """Return every arm with every rate, scored on data that are held out, and only at its end."""
-    return [kind_block(args, kind, arm, TUNING_SEED, lr, True) for lr in rates(args, kind) for arm in arms]
-
-
-def counting_blocks(args: argparse.Namespace, kind: str, arms: Sequence[str], lr: Mapping[str, float]) -> list[Block]:
-    """Return every arm with its rate from every seed, in alternation."""
-    return [
-        kind_block(args, kind, arm, seed, lr[arm], tuning=False) for seed, arm in repetitions(arms, args.repetitions)
-    ]
-
-
-def rates_of(args: argparse.Namespace, kind: str, tuned: list[Block], arms: Sequence[str]) -> dict[str, float]:
-    """Return the rate that each arm has when it counts: that of the best score, of several the lowest."""
-    if not tuned:
-        return dict.fromkeys(arms, rates(args, kind)[0])
-    found = {}
-    for arm, mine in by_arm(tuned).items():
-        scores = {block["lr"]: final(block) for block in mine}
-        found[arm] = max(sorted(scores), key=lambda rate, scores=scores: scores[rate])
-    return found
+def best_rates(tuned: list[Block]) -> dict[str, float]:
+    """Return the rate of the best score of each arm, of several the lowest."""
+    return {arm: max(sorted(mine, key=lambda b: b["lr"]), key=final)["lr"] for arm, mine in by_arm(tuned).items()}
 
 
 def train(args: argparse.Namespace, kind: str, blocks: list[Block], say: Say, progress: Progress) -> list[Block]:
@@ -584,11 +566,6 @@ def is_level(first: Sequence[float], second: Sequence[float]) -> bool:
     return found.low <= 0.0 <= found.high
 
 
-def is_rival(each: Row) -> bool:
-    """Return whether a row is of another library."""
-    return read_name(each["arm"]).base in RIVALS
-
-
 def recommend(report: Report, rows: list[Row]) -> None:
     """Mark the best of a kind's arms, print it, and judge whether it is one of this library."""
     kind, fit = rows[0]["setting"]["kind"], choose(rows)
@@ -599,7 +576,8 @@ def recommend(report: Report, rows: list[Row]) -> None:
     level = [each for each in others if is_level(taken["until"], each["until"])]
     for each in (taken, *level):
         each["take"] = "take" if each is taken else "level"
-    rival, ours = (next((each for each in fit if is_rival(each) is theirs), None) for theirs in (True, False))
+    is_rival = {each["arm"]: read_name(each["arm"]).base in RIVALS for each in fit}
+    rival, ours = (next((each for each in fit if is_rival[each["arm"]] is theirs), None) for theirs in (True, False))
     parts = [f"take {taken['arm']}, {taken['both_s']:.2f} s to both targets ({_of(taken['until'])} seeds)"]
     for each in (rival, ours):
         if each is not None and each is not taken:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import sys
 
+from .rank import Job
+
 
 def main(name: str) -> None:
     """Run a job's program on this rank."""
@@ -17,7 +19,14 @@ def main(name: str) -> None:
         module.main()
         return
     ranks = module if name.endswith("_keras") else importlib.import_module(".arm", __package__)
-    ranks.run(module.work if hasattr(module, "work") else lambda job: job.each_block(module.run_block))
+    hvd, barrier = ranks.begin()
+    job = Job(hvd, barrier)
+    if hasattr(module, "work"):
+        module.work(job)
+    else:
+        job.each_block(module.run_block)
+    job.finish()
+    hvd.shutdown()
 
 
 if __name__ == "__main__":

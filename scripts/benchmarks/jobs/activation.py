@@ -42,26 +42,16 @@ class Listener:
         self.first: dict[int, float] = {}
         config = EagerConfig(quorum="solo", max_staleness=16, grace=0.0, seed=0, buckets=1)
         self._send(Registered(self._number, config, ["nothing"], [0], timeline=engine.rank == 0))
-        self._wait(lambda: self._agreed)
+        self.wait(lambda: self._agreed)
 
     def arrive(self, step: int) -> None:
         """Say that this rank's step is there."""
-        number = self._number
-
-        def say() -> None:
-            self._engine.send(StepEntered(number, step, []))
-            self._engine.send(GradientReady(number, [0], step))
-
-        self._engine.call_soon(say)
-
-    def wait_for(self, round_: int) -> None:
-        """Sleep until a round's command is here."""
-        self._wait(lambda: round_ in self.went)
+        self._send(StepEntered(self._number, step, []), GradientReady(self._number, [0], step))
 
     def close(self, rounds: int) -> None:
         """Meet the others once more and be forgotten by the engine."""
         self._send(Finished(self._number, [rounds]))
-        self._wait(lambda: self._drained)
+        self.wait(lambda: self._drained)
         self._engine.unregister(self._number)
 
     # -- what the engine asks of a participant ----------------------------------------------------------------
@@ -89,10 +79,11 @@ class Listener:
 
     def delete(self) -> None: ...
 
-    def _send(self, event: Any) -> None:
-        self._engine.call_soon(lambda: self._engine.send(event))
+    def _send(self, *events: Any) -> None:
+        self._engine.call_soon(lambda: [self._engine.send(event) for event in events])
 
-    def _wait(self, ready: Callable[[], bool]) -> None:
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Sleep until it is so."""
         deadline = time.monotonic() + PATIENCE
         with self._changed:
             while not ready():
@@ -117,17 +108,14 @@ def run_block(job: Job, block: Block) -> None:
             while round_ not in listener.went:
                 spin()
         else:
-            listener.wait_for(round_)
+            listener.wait(lambda round_=round_: round_ in listener.went)
         if first:
             pause(GAP, busy)  # so that all begin the next round together
         else:
             listener.arrive(round_)  # late: the round has gone
     listener.close(rounds)
-    own = {
-        name: [each[key] for key in sorted(each)]
-        for name, each in (("received", listener.went), ("first", listener.first))
-    }
-    job.record(block, own)
+    found = {"received": listener.went, "first": listener.first}
+    job.record(block, {name: [each[key] for key in sorted(each)] for name, each in found.items()})
 
 
 def pause(seconds: float, busy: bool) -> None:

@@ -55,14 +55,11 @@ OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
-def run(work: Callable[[Job], None]) -> None:
-    """Run a torch job's program: ``work`` on this rank, between Horovod's start and its end."""
+def begin() -> tuple[Any, Callable[[], None]]:
+    """Initialize Horovod; return the binding's module, and a barrier."""
     hvd.init()
     torch.set_num_threads(1)
-    job = Job(hvd, barrier)
-    work(job)
-    job.finish()
-    hvd.shutdown()
+    return hvd, barrier
 
 
 def barrier() -> None:

@@ -116,7 +116,7 @@ def task_of(task: Mapping[str, Any], seed: int, rank: int, size: int) -> Task:
     """Return the task that a block names.
 
     Args:
-        task: ``name``, "images", "clips" or one of ``RANDOM``, with what it takes.
+        task: ``name``, "images", "clips", "resnet50" or one of ``random_task``, with what it takes.
         seed: of weights and data.
         rank, size: of the job.
     """
@@ -126,7 +126,7 @@ def task_of(task: Mapping[str, Any], seed: int, rank: int, size: int) -> Task:
         return images(task, rank, size)
     if task["name"] == "clips":
         return clips(task, rank, size)
-    return RANDOM[task["name"]](task, rank)
+    return resnet50_task(task, rank) if task["name"] == "resnet50" else random_task(task)
 
 
 def images(task: Mapping[str, Any], rank: int, size: int) -> Task:
@@ -152,7 +152,7 @@ def clips(task: Mapping[str, Any], rank: int, size: int) -> Task:
     model = Classifier()
     train, test = data.clips_of(task["seed"], task["median"])
     chosen, lengths = data.trained_lengths(task)
-    order = chosen[data.dealt_to(task, lengths, size)[:, rank]]
+    order = chosen[data.deal(task, lengths, size)[:, rank]]
     tuning = task.get("tuning", False)
     scored = data.parted(np.arange(data.CLIPS), np.arange(data.CLIPS_TEST), tuning)[1]
 
@@ -177,35 +177,25 @@ def share_of(model: torch.nn.Module, inputs: tuple[torch.Tensor, ...], labels: d
     return float((found == labels).mean())
 
 
-def _random(model: torch.nn.Module, inputs: torch.Tensor) -> Task:
+def random_task(task: Mapping[str, Any]) -> Task:
+    """Return a model of random inputs, or of none: "small", whose computation and messages do not count, "network",
+    "dense", one square layer, or "vectors", few large parameters whose gradients are 1."""
+    elements = task.get("megabytes", 0.0) * 1e6 / 4
     loss: Loss = lambda model: model(inputs).square().mean()  # noqa: E731
+    if task["name"] == "small":
+        model, inputs = layers(64, 64, 10), torch.randn(8, 64)
+    elif task["name"] == "network":
+        model, inputs = network(task["megabytes"]), torch.randn(1, INPUTS)
+    elif task["name"] == "dense":
+        side = round(math.sqrt(elements))
+        model, inputs = torch.nn.Linear(side, side, bias=False), torch.randn(task["batch"], side)
+    else:
+        vectors = [torch.nn.Parameter(torch.zeros(int(elements / VECTORS))) for _ in range(VECTORS)]
+        model, loss = torch.nn.ParameterList(vectors), lambda model: torch.stack([p.sum() for p in model]).sum()
     return Task(model, lambda _: loss)
 
 
-def _small(task: Mapping[str, Any], rank: int) -> Task:
-    """So small that its computation and its messages do not count."""
-    return _random(layers(64, 64, 10), torch.randn(8, 64))
-
-
-def _network(task: Mapping[str, Any], rank: int) -> Task:
-    return _random(network(task["megabytes"]), torch.randn(1, INPUTS))
-
-
-def _dense(task: Mapping[str, Any], rank: int) -> Task:
-    """One square layer."""
-    side = round(math.sqrt(task["megabytes"] * 1e6 / 4))
-    return _random(torch.nn.Linear(side, side, bias=False), torch.randn(task["batch"], side))
-
-
-def _vectors(task: Mapping[str, Any], rank: int) -> Task:
-    """Few large parameters, whose gradients are 1."""
-    elements = int(task["megabytes"] * 1e6 / 4 / VECTORS)
-    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(elements)) for _ in range(VECTORS)])
-    loss: Loss = lambda model: torch.stack([p.sum() for p in model.parameters()]).sum()  # noqa: E731
-    return Task(model, lambda _: loss)
-
-
-def _resnet50(task: Mapping[str, Any], rank: int) -> Task:
+def resnet50_task(task: Mapping[str, Any], rank: int) -> Task:
     """The real ResNet-50 on random images, on a GPU in half precision if the task has a ``dtype``."""
     device = torch.device("cuda", torch.cuda.current_device()) if "dtype" in task else torch.device("cpu")
     form = torch.channels_last if "dtype" in task else torch.contiguous_format
@@ -222,13 +212,3 @@ def _resnet50(task: Mapping[str, Any], rank: int) -> Task:
             return cross_entropy(model(pixels), labels)
 
     return Task(model, lambda _: loss)
-
-
-RANDOM: dict[str, Callable[[Mapping[str, Any], int], Task]] = {
-    "small": _small,
-    "network": _network,
-    "dense": _dense,
-    "vectors": _vectors,
-    "resnet50": _resnet50,
-}
-"""Tasks whose data are random, by name."""

@@ -14,46 +14,22 @@ import keras
 import tensorflow as tf
 
 from hvd_async import tensorflow as hvd
-from hvd_async.simulation.names import LEADERS, gossip_of, quorum_of
+from hvd_async.simulation.names import quorum_of
 from hvd_async.testing import stop_engine
 
-from ..support.arms import PLAIN
 from .rank import Block, Job, conclude, counted, timed
 
 
-def run(work: Callable[[Job], None]) -> None:
-    """Run a TensorFlow job's program: ``work`` on this rank, between Horovod's start and its end."""
+def begin() -> tuple[Any, Callable[[], None]]:
+    """Initialize Horovod; return the binding's module, and a barrier."""
     hvd.init()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
-    job = Job(hvd, lambda: hvd.allreduce(tf.zeros(1), name="bench.barrier"))
-    work(job)
-    job.finish()
-    hvd.shutdown()
-
-
-def wrapped(arm: str, optimizer: Any, model: Any, **own: Any) -> Any:
-    """Return a model's optimizer, wrapped as an arm says; that of ``horovod``, whose averages a job makes, as it is.
-
-    Args:
-        arm: its name.
-        optimizer: Keras' own.
-        model: that it trains.
-        own: further arguments of ``EagerOptimizer``, ``GossipOptimizer`` or ``LeaderOptimizer``.
-    """
-    own, gossip = {**own, "model": model}, gossip_of(arm)
-    if arm in (PLAIN, "horovod"):
-        return optimizer
-    if arm in LEADERS:
-        return hvd.LeaderOptimizer(optimizer, algorithm=arm, **own)
-    if gossip is not None:
-        reduced = getattr(hvd.Compression, gossip.compression)
-        return hvd.GossipOptimizer(optimizer, **{**gossip._asdict(), "compression": reduced}, **own)
-    return hvd.EagerOptimizer(optimizer, quorum=quorum_of(arm), **own)
+    return hvd, lambda: hvd.allreduce(tf.zeros(1), name="bench.barrier")
 
 
 class KerasTrainer:
-    """ResNet-50 on random images under an arm, trained by a loop.
+    """ResNet-50 on random images under ``horovod`` or a quorum, trained by a loop.
 
     Args:
         job: this rank.
@@ -74,8 +50,10 @@ class KerasTrainer:
         self._images = tf.random.stateless_normal([batch, side, side, 3], [job.rank, 0])
         self._labels = tf.random.stateless_uniform([batch], [job.rank, 1], 0, 1000, tf.int32)
         self._ours, self._job = block["arm"] != "horovod", job
-        plain = keras.optimizers.SGD(block["lr"], momentum=block["momentum"])
-        self.optimizer: Any = wrapped(block["arm"], plain, self.model, **block.get("own", {}))
+        self.optimizer: Any = keras.optimizers.SGD(block["lr"], momentum=block["momentum"])
+        if self._ours:
+            quorum = quorum_of(block["arm"])
+            self.optimizer = hvd.EagerOptimizer(self.optimizer, quorum=quorum, model=self.model)
         self.optimizer.build(self.model.trainable_variables)
         self.computed: list[float] = []
         self._train = tf.function(self._graph)

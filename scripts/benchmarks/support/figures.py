@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -108,12 +109,11 @@ def step_seconds(block: Block) -> float:
     return elapsed(block) / len(block["by_rank"][0]["ends"])
 
 
-def late_counts(stats: Iterable[Mapping[str, Any]]) -> dict[int, int]:
+def late_counts(stats: Iterable[Mapping[str, Any]]) -> Counter[int]:
     """Return the number of gradients (or messages) by their staleness, over all ranks' ``stats()``."""
-    counts: dict[int, int] = {}
+    counts = Counter[int]()
     for own in stats:
-        for late, count in own.get("staleness", {}).items():
-            counts[int(late)] = counts.get(int(late), 0) + count
+        counts.update({int(late): count for late, count in own.get("staleness", {}).items()})
     return counts
 
 

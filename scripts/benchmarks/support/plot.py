@@ -100,7 +100,8 @@ def bars(axes: Any, rows: Sequence[Row], groups: Sequence[str], key: str, points
 def _marks(axes: Any, case: Case, panel: Panel, rows: Sequence[Row], groups: Sequence[str]) -> None:
     """Draw further figures of the rows over their bars."""
     for key, marker in zip(panel.marks, MARKERS[3:], strict=False):
-        known = [(at, row[key]) for at, row in zip(places_of(rows, groups), rows, strict=True) if row[key] is not None]
+        figures = zip(places_of(rows, groups), (row.get(key) for row in rows), strict=True)
+        known = [(place, value) for place, value in figures if value is not None]
         look = {"color": "white", "markeredgecolor": "black", "markersize": 7, "linestyle": "none"}
         axes.plot(*zip(*known, strict=True) if known else ([], []), marker=marker, label=case.heading(key), **look)
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ Say = Callable[[str], None]
 
 
 class Column(NamedTuple):
-    """Column of the table: its heading, the row's key (``a.b`` for a key of a key), and the format of its values."""
+    """Column of the table: its heading, the key of the row (or of its ``setting``), and the format of its values."""
 
     heading: str
     key: str
@@ -262,25 +263,16 @@ def chosen(args: argparse.Namespace, *names: str, **more: Any) -> dict[str, Any]
     return {name: getattr(args, name) for name in names} | more
 
 
-def find(row_: Row, key: str) -> Any:
-    """Return the value of a dotted key; None if there is none."""
-    value: Any = row_
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
-
-
 def table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     """Return rows in columns: text to the left, numbers to the right, a dash where there is none."""
-    cells = [[column.heading for column in columns]]
-    cells += [[_shown(find(each, column.key), column.form) for column in columns] for each in rows]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    left = [all(isinstance(find(each, column.key), str) for each in rows) for column in columns]
-    lines = []
-    for line in cells:
-        padded = [c.ljust(w) if to_left else c.rjust(w) for c, w, to_left in zip(line, widths, left, strict=True)]
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines)
+    parts = []
+    for heading, key, form in columns:
+        _, _, inner = key.partition("setting.")
+        values = [each["setting"].get(inner) if inner else each.get(key) for each in rows]
+        cells = [heading, *(_shown(value, form) for value in values)]
+        pad = str.ljust if all(isinstance(value, str) for value in values) else str.rjust
+        parts.append([pad(cell, max(map(len, cells))) for cell in cells])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*parts, strict=True))
 
 
 def _shown(value: Any, form: str) -> str:
@@ -302,9 +294,6 @@ def finite(value: Any) -> Any:
 
 def machine() -> str:
     """Return the machine in words, with the load of the last minute: figures of a busy machine are worth less."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
-    cores = len(os.sched_getaffinity(0))
+    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    name, cores = found[1] if found else platform.machine(), len(os.sched_getaffinity(0))
     return f"{name}, {cores} cores, Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}"
