@@ -1,4 +1,7 @@
-"""Commands of ``hvd_async``: for each a function that adds its options, and one that runs it."""
+"""Commands of ``hvd_async``: for each a function that adds its options, and one that runs it.
+
+A command imports what it needs when it runs: help needs no package, and a recorded script's process holds little else.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,15 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
-
-import msgspec
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import hvd_async
-from hvd_async.advisor.advice import Given, advise, read_given
-from hvd_async.advisor.prediction import EVERY, named_modes, simulated
-from hvd_async.advisor.report import advice_as_json, modes_as_json, what
-from hvd_async.cli.output import draw, show_advice, show_findings, show_table
-from hvd_async.doctor.findings import Finding, Verdict, findings_as_json, worst
-from hvd_async.doctor.machine import check_machine
-from hvd_async.doctor.network import Measurement, in_a_job, judge_network, measure_here, measure_hosts, tables
-from hvd_async.doctor.software import check_software, read_software, self_test
 from hvd_async.errors import HvdAsyncError
-from hvd_async.simulation.network import Network
-from hvd_async.simulation.schedule import Schedule, lengths, one_slow, stalls
-from hvd_async.traces.format import read_trace
-from hvd_async.traces.recorded import record_what_is_made
+
+if TYPE_CHECKING:
+    from hvd_async.doctor.findings import Finding
+    from hvd_async.doctor.network import Measurement
+    from hvd_async.simulation.schedule import Schedule
 
 # -- options -----------------------------------------------------------------------------------------------------------
 
@@ -55,9 +48,13 @@ SHARE = _number(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
 SECONDS = _number(float, lambda value: 0 < value < 86400, "a number of seconds above 0 and below 86400")
 TRACE = "folder that `hvd_async record` or hvd_async.torch.record has written"
 SKIP = "steps at the start to leave out"
+EVERY = "every"
+"""Default of --mode and --modes, ``hvd_async.advisor.prediction.EVERY``."""
 
 
 def _print_json(value: Any) -> None:
+    import msgspec
+
     print(msgspec.json.format(msgspec.json.encode(value), indent=1).decode())
 
 
@@ -92,6 +89,10 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         ValueError: --network without ranks on hosts, or --hosts does not read like ``h1:1,h2:1``.
         EngineError: the job on the hosts has failed.
     """
+    from hvd_async.doctor.machine import check_machine
+    from hvd_async.doctor.network import in_a_job, measure_here, measure_hosts
+    from hvd_async.doctor.software import check_software, read_software, self_test
+
     if arguments.hosts:
         options = shlex.split(arguments.horovodrun or "")
         return _finish_network(measure_hosts(arguments.hosts, arguments.limit, options), arguments)
@@ -112,6 +113,11 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 def _finish_network(measured: Measurement, arguments: argparse.Namespace) -> int:
     """Show a measurement, or write it, and return the exit status."""
+    import msgspec
+
+    from hvd_async.cli.output import show_table
+    from hvd_async.doctor.network import judge_network, tables
+
     value = msgspec.to_builtins(measured)
     if arguments.json != "-":
         for table in tables(measured):
@@ -123,6 +129,9 @@ def _finish_network(measured: Measurement, arguments: argparse.Namespace) -> int
 
 def _finish(findings: list[Finding], target: str | None, **more: Any) -> int:
     """Show findings, or write them as JSON to a file or (``-``) to standard output, and return the exit status."""
+    from hvd_async.cli.output import show_findings
+    from hvd_async.doctor.findings import Verdict, findings_as_json, worst
+
     if target != "-":
         show_findings(findings)
     if target:
@@ -161,6 +170,8 @@ def run_record(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: the script does not exist, or made no optimizer that can be recorded.
     """
+    from hvd_async.traces.recorded import record_what_is_made
+
     script: Path = arguments.script
     if not script.is_file():
         raise ValueError(f"there is no script {script}: name a Python file, then its own arguments")
@@ -205,6 +216,13 @@ def run_advise(arguments: argparse.Namespace) -> int:
     The recorded computation of each rank goes through a simulation of the library's own protocol under each mode.
     Nothing is trained: what a mode costs in accuracy is not predicted.
     """
+    import msgspec
+
+    from hvd_async.advisor.advice import Given, advise, read_given
+    from hvd_async.advisor.report import advice_as_json
+    from hvd_async.cli.output import show_advice
+    from hvd_async.traces.format import read_trace
+
     given = read_given(arguments.network) if arguments.network is not None else Given()
     if arguments.bandwidth is not None:
         given = msgspec.structs.replace(given, bandwidth_bytes_s=arguments.bandwidth * 1e6 / 8)
@@ -248,6 +266,11 @@ def run_simulate(arguments: argparse.Namespace) -> int:
 
     Each rank computes for --compute seconds in a step, longer if it is slow, late, varies, or stalls.
     """
+    from hvd_async.advisor.prediction import named_modes, simulated
+    from hvd_async.advisor.report import modes_as_json, what
+    from hvd_async.cli.output import show_table
+    from hvd_async.simulation.network import Network
+
     modes = named_modes(arguments.ranks, arguments.mode)
     jobs = [_computation(arguments, arguments.seed + number) for number in range(arguments.repetitions)]
     link = Network(latency=arguments.latency / 1e3, bandwidth=arguments.bandwidth * 1e6 / 8, cycle=0.001)
@@ -262,6 +285,10 @@ def run_simulate(arguments: argparse.Namespace) -> int:
 
 def _computation(arguments: argparse.Namespace, seed: int) -> Schedule:
     """Return the seconds that each rank computes in each step, [steps, ranks]."""
+    import numpy as np
+
+    from hvd_async.simulation.schedule import lengths, one_slow, stalls
+
     steps, ranks = arguments.steps, arguments.ranks
     found: Schedule = one_slow(steps, ranks, arguments.compute, arguments.slow)
     found = found * lengths(steps, ranks, 1.0, arguments.vary, seed)
@@ -284,6 +311,9 @@ def add_plot(parser: argparse.ArgumentParser) -> None:
 
 def run_plot(arguments: argparse.Namespace) -> int:
     """Draw a recorded run, a row per rank: when it computed, waited for others, updated its weights."""
+    from hvd_async.cli.output import draw
+    from hvd_async.traces.format import read_trace
+
     draw(read_trace(arguments.trace, arguments.skip, least=1), arguments.out, arguments.first, arguments.steps)
     print(f"wrote {arguments.out}")
     return 0

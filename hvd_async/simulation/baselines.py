@@ -64,24 +64,22 @@ def averaged(arm: str, setup: Setup, size: float, levels: Sequence[Level]) -> Ou
     At a step that ends several periods only the largest of these groups averages.
     """
     ranks, network = setup.ranks, setup.network
+    due = [
+        max((level.group for level in levels if step % level.period == 0), default=0)
+        for step in range(1, setup.steps + 1)
+    ]
 
     def end(step: int, begun: Times, computed: Times) -> Times:
-        due = [level.group for level in levels if step % level.period == 0]
-        if not due:
+        group = due[step - 1]
+        if not group:
             return computed
-        group = max(due)
         seconds = network.allreduce_seconds(size, group)
         last = np.maximum.reduceat(computed, np.arange(0, ranks, group))
         ended = np.array([collective(network, at, seconds, group) for at in last.tolist()])
         return np.repeat(ended, group)[:ranks]
 
-    counts = [sum(step % level.period == 0 for level in levels) > 0 for step in range(1, setup.steps + 1)]
-    sent = sum(
-        ring_bytes(size, max(level.group for level in levels if step % level.period == 0))
-        for step, any_ in enumerate(counts, 1)
-        if any_
-    )
-    return _outcome(arm, setup, end, sent / setup.steps, sum(counts))
+    sent = sum(ring_bytes(size, group) for group in due if group)
+    return _outcome(arm, setup, end, sent / setup.steps, sum(group > 0 for group in due))
 
 
 def _pairs(arm: str, setup: Setup, size: float) -> Outcome:

@@ -61,11 +61,42 @@ def recorded(
         synchronized=synchronize is not None or all(p.device.type == "cpu" for p in parameters),
     )
     vars(optimizer)["_recorder"] = recorder
-    before = synchronize or _nothing
     ours = "_async" in vars(optimizer)
+    seen = waited_s(optimizer) if ours else 0.0
+    before_mark: Callable[[], object] = synchronize or (lambda: None)
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def recorded_step(_: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal seen
+        before_mark()
+        earlier = seen
+        # (It may have waited since its last step: in synchronize(), or a drain().)
+        recorder.arrived(max(waited_s(optimizer) - earlier, 0.0) if ours else 0.0)
+        found = step(*args, **kwargs)
+        before_mark()
+        if ours:
+            seen = waited_s(optimizer)
+            recorder.released(max(seen - earlier, 0.0))
+        recorder.done()
+        return found
+
+    methods = {"step": recorded_step}
     if algorithm == HOROVOD:
-        _replace(optimizer, "synchronize", _synchronizing(optimizer.synchronize, recorder, before))
-    _replace(optimizer, "step", _stepping(optimizer.step, recorder, before, ours, waited_s(optimizer) if ours else 0.0))
+        wait_for_gradients = optimizer.synchronize
+
+        @functools.wraps(wait_for_gradients)
+        def recorded_synchronize(_: Any, *args: Any, **kwargs: Any) -> Any:
+            before_mark()
+            recorder.arrived()
+            found = wait_for_gradients(*args, **kwargs)
+            before_mark()
+            recorder.released()
+            return found
+
+        methods["synchronize"] = recorded_synchronize
+    for name, method in methods.items():  # (bound, since torch's schedulers inspect them)
+        setattr(optimizer, name, types.MethodType(method, optimizer))
     atexit.register(recorder.close)
     return recorder
 
@@ -98,57 +129,10 @@ def _described(optimizer: Any) -> tuple[str, dict[str, Any]]:
     return PLAIN, {}
 
 
-def _nothing() -> None:
-    """Do nothing: there is no device to wait for."""
-
-
-def _replace(optimizer: Any, name: str, function: Callable[..., Any]) -> None:
-    """Replace a method of an optimizer by a bound one, since torch's schedulers inspect it."""
-    setattr(optimizer, name, types.MethodType(function, optimizer))
-
-
 def waited_s(optimizer: Any) -> float:
     """Return the seconds that an optimizer of this library has waited since the last membership change."""
     worker = optimizer._async.worker
     return 0.0 if worker is None else float(worker.wait_s)
-
-
-def _stepping(
-    step: Callable[..., Any], recorder: Recorder, before: Callable[[], None], ours: bool, seen: float
-) -> Callable[..., Any]:
-    """Return a method that marks ``step``; ``seen``: seconds that an optimizer of this library has waited so far."""
-
-    @functools.wraps(step)
-    def timed(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal seen
-        before()
-        earlier = seen
-        # (It may have waited since its last step: in synchronize(), or a drain().)
-        recorder.arrived(max(waited_s(optimizer) - earlier, 0.0) if ours else 0.0)
-        found = step(*args, **kwargs)
-        before()
-        if ours:
-            seen = waited_s(optimizer)
-            recorder.released(max(seen - earlier, 0.0))
-        recorder.done()
-        return found
-
-    return timed
-
-
-def _synchronizing(
-    synchronize: Callable[..., Any], recorder: Recorder, before: Callable[[], None]
-) -> Callable[..., Any]:
-    @functools.wraps(synchronize)
-    def timed(_: Any, *args: Any, **kwargs: Any) -> Any:
-        before()
-        recorder.arrived()
-        found = synchronize(*args, **kwargs)
-        before()
-        recorder.released()
-        return found
-
-    return timed
 
 
 # -- the first optimizer of a script -----------------------------------------------------------------------------------
@@ -191,7 +175,8 @@ def record_what_is_made(folder: Path, synchronize: bool = False) -> list[str]:
             if made:
                 warn(f"record: a second optimizer was made, by {name}; only the first is recorded, by {made[0]}")
             else:
-                wait = _waiting(optimizer) if synchronize else None
+                on_gpu = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
+                wait = sys.modules["torch"].cuda.synchronize if synchronize and on_gpu else None
                 recorded(optimizer, folder, module.rank(), module.size(), wait)
             made.append(name)
             return optimizer
@@ -216,16 +201,6 @@ def record_what_is_made(folder: Path, synchronize: bool = False) -> list[str]:
     return made
 
 
-def _waiting(optimizer: Any) -> Callable[[], None] | None:
-    """Return a function that waits for the optimizer's device; None if that is the CPU."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.is_cuda:
-                wait: Callable[[], None] = sys.modules["torch"].cuda.synchronize
-                return wait
-    return None
-
-
 class _Finder(importlib.abc.MetaPathFinder):
     """Import finder that instruments modules after their execution; it delegates the search to the other finders.
 
@@ -240,28 +215,14 @@ class _Finder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         instrument = self._instruments.pop(fullname, None)
-        if instrument is None:
-            return None
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, instrument)
+        spec = None if instrument is None else importlib.util.find_spec(fullname)
+        if instrument is None or spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            instrument(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
-
-
-class _Loader(importlib.abc.Loader):
-    """Import loader that wraps another one, then calls ``instrument`` with the module."""
-
-    def __init__(self, loader: Any, instrument: Instrument) -> None:
-        self._loader, self._instrument = loader, instrument
-
-    def __getattr__(self, name: str) -> Any:
-        """Return other attributes of the wrapped loader, such as the source or resources."""
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        made: ModuleType | None = self._loader.create_module(spec)
-        return made
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._instrument(module)

@@ -39,7 +39,7 @@ class TorchJob:
         self._folder, self._synchronize, self._made = folder, synchronize, made
         self._torch: Any = None
         self._recorder: Recorder | None = None
-        self._optimizer: Callable[[], Any] = _nothing
+        self._optimizer: Callable[[], Any] = lambda: None
         self._replicas: weakref.WeakSet[Any] = weakref.WeakSet()
         self._thread = 0
         self._device = False
@@ -192,7 +192,3 @@ class TorchJob:
             if any(id(parameter) in own for parameter in module.parameters()):
                 return DDP, module.process_group.size()
         return PLAIN, None
-
-
-def _nothing() -> None:
-    """Return None: there is no optimizer."""

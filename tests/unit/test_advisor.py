@@ -166,14 +166,6 @@ def test_the_mode_of_a_trace_and_its_risk(algorithm, options, arm, risk):
     assert (found and found.arm, found and found.risk) == (arm, risk)
 
 
-def test_a_risky_mode_without_a_gain_is_advised_against(tmp_path):
-    for rank in range(2):
-        write(tmp_path, rank, 2, [(0.1, 0.0, 0.0)] * 40, algorithm="adpsgd")
-    text = "\n".join(sentences(advise(read_trace(tmp_path), Given(bandwidth_bytes_s=1e10), "adpsgd,solo", resamples=2)))
-    assert "would do: no mode here is 10% faster" in text
-    assert "Stay as you are" not in text
-
-
 def test_advice_on_a_job_with_a_slow_rank(tmp_path):
     record_synchronous(tmp_path, SLOW)
     found = advise(read_trace(tmp_path), Given(bandwidth_bytes_s=1e10), "majority,adpsgd,pace rounds", resamples=2)
@@ -185,14 +177,6 @@ def test_advice_on_a_job_with_a_slow_rank(tmp_path):
     assert found.predictions[1].mode.name == "adpsgd"
     assert found.bound == pytest.approx(8.75 / 5.0, rel=0.05)
     assert any("Accuracy" in each for each in found.unknown)
-
-
-def test_a_trace_of_another_mode_is_checked_against_that_mode(tmp_path):
-    record_synchronous(tmp_path, SLOW, algorithm="eager", options={"quorum": "all"})
-    found = advise(read_trace(tmp_path), modes="majority", resamples=1)
-    assert found.own is not None
-    assert found.own.mode.arm == "all"
-    assert [each.mode.name for each in found.predictions] == ["horovod", "majority"]
 
 
 @pytest.mark.parametrize(

@@ -116,18 +116,6 @@ def test_a_sample_is_the_difference_of_two_counts():
     assert found.bytes_per_s == 10_000_000
 
 
-def test_seconds_replace_steps():
-    clock = Clock()
-    optimizer = Optimizer(FIRST)
-    monitor = Monitor(optimizer, every=1, seconds=2.0, clock=clock)
-    clock.now += 1.9
-    monitor.step()
-    assert monitor.last is None
-    clock.now += 0.1
-    monitor.step()
-    assert monitor.last is not None
-
-
 def test_gossip_and_leaders_have_values_of_their_own():
     clock = Clock()
     gossip = Optimizer(GossipStats(waited_for=(0.0, 1.0)), size=2, algorithm="sgp")

@@ -183,11 +183,6 @@ def test_ranks_with_fewer_batches_take_part_in_the_rest(algorithm):
     assert (summaries[0].steps, summaries[0].consensus_distance) == (4, 0.25)
 
 
-def test_in_lockstep_no_rank_has_a_step_more():
-    _, trainers = run_all(3, "--algorithm", "allreduce", "--epochs", "1", "--batch-size", "100")
-    assert [trainer.sizes for trainer in trainers] == [[100] * 4] * 3
-
-
 def test_the_rate_follows_the_fraction_of_the_epoch_and_a_preset_scales_it():
     _, trainers = run_all(1, "--epochs", "4", "--batch-size", "719", "--lr", "1", "--warmup-epochs", "1", "--cosine")
     assert trainers[0].rates == pytest.approx([0.1, 0.55, *(cosine(step / 6) for step in range(6))])
