@@ -194,13 +194,13 @@ class TorchCollectives(TensorCollectives):
         def begin(there: torch.Tensor) -> Handle:
             work, result = start(self._group(name, process_set, on_gpu and there is tensor), there)
             if streams.gpu.holds(there):
-                is_done, wait, polled = work.is_completed, work.wait, POLLS_OF_GPU[0]
+                handle = _Handle(work.is_completed, work.wait, result, scale, POLLS_OF_GPU[0])
             else:
                 future = work if isinstance(work, Future) else work.get_future()
                 future.add_done_callback(lambda _: self._wake())
-                is_done, wait, polled = future.done, future.wait, None
-            self._unfinished = [own for own in self._unfinished if not own()] + [is_done]
-            return _Handle(is_done, wait, result, scale, polled)
+                handle = _Handle(future.done, future.wait, result, scale, None)
+            self._unfinished = [is_done for is_done in self._unfinished if not is_done()] + [handle.done]
+            return handle
 
         self._cuda = tensor.device if on_gpu else self._cuda
         if on_gpu and not self._nccl:
