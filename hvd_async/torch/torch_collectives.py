@@ -15,13 +15,13 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.futures import Future
 
 from hvd_async.runtime import time_limits
 from hvd_async.runtime.exit_status import exit_status
@@ -34,54 +34,40 @@ from hvd_async.torch.distributed.world import FOREVER, HorovodInternalError
 from hvd_async.torch.tensor_collectives import POLLS_OF_GPU, Staged, TensorCollectives
 
 
-class _WorkHandle:
-    """A collective of a process group that calls ``wake`` when it is done.
+class _Handle:
+    """A collective of a process group.
 
     Args:
-        work: torch.distributed's.
-        result: what ``result()`` returns.
-        scale: factor of the result.
+        is_done, wait: of torch.distributed's work, or of its future.
+        result: what ``result()`` returns, multiplied by ``scale``.
+        polled: seconds between two calls of ``done``; None if completion wakes the engine.
     """
 
     in_stages = False
 
-    def __init__(self, work: Any, result: Any, wake: Callable[[], None], scale: float = 1.0) -> None:
-        self._work, self._result, self._scale = work, result, scale
-        self._on_gpu = streams.gpu.holds(result)
-        self._completed = completed = threading.Event()
-
-        def complete(_: Any) -> None:  # (refers to no handle: in a cycle the result would keep its memory for long)
-            completed.set()
-            wake()
-
-        if not self._on_gpu:
-            work.get_future().add_done_callback(complete)
-
-    def done(self) -> bool:
-        # (Gloo's own flag is set only after the future's callbacks, one of which has woken the engine)
-        return self._completed.is_set() or (self._on_gpu and bool(self._work.is_completed()))
+    def __init__(
+        self,
+        is_done: Callable[[], bool],
+        wait: Callable[[], object],
+        result: torch.Tensor,
+        scale: float,
+        polled: float | None,
+    ) -> None:
+        self.done, self._wait = is_done, wait
+        self._result, self._scale, self._polled = result, scale, polled
 
     def result(self) -> torch.Tensor:
-        _finish(self._work)
+        try:
+            self._wait()
+        except RuntimeError as error:
+            raise HorovodInternalError(
+                f"a collective has failed; a rank has probably ended, see its output: {error}"
+            ) from error
         result = self._result if self._scale == 1.0 else self._result.mul_(self._scale)
         return streams.record_received(result)
 
     def seconds_to_poll(self) -> float | None:
-        return POLLS_OF_GPU[0] if self._on_gpu else None
-
-
-def _finish(work: Any) -> None:
-    """Raise the error of a completed collective, if it has failed.
-
-    Raises:
-        HorovodInternalError: it has.
-    """
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise HorovodInternalError(
-            f"a collective has failed; a rank has probably ended, see its output: {error}"
-        ) from error
+        return self._polled
 
 
 class _Waiter:
@@ -121,46 +107,6 @@ class _Waiter:
             future.set_result(None)
 
 
-class _Sends:
-    """Rows in flight between pairs of ranks, with the methods of torch.distributed's ``Work`` that are used here.
-
-    Gloo's own alltoall sends before it receives. Then one direction of a link waits for the other: 8 MB each way took
-    1.5 times as long.
-
-    Args:
-        group: of Gloo.
-        rows: in the order of the receivers.
-        out: memory for rows, in the order of the senders.
-        splits, coming: number of rows to each rank of the group, and from it.
-        tag: of this exchange; no other exchange in flight has it.
-        waiter: of the lane.
-    """
-
-    def __init__(
-        self,
-        group: Any,
-        rows: torch.Tensor,
-        out: torch.Tensor,
-        splits: list[int],
-        coming: list[int],
-        tag: int,
-        waiter: _Waiter,
-    ) -> None:
-        begun = [group.recv([part], place, tag) for place, part in enumerate(out.split(coming)) if len(part)]
-        sent = rows[: sum(splits)].split(splits)
-        begun += [group.send([part], place, tag) for place, part in enumerate(sent) if len(part)]
-        self._future = waiter.wait_for(begun)
-
-    def get_future(self) -> Future[None]:
-        return self._future
-
-    def is_completed(self) -> bool:
-        return self._future.done()
-
-    def wait(self) -> None:
-        self._future.result()
-
-
 class TorchCollectives(TensorCollectives):
     """The data plane on torch.distributed: over all ranks, or over those of a process set.
 
@@ -183,7 +129,8 @@ class TorchCollectives(TensorCollectives):
         self._nccl = streams.gpu.has_nccl and not staged
         self._groups: dict[tuple[Any, ...], Any] = {}
         self._waiters: dict[tuple[Any, ...], _Waiter] = {}
-        self._pending: list[Any] = []
+        self._unfinished: list[Callable[[], bool]] = []
+        """Of each collective in flight, whether it is done. (No handles: these hold results.)"""
         self._wake: Callable[[], None] = lambda: None
 
     def start(self, wake: Callable[[], None]) -> None:
@@ -195,7 +142,7 @@ class TorchCollectives(TensorCollectives):
         self._wake = lambda: None
         for waiter in self._waiters.values():
             waiter.close()
-        if all(work.is_completed() for work in self._pending):
+        if all(is_done() for is_done in self._unfinished):
             self._world.close([group for group in self._groups.values() if isinstance(group, dist.ProcessGroupGloo)])
         else:
             exit_status.skip_destructors()
@@ -239,16 +186,21 @@ class TorchCollectives(TensorCollectives):
         """Start a collective of a tensor: where it is, or by way of the CPU.
 
         Args:
-            start: gets group and tensor; returns torch.distributed's work, and the tensor that will hold its result.
+            start: gets group and tensor; returns torch.distributed's work, or a future, and the result's tensor.
             scale: factor of the result.
         """
         on_gpu = streams.gpu.holds(tensor)
 
         def begin(there: torch.Tensor) -> Handle:
             work, result = start(self._group(name, process_set, on_gpu and there is tensor), there)
-            self._pending = [one for one in self._pending if not one.is_completed()]
-            self._pending.append(work)
-            return _WorkHandle(work, result, lambda: self._wake(), scale)
+            if streams.gpu.holds(there):
+                handle = _Handle(work.is_completed, work.wait, result, scale, POLLS_OF_GPU[0])
+            else:
+                future = work if isinstance(work, Future) else work.get_future()
+                future.add_done_callback(lambda _: self._wake())
+                handle = _Handle(future.done, future.wait, result, scale, None)
+            self._unfinished = [is_done for is_done in self._unfinished if not is_done()] + [handle.done]
+            return handle
 
         self._cuda = tensor.device if on_gpu else self._cuda
         if on_gpu and not self._nccl:
@@ -304,10 +256,15 @@ class TorchCollectives(TensorCollectives):
             out = there.new_empty((sum(coming), there.shape[1])) if into is None else into[: sum(coming)]
             if streams.gpu.holds(there):
                 return group.alltoall_base(out, there[: sum(splits)], coming, splits, options), out
+            # Gloo's own alltoall sends before it receives, so that one direction of a link waits for the other: 8 MB
+            # each way took 1.5 times as long. (The tag is of no other exchange in flight.)
             key, tag = (lane_of(name), self._ranks(process_set)), int(name.rpartition(".")[2])
+            works = [group.recv([part], place, tag) for place, part in enumerate(out.split(coming)) if len(part)]
+            sent = there[: sum(splits)].split(splits)
+            works += [group.send([part], place, tag) for place, part in enumerate(sent) if len(part)]
             if key not in self._waiters:
                 self._waiters[key] = _Waiter(key[0])
-            return _Sends(group, there, out, splits, coming, tag, self._waiters[key]), out
+            return self._waiters[key].wait_for(works), out
 
         return self._start(rows, name, process_set, start)
 

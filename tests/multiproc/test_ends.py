@@ -100,7 +100,8 @@ def test_a_death_at_any_point_without_horovod_is_named_by_all_others(forked: Run
     assert job.returncodes[victim] == -signal.SIGKILL, str(job)
     for survivor in {0, 1, 2} - {victim}:
         assert job.returncodes[survivor] == 1, str(job)
-        assert re.search(SAID[point][min(victim, 1)].format(victim), job.outputs[survivor]), str(job)
+        said = SAID[point][min(victim, 1)].format(victim)
+        assert re.search(f"^.*HorovodInternalError: .*{said}", job.outputs[survivor], re.MULTILINE), str(job)
 
 
 @pytest.mark.parametrize(("point", "victim"), DEATHS if LONG_RUN else DEATHS[::3])

@@ -126,6 +126,11 @@ class MessageExchange:
         self.seconds = 0.0
         """Total duration of all exchanges here."""
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether an exchange is in flight here."""
+        return bool(self._busy)
+
     def announce(self, optimizer: int, key: int) -> None:
         """Announce that messages of a step, or none, will be queued once messages of earlier steps have arrived."""
         self._coming.add(key)
@@ -896,7 +901,7 @@ class PushSumWorker(GossipWorker):
 
         waited, missing_now = self._wait_s, self._receive_buffer.missing
         self._receive_buffer.expect(self._step, [sender for sender, _ in self._into(self._place, self._step)])
-        if missing_now():
+        if missing_now() and not self._exchanges.is_busy:  # (otherwise it is called at the end of the exchange)
             self.engine.call_soon(self._on_exchange_done)
         while missing := missing_now():
             yield Wait(lambda before=missing: missing_now() != before, awaited)  # type: ignore[misc]
@@ -1011,9 +1016,10 @@ class PushSumWorker(GossipWorker):
         self._receive_buffer.deliver(sender, key, weight, data)
 
     def _on_exchange_done(self) -> None:
-        """If the training thread waits for a message, announce that this rank has nothing for the next exchange."""
+        """If the training thread waits for a message that no exchange in flight may bring, announce that this rank has
+        nothing for the next one."""
         with self.engine.changed:
-            waits = bool(self._receive_buffer.missing())
+            waits = bool(self._receive_buffer.missing()) and not self._exchanges.is_busy
         if waits:
             self.engine.send(WaitingForMessage(self._registered_number(), self._exchanges.completed))
 

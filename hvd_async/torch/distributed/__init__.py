@@ -11,15 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hvd_async.torch.distributed import elastic, process_sets, requests, world
+from hvd_async.torch.distributed import elastic, process_sets, world
 from hvd_async.torch.distributed.collectives import (
-    Adasum,
-    Average,
     Compression,
-    Max,
-    Min,
-    Product,
-    Sum,
     allgather,
     allgather_async,
     allreduce,
@@ -62,6 +56,7 @@ from hvd_async.torch.distributed.process_sets import (
     global_process_set,
     remove_process_set,
 )
+from hvd_async.torch.distributed.requests import Adasum, Average, Max, Min, Product, Sum
 from hvd_async.torch.distributed.world import HorovodInternalError, is_initialized, no_counterpart, refusal
 
 __all__ = [
@@ -108,8 +103,7 @@ _process_sets = process_sets
 def shutdown() -> None:
     """Undo ``init``; all ranks call it."""
     if is_initialized():
-        requests.close_all()
-        _process_sets.forget()
+        _process_sets.forget_all()
         world.forget()
 
 

@@ -14,8 +14,18 @@ import torch
 import torch.distributed as dist
 
 from hvd_async.torch.distributed import world
-from hvd_async.torch.distributed.process_sets import ProcessSet, global_process_set
-from hvd_async.torch.distributed.requests import ALLREDUCE, JOIN, Handle, Queue, Request, queue_of
+from hvd_async.torch.distributed.process_sets import ProcessSet, global_process_set, queue_of
+from hvd_async.torch.distributed.requests import (
+    ALLREDUCE,
+    JOIN,
+    REDUCTIONS,
+    Adasum,
+    Average,
+    Handle,
+    Queue,
+    Request,
+    Sum,
+)  # fmt: skip
 from hvd_async.torch.distributed.world import no_counterpart
 
 # -- compression -------------------------------------------------------------------------------------------------------
@@ -59,13 +69,12 @@ class Compression:
 # -- handles -----------------------------------------------------------------------------------------------------------
 
 
-Average, Sum, Adasum, Min, Max, Product = range(6)
 Tensors = Sequence[torch.Tensor]
 
 
 def poll(handle: Any) -> bool:
     """Return whether ``synchronize(handle)`` would return at once."""
-    return bool(handle.poll())
+    return bool(handle.done())
 
 
 def synchronize(handle: Any) -> Any:
@@ -74,7 +83,7 @@ def synchronize(handle: Any) -> Any:
     Raises:
         HorovodInternalError: it has failed.
     """
-    return handle.wait() if isinstance(handle, Handle) else handle()
+    return handle.then(handle.result()) if isinstance(handle, Handle) else handle()
 
 
 def _operation(op: int | None, average: bool | None) -> int:
@@ -86,7 +95,7 @@ def _operation(op: int | None, average: bool | None) -> int:
     chosen = Average if op is None else op
     if chosen == Adasum:
         no_counterpart("op=hvd.Adasum", "Pass op=hvd.Average or op=hvd.Sum.")
-    if chosen not in (Average, Sum, Min, Max, Product):
+    if chosen not in REDUCTIONS:
         raise ValueError(f"op must be hvd.Average, Sum, Min, Max or Product, got {op!r}.")
     return chosen
 
@@ -116,9 +125,9 @@ def _begin(
 
 
 def _one(handle: Handle, result: Callable[[list[torch.Tensor]], Any]) -> Handle:
-    """Return a handle whose result is ``result`` of the handle's."""
-    inner = handle.wait
-    handle.wait = lambda: result(inner())  # type: ignore[method-assign]
+    """Let ``synchronize`` return ``result`` of what it would return; return the handle."""
+    inner = handle.then
+    handle.then = lambda found: result(inner(found))
     return handle
 
 
@@ -145,7 +154,10 @@ def _first(results: list[torch.Tensor]) -> torch.Tensor:
 
 
 class _Differentiable(torch.autograd.Function):
-    """A collective of tensors, whose gradients another collective returns."""
+    """A collective of tensors, whose gradients another collective returns.
+
+    ``apply(run, backward, *tensors)``: two functions of a list of tensors, and the tensors.
+    """
 
     @staticmethod
     def forward(ctx: Any, run: Any, backward: Any, *tensors: torch.Tensor) -> Any:
@@ -157,14 +169,6 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return (None, None, *ctx.backward_of(list(gradients)))
-
-
-def _differentiable(
-    run: Callable[[list[torch.Tensor]], list[torch.Tensor]],
-    backward: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
-    tensors: Tensors,
-) -> list[torch.Tensor]:
-    return list(_Differentiable.apply(run, backward, *tensors))
 
 
 # -- allreduce --------------------------------------------------------------------------------------------------
@@ -235,12 +239,12 @@ def grouped_allreduce(
         reduced: list[torch.Tensor] = synchronize(handle)
         return reduced
 
-    outputs = _differentiable(lambda own: run(own, name), run, compressed)
+    outputs = _Differentiable.apply(lambda own: run(own, name), run, *compressed)
     return [compression.decompress(one, context) for one, context in zip(outputs, contexts, strict=True)]
 
 
 def allreduce_async(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Handle:
-    """Begin to reduce a tensor over the ranks. Arguments as of ``grouped_allreduce_async``."""
+    """Begin to reduce a tensor over the ranks. Arguments as of ``grouped_allreduce_async_``."""
     return _one(grouped_allreduce_async([tensor], *arguments, **options), _first)
 
 
@@ -322,7 +326,7 @@ def grouped_allgather(
         starts = dims[: queue_of(process_set).place].sum(0).tolist()
         return [one.narrow(0, at, own.shape[0]) for one, at, own in zip(averages, starts, tensors, strict=True)]
 
-    return _differentiable(run, backward, tensors)
+    return list(_Differentiable.apply(run, backward, *tensors))
 
 
 def allgather_async(
@@ -390,11 +394,10 @@ def broadcast(
         average = allreduce(gradients[0], op=Average, process_set=process_set)
         return [average if world.current().rank == root_rank else average * 0]
 
-    return _first(
-        _differentiable(
-            lambda own: [synchronize(broadcast_async(own[0], root_rank, name, process_set))], backward, [tensor]
-        )
-    )
+    def run(own: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [synchronize(broadcast_async(own[0], root_rank, name, process_set))]
+
+    return _first(_Differentiable.apply(run, backward, tensor))
 
 
 # -- alltoall ---------------------------------------------------------------------------------------------------
@@ -460,7 +463,7 @@ def alltoall(
         missing = tensor.shape[0] - back.shape[0]
         return [torch.cat([back, back.new_zeros((missing, *back.shape[1:]))]) if missing else back]
 
-    received, rows = _differentiable(run, backward, [tensor])
+    received, rows = _Differentiable.apply(run, backward, tensor)
     return received if splits is None else (received, rows)
 
 
@@ -517,7 +520,7 @@ def grouped_reducescatter(
         factor = prescale_factor * postscale_factor * (queue_of(process_set).size if op == Sum else 1)
         return grouped_allgather([one * factor for one in gradients], process_set=process_set)
 
-    outputs = _differentiable(run, backward, compressed)
+    outputs = _Differentiable.apply(run, backward, *compressed)
     return [compression.decompress(one, context) for one, context in zip(outputs, contexts, strict=True)]
 
 
@@ -541,4 +544,4 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 def join(device: int = -1) -> int:
     """Take part in the other ranks' allreduces with zeros until all ranks have joined; return the last to join."""
-    return int(queue_of(global_process_set).submit(Request(JOIN, JOIN), lambda queue, requests: None).wait())
+    return int(queue_of(global_process_set).submit(Request(JOIN, JOIN), lambda queue, requests: None).result())

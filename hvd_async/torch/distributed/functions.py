@@ -11,10 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvd_async.torch.distributed import world
 from hvd_async.torch.distributed.collectives import (
-    Adasum,
-    Average,
     Compression,
-    Sum,
     allgather,
     allreduce,
     broadcast_,
@@ -22,6 +19,7 @@ from hvd_async.torch.distributed.collectives import (
     synchronize,
 )
 from hvd_async.torch.distributed.process_sets import ProcessSet, global_process_set
+from hvd_async.torch.distributed.requests import Adasum, Average, Sum
 from hvd_async.torch.distributed.world import no_counterpart
 
 

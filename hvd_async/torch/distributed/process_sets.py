@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from hvd_async.torch.distributed import requests, world
+from hvd_async.torch.distributed import world
+from hvd_async.torch.distributed.requests import Queue
 
 
 class ProcessSet:
@@ -20,6 +21,8 @@ class ProcessSet:
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.process_set_id: int | None = None
+        self._queue: Queue | None = None
+        """Its collectives, on its ranks, once it is known."""
         if not isinstance(ranks, Iterable):
             raise ValueError(f"ProcessSet takes a list of ranks, got {ranks!r}: there is no MPI on torch.distributed.")
         self.ranks = sorted(ranks)
@@ -52,7 +55,7 @@ class ProcessSet:
 
 global_process_set = ProcessSet([])
 _known: dict[int, ProcessSet] = {}
-_next_id = 1
+_next_id = 0
 
 
 def initialize(process_sets: str | Sequence[ProcessSet] | None) -> None:
@@ -62,23 +65,56 @@ def initialize(process_sets: str | Sequence[ProcessSet] | None) -> None:
         ValueError: ``process_sets`` is something else, or two sets have the same ranks.
     """
     global _next_id
+    _next_id = 0
     global_process_set.ranks = list(range(world.current().size))
-    global_process_set.process_set_id = 0
-    _known.clear()
-    _known[0] = global_process_set
-    _next_id = 1
-    requests.open_queue(0, global_process_set.ranks)
+    _register(global_process_set)
     if isinstance(process_sets, str) and process_sets != "dynamic":
         raise ValueError(f"process_sets must be 'dynamic' or a list of ProcessSet, got {process_sets!r}.")
     for one in () if process_sets is None or isinstance(process_sets, str) else process_sets:
         add_process_set(one)
 
 
-def forget() -> None:
+def _register(process_set: ProcessSet) -> None:
+    """Give a process set the next number; its ranks connect to each other."""
+    global _next_id
+    process_set.process_set_id = _next_id
+    _known[_next_id] = process_set
+    if process_set.included():
+        process_set._queue = Queue(_next_id, process_set.ranks)
+    _next_id += 1
+
+
+def forget(process_set: ProcessSet) -> None:
+    """End a process set's collectives, and make it unknown."""
+    assert process_set.process_set_id is not None
+    del _known[process_set.process_set_id]
+    process_set.process_set_id = None
+    if process_set._queue is not None:
+        process_set._queue.close()
+        process_set._queue = None
+
+
+def forget_all() -> None:
     """Undo ``initialize``."""
-    for one in _known.values():
-        one.process_set_id = None
-    _known.clear()
+    for one in list(_known.values()):
+        forget(one)
+
+
+def queue_of(process_set: ProcessSet) -> Queue:
+    """Return the queue of a process set's collectives.
+
+    Raises:
+        ValueError: the process set is not known, or this rank is outside.
+    """
+    own = world.current().rank
+    if process_set.process_set_id not in _known:
+        raise ValueError(
+            f"{process_set} is not known. Pass it to hvd.init(process_sets=[...]) or hvd.add_process_set()."
+        )
+    queue = _known[process_set.process_set_id]._queue
+    if queue is None:
+        raise ValueError(f"rank {own} is not in {process_set}: only its ranks may call its collectives.")
+    return queue
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -90,28 +126,22 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     Raises:
         ValueError: a rank does not exist, or the ranks have a process set already.
     """
-    global _next_id
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     size = world.current().size
     if not made.ranks or made.ranks[0] < 0 or made.ranks[-1] >= size or len({*made.ranks}) < len(made.ranks):
         raise ValueError(f"process set {made.ranks} must have different ranks of 0 to {size - 1}.")
     if any(one.ranks == made.ranks for one in _known.values()):
         raise ValueError(f"ranks {made.ranks} have a process set already. Use that one.")
-    made.process_set_id = _next_id
-    _known[_next_id] = made
-    requests.open_queue(_next_id, made.ranks)
-    _next_id += 1
+    _register(made)
     return made
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Forget a process set; all ranks of the job call it. Returns whether it was known, and not the global one."""
-    number = process_set.process_set_id
-    if number is None or number == 0:
+    if not process_set.process_set_id:
         return False
-    del _known[number]
+    forget(_known[process_set.process_set_id])
     process_set.process_set_id = None
-    requests.close_queue(number)
     return True
 
 

@@ -15,6 +15,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -30,6 +31,14 @@ from hvd_async.torch.distributed.world import HorovodInternalError
 
 ALLREDUCE, JOIN = "allreduce", "join"
 """Kinds of requests that a joined rank knows."""
+Average, Sum, Adasum, Min, Max, Product = range(6)
+REDUCTIONS = {
+    Average: dist.ReduceOp.SUM,
+    Sum: dist.ReduceOp.SUM,
+    Min: dist.ReduceOp.MIN,
+    Max: dist.ReduceOp.MAX,
+    Product: dist.ReduceOp.PRODUCT,
+}
 RECORD = 1024
 """Bytes of a request that travel in one message; a longer one takes a second."""
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -61,44 +70,16 @@ class Request:
         return f"{self.kind} {self.name!r}{of} {self.options or ''}".strip()
 
 
-class Handle:
-    """A collective under way, for ``poll`` and ``synchronize``."""
+class Handle(Future[Any]):
+    """A collective under way, for ``poll`` and ``synchronize``.
+
+    Attributes:
+        then: makes ``synchronize``'s value of the result, in the thread that calls it.
+    """
 
     def __init__(self) -> None:
-        self._done = threading.Event()
-        self._result: Any = None
-        self._error: Exception | None = None
-
-    def poll(self) -> bool:
-        """Return whether ``wait`` would return at once."""
-        return self._done.is_set()
-
-    def wait(self) -> Any:
-        """Return the result when it is there.
-
-        Raises:
-            HorovodInternalError: the collective has failed.
-        """
-        while not self._done.wait(1.0):  # (a limit, so that signals are noticed on all systems)
-            pass
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def finish(self, run: Callable[[], Any]) -> None:
-        """Run the collective (on the thread of the queue)."""
-        try:
-            self._result = run()
-        except (RuntimeError, ValueError, TypeError) as error:
-            known = isinstance(error, HorovodInternalError)
-            self._error = error if known else HorovodInternalError(str(error))
-        finally:
-            self._done.set()
-
-    def fail(self, error: Exception) -> None:
-        """Make ``wait`` raise an error."""
-        self._error = error
-        self._done.set()
+        super().__init__()
+        self.then: Callable[[Any], Any] = lambda result: result
 
 
 Run = Callable[["Queue", list[Request]], Any]
@@ -205,31 +186,36 @@ class Queue:
 
     def _finish(self, item: _Item, run: Callable[[], Any]) -> None:
         self._names.discard(item.request.name)
-        item.handle.finish(run)
+        try:
+            item.handle.set_result(run())
+        except HorovodInternalError as error:
+            item.handle.set_exception(error)
+        except Exception as error:  # noqa: BLE001  raised by ``synchronize``
+            item.handle.set_exception(HorovodInternalError(str(error)))
 
     def _fail(self, outstanding: dict[str, _Item], error: Exception) -> None:
         """Fail all collectives, later ones too."""
         for item in outstanding.values():
-            item.handle.fail(error)
+            item.handle.set_exception(error)
         while (later := self._called.get()) is not None:
-            later.handle.fail(error)
+            later.handle.set_exception(error)
 
     def _carry_out(self, requests: dict[int, Request], item: _Item | None) -> None:
         """Run a collective that all ranks have announced; without ``item`` this rank has joined."""
         first = min(requests.items())[1]
         everyones = [requests.get(place, first) for place in range(self.size)]
-        try:
+
+        def run() -> Any:
             self._check(requests)
-        except HorovodInternalError as error:
             if item is not None:
-                self._names.discard(item.request.name)
-                item.handle.fail(error)
-            return
+                return item.run(self, everyones)
+            return [self.reduce(torch.zeros(each, dtype=DTYPES[first.dtype]), *first.options) for each in first.shapes]
+
         if item is not None:
-            self._finish(item, lambda: item.run(self, everyones))
-            return
-        for shape in first.shapes:
-            self.reduce(torch.zeros(shape, dtype=DTYPES[first.dtype]), *first.options)
+            self._finish(item, run)
+        else:
+            with contextlib.suppress(HorovodInternalError):  # (a rank that has called it raises the error)
+                run()
 
     def wait(self, work: Any, what: object) -> None:
         """Wait for a collective of ``group``, with a warning from time to time.
@@ -287,8 +273,7 @@ class Queue:
                 )
 
     def reduce(self, tensor: torch.Tensor, op: int, prescale: float, postscale: float) -> torch.Tensor:
-        """Reduce a tensor on the CPU in place over the ranks, and return it; ``op`` is of ``REDUCTIONS``, or 0 for the
-        average."""
+        """Reduce a tensor on the CPU in place over the ranks, and return it; ``op`` is of ``REDUCTIONS``."""
         scale(tensor, prescale)
         wide = tensor.to(torch.int32) if tensor.dtype == torch.int16 else tensor  # (Gloo knows no int16)
         options = dist.AllreduceOptions()
@@ -296,18 +281,7 @@ class Queue:
         self.wait(self.group.allreduce([wide], options), "allreduce")
         if wide is not tensor:
             tensor.copy_(wide)
-        return scale(tensor, postscale / self.size if op == AVERAGE else postscale)
-
-
-AVERAGE = 0
-REDUCTIONS = {
-    AVERAGE: dist.ReduceOp.SUM,
-    1: dist.ReduceOp.SUM,
-    3: dist.ReduceOp.MIN,
-    4: dist.ReduceOp.MAX,
-    5: dist.ReduceOp.PRODUCT,
-}
-"""By Horovod's numbers of operations."""
+        return scale(tensor, postscale / self.size if op == Average else postscale)
 
 
 def scale(tensor: torch.Tensor, factor: float) -> torch.Tensor:
@@ -318,41 +292,3 @@ def scale(tensor: torch.Tensor, factor: float) -> torch.Tensor:
         else:
             tensor.copy_((tensor.double() * factor).trunc_())
     return tensor
-
-
-_queues: dict[int, Queue] = {}
-
-
-def open_queue(number: int, ranks: Sequence[int]) -> None:
-    """Start to serve the collectives of a process set, on its ranks; do nothing on others."""
-    if world.current().rank in ranks:
-        _queues[number] = Queue(number, ranks)
-
-
-def close_queue(number: int) -> None:
-    """Undo ``open_queue``."""
-    if number in _queues:
-        _queues.pop(number).close()
-
-
-def close_all() -> None:
-    """End all queues."""
-    for number in list(_queues):
-        close_queue(number)
-
-
-def queue_of(process_set: Any) -> Queue:
-    """Return the queue of a process set's collectives.
-
-    Raises:
-        ValueError: the process set is not known, or this rank is outside.
-    """
-    number = process_set.process_set_id
-    own = world.current().rank
-    if number is None:
-        raise ValueError(
-            f"{process_set} is not known. Pass it to hvd.init(process_sets=[...]) or hvd.add_process_set()."
-        )
-    if number not in _queues:
-        raise ValueError(f"rank {own} is not in {process_set}: only its ranks may call its collectives.")
-    return _queues[number]

@@ -102,11 +102,11 @@ class World:
         return []
 
     def suspects(self, name: str, ranks: Sequence[int]) -> str:
-        """Return which ranks have probably ended, for an error: the ones that do not report the same failure.
+        """Return, for an error, which ranks have probably ended: all ranks but the ones that report the same failure.
 
         Args:
             name: of what has failed, the same on all ranks; it fails once.
-            ranks: the participants.
+            ranks: all ranks that took part.
         """
         try:
             missing = self._missing(f"failed/{name}", "", ranks, ROLL_CALL)

@@ -222,7 +222,7 @@ def main() -> None:
                     stand_still(others)
                 else:
                     die(manner, others)
-            if is_victim and point == "backward":
+            if is_victim and point == "backward" and isinstance(framework, TorchRank):
                 framework.call_in_backward(lambda: die(manner, others))
             if point == "waiting":
                 wait_with_the_victim()
