@@ -1,19 +1,14 @@
-"""The parts of ``hvd_async doctor`` that need TensorFlow: a tiny training, and tensors for measuring collectives."""
+"""The part of ``hvd_async doctor`` that needs TensorFlow: a tiny training."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvd_async.tensorflow.keras import EagerOptimizer, callbacks
-
-# -- self-test ---------------------------------------------------------------------------------------------------------
-
 
 EPOCHS = 5
 
@@ -34,30 +29,3 @@ def train() -> dict[str, Any] | None:
     distance = float(optimizer.consensus_distance())
     result = {"loss_before": before, "loss_after": after, "distance": distance, "rounds": int(optimizer.rounds)}
     return None if hvd.rank() else result
-
-
-# -- network -----------------------------------------------------------------------------------------------------------
-
-
-FRAMEWORK = f"tensorflow {tf.__version__}"
-
-
-def horovod() -> Any:
-    """Return Horovod, for a process that only measures: GPUs are hidden from it."""
-    tf.config.set_visible_devices([], "GPU")
-    return hvd
-
-
-def floats(count: int) -> tf.Tensor:
-    """Return ``count`` zeros, float32."""
-    return tf.zeros(count)
-
-
-def raw(count: int) -> tf.Tensor:
-    """Return ``count`` bytes, uint8."""
-    return tf.zeros(count, dtype=tf.uint8)
-
-
-def counts(numbers: Sequence[int]) -> tf.Tensor:
-    """Return numbers as int32."""
-    return tf.constant(numbers, dtype=tf.int32)

@@ -1,17 +1,13 @@
-"""The parts of ``hvd_async doctor`` that need torch: a tiny training, and tensors for measuring collectives."""
+"""The part of ``hvd_async doctor`` that needs torch: a tiny training."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from hvd_async.torch import EagerOptimizer
 from hvd_async.torch.horovod_api import hvd
-
-# -- self-test ---------------------------------------------------------------------------------------------------------
-
 
 STEPS = 20
 
@@ -37,29 +33,3 @@ def train() -> dict[str, Any] | None:
     distance = float(optimizer.consensus_distance())
     result = {"loss_before": before, "loss_after": after, "distance": distance, "rounds": optimizer.rounds}
     return None if hvd.rank() else result
-
-
-# -- network -----------------------------------------------------------------------------------------------------------
-
-
-FRAMEWORK = f"torch {torch.__version__}"
-
-
-def horovod() -> Any:
-    """Return Horovod, or what takes its place."""
-    return hvd
-
-
-def floats(count: int) -> torch.Tensor:
-    """Return ``count`` zeros, float32."""
-    return torch.zeros(count)
-
-
-def raw(count: int) -> torch.Tensor:
-    """Return ``count`` bytes, uint8."""
-    return torch.zeros(count, dtype=torch.uint8)
-
-
-def counts(numbers: Sequence[int]) -> torch.Tensor:
-    """Return numbers as int32."""
-    return torch.tensor(numbers, dtype=torch.int32)
