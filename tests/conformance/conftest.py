@@ -17,14 +17,14 @@ __all__ = ["tapes"]
 @pytest.fixture(autouse=True, scope="module")
 def quick_garbage_collection() -> None:
     """Leave what is alive before a module's tests out of collections from now on: both frameworks, and what they keep
-    of each graph, are so many objects that one collection takes seconds."""
+    of each graph, are this many objects that one collection takes seconds."""
     gc.collect()
     gc.freeze()
 
 
 _trace, _tracing = func_graph.func_graph_from_py_func, threading.RLock()
 PATIENCE = 30.0
-"""Seconds that a rank waits for another's trace. (If that waited for this rank, both would go on then.)"""
+"""Seconds that a rank waits for another's trace. (If that waited for this rank, both would continue then.)"""
 
 
 def _trace_alone(*args: Any, **options: Any) -> Any:

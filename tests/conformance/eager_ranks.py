@@ -56,7 +56,7 @@ class Binding:
             return trainer, attach(trainer.opt, worker)
 
     def averaged(self, case: Case, sizes: Sequence[int]) -> Array:
-        """Weights of a model that one plain optimizer trains with averages of the first so many ranks' gradients, by
+        """Weights of a model that one plain optimizer trains with averages of the first this many ranks' gradients, by
         step."""
         with scripted_engine(1):
             reader = self.trainer(case)

@@ -100,7 +100,7 @@ def among_others(
     """Continue with ``n`` ranks: survivors and new ones."""
     Exchange.board = Board(size)
 
-    def go_on(rank: int) -> Any:
+    def proceed(rank: int) -> Any:
         if rank < len(jobs):
             job = jobs[rank]
             job.opt._async.rejoin()
@@ -109,4 +109,4 @@ def among_others(
         job.state.sync()
         return work(rank, job)
 
-    return Cluster(size, **cluster).run(go_on, timeout)
+    return Cluster(size, **cluster).run(proceed, timeout)

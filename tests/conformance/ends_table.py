@@ -231,7 +231,7 @@ def run(cell: Cell, wrapper: str, framework: Framework) -> list[Any]:
 
 
 def check(cell: Cell, outcomes: list[Any]) -> None:
-    """Normal ends bring the same weights everywhere; otherwise all are told of rank 1."""
+    """Normal ends bring the same weights everywhere; otherwise all are informed of rank 1."""
     assert not any(isinstance(outcome, TimeoutError) for outcome in outcomes), outcomes
     if cell.end != "normal":
         for rank in (0, 2):

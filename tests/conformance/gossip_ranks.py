@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,8 @@ from tests.conformance.noloco_reference import noloco
 from tests.conformance.outer_reference import Outer
 from tests.conformance.quasi_global_reference import Corrected
 from tests.conformance.reference import Array
-from tests.conformance.weight_ranks import Rank
+from tests.conformance.weight_ranks import KerasRank, Rank, TorchRank
+from tests.conftest import LONG_RUN
 
 STAR = {"algorithm": "sgp", "topology": "star"}
 """The graph on which push-sum weights are not 1."""
@@ -46,12 +48,21 @@ def name(one: Any) -> str:
     """How a parameter shows in a test's name: options by their values."""
     if isinstance(one, dict):
         return "-".join(str(getattr(value, "algorithm", value)) for value in one.values())
-    return str(getattr(one, "name", one))
+    return str(getattr(one, "name", getattr(one, "__name__", one)))
 
 
 def by_options(*options: dict[str, Any]) -> Any:
     """Parametrize a test over options of ``GossipOptimizer``."""
     return pytest.mark.parametrize("options", options, ids=name)
+
+
+def by_turns(argument: str, *values: Any) -> Any:
+    """Parametrize a test over values, each in one of the bindings by turns; in a long run in both."""
+    bindings = (TorchRank, KerasRank)
+    rows = [(bindings[place % 2], value) for place, value in enumerate(values)]
+    if LONG_RUN:
+        rows = list(itertools.product(bindings, values))
+    return pytest.mark.parametrize(("binding", argument), rows, ids=name)
 
 
 def graph(name: str, size: int, scheme: str = "uniform") -> list[Array]:

@@ -70,7 +70,7 @@ class Problem:
         return UPDATES[self.framework](self.case, x, g, state, self.case.lr)
 
     def after(self, outcome: Outcome) -> Problem:
-        """Rest of the problem after a drain: all at the average, steps from 1 again; data and optimizers go on."""
+        """Rest of the problem after a drain: all at the average, steps from 1 again; data and optimizers continue."""
         done = [len(own) for own in outcome.path]
         return dataclasses.replace(
             self,
@@ -139,7 +139,7 @@ def least_squares(size: int, case: Case, framework: str = "torch", elements: int
 
 
 def of_step(matrices: Sequence[Array], step: int, every: int = 1) -> Array:
-    """The matrix of a step, from 1, where messages are sent each so many steps."""
+    """The matrix of a step, from 1, where messages are sent each this many steps."""
     if step % every:
         return np.eye(len(matrices[0]))
     return matrices[(step // every - 1) % len(matrices)]

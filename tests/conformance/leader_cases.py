@@ -32,4 +32,4 @@ SCHEDULES: dict[str, Following] = {
 
 def leads(rank: int, of: Following = PAIRS) -> Following:
     """The same, with a rank whose losses are lower than all others'."""
-    return dataclasses.replace(of, told=lambda z, own, step: drawn(z, own, step) - 2.0 * (own == rank))
+    return dataclasses.replace(of, loss_of=lambda z, own, step: drawn(z, own, step) - 2.0 * (own == rank))

@@ -65,7 +65,7 @@ class Seen:
 
 
 class Pace:
-    """Lets each rank take a step only when the fastest has taken so many.
+    """Lets each rank take a step only when the fastest has taken this many.
 
     Args:
         behind: for each rank, how many steps the fastest takes while it takes one; the lowest of them is 1.
@@ -89,14 +89,14 @@ class Pace:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """This rank has finished: nobody waits any more."""
+        """This rank has finished: no rank waits any more."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
 
 
 def wait_for_pulls(worker: LeaderWorker, count: int) -> None:
-    """Until so many pulls have landed here."""
+    """Until this many pulls have landed here."""
     worker.engine.wait(lambda: worker.executor.record.pulls >= count)
 
 
@@ -132,7 +132,7 @@ def run(
     Args:
         make: a rank's trainer.
         steps: of each rank, or of all.
-        together: no rank goes on before the pulls that its step has made due have landed, so that nothing is left to
+        together: no rank continues before the pulls that its step has made due have landed, so that nothing is left to
             chance.
         behind: see ``Pace``; empty: no rank waits for another.
     """

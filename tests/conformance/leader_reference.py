@@ -30,9 +30,9 @@ from tests.conformance.gossip_reference import Problem
 from tests.conformance.reference import Array, State, play, start
 
 ALL = -1
-"""In place of a group."""
+"""Instead of a group."""
 CENTRE = -1
-"""In place of a leader."""
+"""Instead of a leader."""
 Strength = float | Callable[[int], float]
 Log = Sequence[Sequence[Sequence[Any]]]
 
@@ -50,7 +50,7 @@ class Following:
         groups: of ranks, by their places (lsgd).
         alpha: beta over the number of ranks if it is None (easgd).
         lr_spread: "none", "linear" or "power".
-        told: the loss that a rank tells: of (weights before the step, rank, step from 1); None for none.
+        reported: the loss that a rank tells: of (weights before the step, rank, step from 1); None for none.
     """
 
     algorithm: str = "lsgd"
@@ -65,7 +65,7 @@ class Following:
     beta: float = 0.43
     lr_spread: str = "none"
     loss_window: int = 10
-    told: Callable[[Array, int, int], float | None] = drawn
+    loss_of: Callable[[Array, int, int], float | None] = drawn
 
     def options(self) -> dict[str, Any]:
         """Of ``LeaderOptimizer``."""
@@ -82,7 +82,7 @@ class Following:
         return next((number for number, ranks in enumerate(self.groups) if rank in ranks), ALL)
 
     def pulls(self, rank: int, steps: int) -> int:
-        """In how many pulls a rank takes part while all ranks take so many steps, one as fast as the other."""
+        """In how many pulls a rank takes part while all ranks take this many steps, one as fast as the other."""
         return sum(steps // period for period in self.periods(rank).values())
 
     def periods(self, rank: int) -> dict[int, int]:
@@ -99,11 +99,11 @@ class Following:
 
 
 NEVER_OLD = 1000
-"""A ``loss_window``: who leads at the end depends on when losses were told, which the reference does not know."""
+"""A ``loss_window``: who leads at the end depends on when losses were recorded, which the reference does not know."""
 
 
 def several(size: int, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Groups of so many neighbouring ranks."""
+    """Groups of this many neighbouring ranks."""
     return tuple(tuple(range(first, first + ranks)) for first in range(0, size, ranks))
 
 
@@ -138,7 +138,7 @@ class Outcome:
         return [(step, fresh[group][1]) for step, fresh in enumerate(self.taken[rank], 1) if group in fresh]
 
     def best(self, ranks: Sequence[int], step: int) -> int:
-        """Whose mean is the lowest, when all have taken so many steps."""
+        """Whose mean is the lowest, when all have taken this many steps."""
         return _best({rank: self.means[rank][step - 1] for rank in ranks}, ranks)
 
 
@@ -264,7 +264,7 @@ class _Ranks:
                 return False
         self._check(rank, not own.inside and step == own.step + 1, f"takes step {step} after step {own.step}")
         own.step, own.inside = step, True
-        loss = self.following.told(own.x, rank, step)
+        loss = self.following.loss_of(own.x, rank, step)
         own.losses += [] if loss is None else [loss]
         last = own.losses[-self.following.loss_window :]
         own.means.append(math.fsum(last) / len(last) if last and all(map(math.isfinite, last)) else math.nan)
@@ -315,7 +315,7 @@ class _Ranks:
         self.ends[number].add(rank)
         if len(self.ends[number]) < self.size:
             return False
-        if len(self.drained) == number:  # before anybody goes on
+        if len(self.drained) == number:  # before anybody continues
             means = {place: each.means[-1] for place, each in enumerate(self.ranks) if each.means}
             easgd = self.following.algorithm == "easgd"
             self.drained.append(own.centre if easgd else self.ranks[_best(means, range(self.size))].x)

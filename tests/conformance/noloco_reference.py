@@ -27,7 +27,7 @@ def noloco(
     config: GossipConfig,
     encode: Encode | None = None,
 ) -> Outcome:
-    """Replay training of ranks that take so many steps each; ``matrices`` one an outer step, in turn."""
+    """Replay training of ranks that take this many steps each; ``matrices`` one an outer step, in turn."""
     every, lr, momentum = config.gossip_every, config.outer_lr, config.outer_momentum
     theta, states = problem.start.copy(), list(problem.states) or [start(own) for own in problem.start]
     phi, delta, path = theta.copy(), np.zeros_like(theta), [list[Array]() for _ in theta]

@@ -1,12 +1,12 @@
 """Local steps and outer optimizers in float64 NumPy: what ranks do by their numbers of steps alone.
 
-Ranks go on from an anchor a, the same on all. For each fragment that is due at a step (``due``), with x_i the weights
+Ranks continue from an anchor a, the same on all. For each fragment due at a step (``due``), with x_i the weights
 of the ranks that take this step, d = mean (a - x_i), and D steps later, by the outer optimizer:
     local:   a' = a - d
     slowmo:  u <- beta u + d / gamma,  a' = a - alpha gamma u
     diloco:  b <- mu b + d,            a' = a - lr (d + mu b)
 and x_i <- a' + (x_i - sent x_i); a rank that is done follows, x_i <- a' + (x_i - a). A drain takes in all that is
-under way, then all ranks and the anchor go on from the mean of x_i; u and b stay.
+under way, then all ranks and the anchor continue from the mean of x_i; u and b stay.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def due(outer: Outer, step: int) -> list[int]:
 
 
 def train(problem: Problem, counts: Sequence[int], outer: Outer, compress: Compress | None = None) -> Outcome:
-    """Replay so many steps of each rank, with all that is under way taken in at the end."""
+    """Replay this many steps of each rank, with all that is under way taken in at the end."""
     x, anchor = problem.start.copy(), problem.start[0].copy()
     states = list(problem.states) or [start(own) for own in x]
     path: list[list[Array]] = [[] for _ in x]

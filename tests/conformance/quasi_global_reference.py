@@ -12,7 +12,7 @@ from tests.conformance.reference import Array, State
 class Corrected:
     """A problem whose optimizers' momenta are corrected, in float64, for the references of gossip.
 
-    What a rank's weights have become since its last update, beside that update, is what gossip has done.
+    What a rank's weights have become since its last update, next to that update, is what gossip has done.
     c <- mu c + (1 - mu) k (half - z) / eta;  momentum <- momentum + c;  Keras' velocity is -eta times torch's momentum.
     """
 

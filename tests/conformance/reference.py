@@ -90,7 +90,7 @@ def weighted(gradients: Sequence[Array], samples: Sequence[int]) -> Array:
 
 
 def replay(framework: str, case: Case, weights: Array, rounds: Iterable[Applied], size: int, ahead: int = 0) -> Array:
-    """Return the weights after these rounds; those that carried no gradient are not applied.
+    """Return the weights after these rounds; the ones that carried no gradient are not applied.
 
     Args:
         ahead: T of extrapolated updates: x <- x + u + (c u - c u of the round before), c = mu + ... + mu^T. Decay in

@@ -23,7 +23,7 @@ from tests.conformance.eager_ranks import NAN, TINY, UNIT, Binding
 from tests.conformance.reference import Applied, Array, replay, weighted
 
 VECTORS, VALUES = 2, 3
-"""Vectors of a rank, each a bucket of its own, and the elements of each beside those that name gradients."""
+"""Vectors of a rank, each a bucket of its own, and the elements of each next to the ones that name gradients."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Plan:
 
     Attributes:
         samples: by rank, of each of its steps.
-        spoilt: (rank, step, vector) of those that hold NaN.
+        spoilt: (rank, step, vector) of the ones that hold NaN.
     """
 
     samples: Sequence[Sequence[int]]

@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-import torch
 
 from hvd_async.testing import Cluster
 from tests.conformance.eager_ranks import KERAS, TINY, TORCH, UNIT, Binding, all_modes, both
 from tests.conformance.reference import Array
-from tests.conformance.torch_ranks import ProcessSet
 
 SIZES, STEPS = (6, 4, 1), 5
 ELEMENTS = sum(SIZES)
@@ -140,24 +138,6 @@ def test_compression_halves_what_travels_and_keeps_whole_numbers(binding, dtype)
             assert opt.stats().bytes_sent == opt.stats().rounds * (ELEMENTS + slots(opt)) * width
 
 
-@all_modes
-@pytest.mark.parametrize(("kind", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
-def test_compression_rounds_what_travels(binding, kind, dtype):
-    values = torch.tensor([1.0 + 2.0**-9, 3.14159265, -1e-3, 2.0**-20, 1000.5])
-
-    def train(rank: int) -> Array:
-        one = binding.vectors([5], UNIT, quorum="all", compression=getattr(binding.hvd.Compression, kind))
-        one.take(((rank + 1) * values).numpy())
-        one.opt.drain()
-        weights: Array = one.weights()
-        return weights
-
-    exact = -(values.to(dtype) + (2 * values).to(dtype)).float().numpy() / 2
-    assert not np.array_equal(exact, -1.5 * values.numpy())
-    for weights in Cluster(2).run(train):
-        np.testing.assert_array_equal(weights, exact)
-
-
 class TorchEighth:
     """A compression of one's own: sends an eighth, as float64."""
 
@@ -202,48 +182,3 @@ def test_backward_passes_add_up(binding):
 
 
 # -- process sets ---------------------------------------------------------------------------------------------
-
-
-@both
-@pytest.mark.parametrize("quorum", ["all", "solo"])
-def test_process_sets_average_over_their_ranks_alone(binding, quorum):
-    """Ranks 0 and 2 together, 1 and 3 together, and then all four in one."""
-    sets = [ProcessSet(0, 2, number=1), ProcessSet(1, 3, number=2)]
-
-    def train(rank: int) -> tuple[Array, Array, Any]:
-        own, opt = trained(binding, rank, {"quorum": quorum, "process_set": sets[rank % 2]}, steps=3 + rank % 2)
-        assert opt.consensus_distance() == 0.0
-        every, _ = trained(binding, rank, {"quorum": quorum, "process_set": binding.hvd.global_process_set})
-        return own, every, opt.stats()
-
-    for rank, (own, every, stats) in enumerate(Cluster(4).run(train)):
-        check(own, expected(sets[rank % 2].ranks, 1 / 2, 3 + rank % 2))
-        check(every, expected(range(4), 1 / 4))
-        assert len(stats.held_s) == 2
-        assert max(stats.contributors) <= 2
-
-
-@pytest.mark.parametrize(
-    ("binding", "quorum", "kind"),
-    [
-        pytest.param(TORCH, "all", "none", id="torch-all"),
-        pytest.param(TORCH, "auto", "none", id="torch-auto"),
-        pytest.param(TORCH, "solo", "bf16", id="torch-solo-bf16"),
-        pytest.param(TORCH, 2, "none", id="torch-2"),  # (of the process set)
-        pytest.param(KERAS, "solo", "bf16", id="keras-solo-bf16"),
-        pytest.param(KERAS, 2, "none", id="keras-2"),
-    ],
-)
-def test_a_rank_outside_the_process_set_steps_by_itself(binding, quorum, kind):
-    options = {"quorum": quorum, "process_set": ProcessSet(1, 2), "max_staleness": 4}
-    options["compression"] = getattr(binding.hvd.Compression, kind)
-
-    def train(rank: int) -> tuple[Array, int]:
-        weights, opt = trained(binding, rank, options, steps=3 + 2 * rank)
-        return weights, opt.rounds
-
-    (alone, rounds), *pairs = Cluster(3).run(train)
-    check(alone, expected([0], 1.0, 3))
-    assert rounds == 3
-    for weights, _ in pairs:
-        check(weights, expected([1], 1 / 2, 5) + expected([2], 1 / 2, 7))

@@ -81,13 +81,13 @@ def test_what_cannot_be_is_refused(binding):
 
     def forgets(rank: int) -> str:
         one = binding.vectors([1], UNIT, weighting="samples")
-        with pytest.raises(ReplicaStateError, match="record_samples") as told:
+        with pytest.raises(ReplicaStateError, match="record_samples") as reported:
             one.take(1.0)
         one.samples = 2
         one.take(1.0)
         one.opt.drain()
         assert one.weights().tolist() == [-1.0]
-        return str(told.value)
+        return str(reported.value)
 
     assert Cluster(1).run(forgets)
 
@@ -201,7 +201,7 @@ def test_averaged_passes_are_one_large_batch():
 
 
 @both
-def test_a_pass_whose_samples_are_not_recorded_is_told(binding):
+def test_a_pass_whose_samples_are_not_recorded_is_reported(binding):
     def run(rank: int) -> None:
         one = binding.vectors([1], UNIT, weighting="samples", backward_passes_per_step=2)
         one.opt._async.worker_now()
@@ -222,7 +222,7 @@ def test_a_pass_whose_samples_are_not_recorded_is_told(binding):
     Cluster(1).run(run)
 
 
-def test_samples_recorded_when_gradients_have_left_are_told():
+def test_samples_recorded_when_gradients_have_left_are_reported():
     def run(rank: int) -> list[float]:
         one = TORCH.vectors([1], UNIT, weighting="samples")
         one.opt._async.worker_now()

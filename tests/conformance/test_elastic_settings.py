@@ -88,7 +88,7 @@ both = pytest.mark.parametrize("job", [TorchJob, KerasJob], ids=["torch", "keras
 @both
 @pytest.mark.parametrize(("wrapper", "options"), KINDS, ids=["adpsgd", "solo", "easgd"])
 def test_a_schedules_position_brings_its_learning_rate(job, wrapper, options):
-    """One rank was far behind; a third is new. All go on at the rate that the position they took stands for."""
+    """One rank was far behind; a third is new. All continue at the rate that the position they took stands for."""
 
     def make() -> Any:
         return job(wrapper, **options)
@@ -130,7 +130,7 @@ def test_a_new_rank_gets_the_algorithm_that_was_switched_to(job):
             one.step()
         return one
 
-    def go_on(rank: int, one: Any) -> Any:
+    def proceed(rank: int, one: Any) -> Any:
         settings, rounds = one.opt.settings, one.opt.rounds
         for _ in range(3):
             one.step()
@@ -138,10 +138,10 @@ def test_a_new_rank_gets_the_algorithm_that_was_switched_to(job):
         one.opt.drain()
         return settings, rounds, one.weights().tolist()
 
-    seen = among_others(3, trained(2, switched), make, go_on)
+    seen = among_others(3, trained(2, switched), make, proceed)
     assert seen[0][0]["algorithm"] == "slowmo"
     assert seen[2] == seen[0] == seen[1]
-    assert seen[2][1] >= 2  # rounds go on from those of the weights that it took
+    assert seen[2][1] >= 2  # rounds continue from those of the weights that it took
 
 
 def test_a_new_rank_gets_the_backward_passes_of_a_step():
@@ -161,13 +161,13 @@ def test_a_new_rank_gets_the_backward_passes_of_a_step():
         one.backward()
         one.opt.step()
 
-    def go_on(rank: int, one: Any) -> Any:
+    def proceed(rank: int, one: Any) -> Any:
         twice(one)
         twice(one)  # (the ranks have met: buckets leave during backward)
         one.opt.drain()
         return one.weights().tolist()
 
-    seen = among_others(3, trained(2, said_later), make, go_on)
+    seen = among_others(3, trained(2, said_later), make, proceed)
     weights = np.ones(2)  # a plain run: every rank has the same gradient, in each of two passes
     for _ in range(3):
         weights = weights - 0.1 * 2 * 2 * weights.sum() * np.ones(2)

@@ -101,7 +101,7 @@ def test_momentum_that_a_scheduler_ends_and_begins_in_torch():
 
 @both
 @pytest.mark.parametrize(("given", "ahead"), [("auto", 0), (1, 1)])
-def test_nothing_is_extrapolated_where_memory_lets_nobody_be_late(binding, given, ahead):
+def test_nothing_is_extrapolated_where_memory_lets_no_rank_be_late(binding, given, ahead):
     def train(rank):
         weights = []
         for asked in (given, 0):
@@ -148,7 +148,7 @@ def test_what_a_round_does_not_move_stays(binding, how):
 
 
 @both
-def test_a_resumed_run_goes_on_with_its_leads(binding):
+def test_a_resumed_run_continues_with_its_leads(binding):
     """Between rounds, bit for bit; where the leads are missing (a state of 0.2.0) they start from zero."""
 
     def train(rank):
@@ -309,7 +309,7 @@ def test_keras_starts_from_zero_where_it_loads_other_weights():
 
 
 class Calls(TorchDispatchMode):
-    """Counts ATen calls, but for views."""
+    """Counts ATen calls, except for views."""
 
     count = 0
 

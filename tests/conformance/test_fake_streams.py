@@ -24,7 +24,7 @@ STEPS = 4
 
 
 class Mode(NamedTuple):
-    """An optimizer of ours around SGD with momentum, whose learning rate may be a tensor on the GPU."""
+    """An optimizer of this library around SGD with momentum, whose learning rate may be a tensor on the GPU."""
 
     wrapper: Callable[..., Any]
     options: dict[str, Any]
@@ -186,7 +186,7 @@ def test_the_host_waits_as_often_as_docs_gpu_says(mode, monkeypatch):
     training, autograd, engine = WAITS[mode]
     assert waited(before + last, 0, "training") == training
     assert waited(before + last, 0, "autograd") == autograd
-    due, waits = engine * STEPS // 2, waited(gpu.waits, 0, "engine")  # (in all steps: it works beside them)
+    due, waits = engine * STEPS // 2, waited(gpu.waits, 0, "engine")  # (in all steps: it works next to them)
     assert waits == due or (mode == "easgd" and 0 < waits < due), "a pull may be late, so that the next one is left out"
 
 
@@ -235,7 +235,7 @@ def ones() -> torch.Tensor:
     return torch.ones(3, device=CPU)
 
 
-def a_vector_is_read_beside_training(gpu: RacyGpu) -> None:
+def a_vector_is_read_next_to_training(gpu: RacyGpu) -> None:
     vector = streams.record_ready(ones())
     with streams.on_engine_stream_after(vector):
         double = vector * 2
@@ -335,7 +335,7 @@ FAULTS = [
         a_vector_is_changed_before_it_is_read,
         RACE,
     ),
-    Fault(streams._on_engine_stream_after, "own.wait_event(event)", "pass", a_vector_is_read_beside_training, RACE),
+    Fault(streams._on_engine_stream_after, "own.wait_event(event)", "pass", a_vector_is_read_next_to_training, RACE),
     Fault(
         streams._on_engine_stream_after,
         "gpu.record_stream(vector, own)",
@@ -354,7 +354,7 @@ FAULTS = [
         streams.on_engine_stream,
         "gpu.current_stream(device).wait_stream(own)",
         "pass",
-        a_vector_is_read_beside_training,
+        a_vector_is_read_next_to_training,
         RACE,
     ),
     Fault(streams.on_engine_stream, "gpu.on(own)", "contextlib.nullcontext()", ("all", 1, "plain"), WAITS_FOR_ALL),
@@ -362,7 +362,7 @@ FAULTS = [
         streams.use_here,
         "gpu.record_stream(tensor, gpu.current_stream(tensor.device))",
         "pass",
-        a_vector_is_read_beside_training,
+        a_vector_is_read_next_to_training,
         FREED,
     ),
     Fault(

@@ -1,4 +1,4 @@
-"""Gossip of every binding that goes on in another job, from what was saved after drain() and after cut()."""
+"""Gossip of every binding that continues in another job, from what was saved after drain() and after cut()."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from tests.conformance.gossip_ranks import (
     RING,
     SLOWMO,
     STAR,
-    by_options,
+    by_turns,
 )
-from tests.conformance.weight_ranks import KerasRank, Rank, Saved, TorchRank, both, share
-from tests.covering import covering
+from tests.conformance.weight_ranks import Rank, Saved, both, share
 
 
 @functools.cache
@@ -61,16 +60,14 @@ CUT = [
     DILOCO | {"compression": "int8"},
     SLOWMO | {"compression": "bf16", "max_staleness": 4},
 ]
-ROWS = covering([range(len(CUT)), ((5, 5, 5), (3, 6, 4)), (TorchRank, KerasRank)], 2)
+STEPS = ((5, 5, 5), (3, 6, 4), (3, 6, 4), (5, 5, 5))
+"""Steps of the ranks before the cut, which the options take by turns."""
 
 
-@pytest.mark.parametrize(
-    ("options", "steps", "binding"),
-    [(CUT[place], *row) for place, *row in ROWS],
-    ids=lambda one: ranks.name(one) if isinstance(one, dict) else getattr(one, "__name__", str(one)),
-)
-def test_each_ranks_own_state_goes_on_as_if_nothing_had_been(binding, options, steps):
-    """Bit by bit, beside a job that made the cut and went on; averages were under way, and rates had fallen."""
+@by_turns("case", *((options, STEPS[place % 4]) for place, options in enumerate(CUT)))
+def test_each_ranks_own_state_continues_as_if_nothing_had_been(binding, case):
+    """Bit by bit the same as a job that made the cut and continued; averages were under way, and rates had fallen."""
+    options, steps = case
     problem, saved = binding.least_squares(3), list[Any]([None] * 3)
 
     def whole(rank: int) -> tuple[Any, ...]:
@@ -97,10 +94,7 @@ def test_each_ranks_own_state_goes_on_as_if_nothing_had_been(binding, options, s
         assert all(abs(share(state, "weight") - 1.0) > 0.01 for state in saved)
 
 
-@pytest.mark.parametrize(
-    "by_epoch", [{"peers": {0: 1, 1: 2}}, {"schedule": {0: "allreduce", 1: "dpsgd"}, "average_every": 3}], ids=str
-)
-@both
+@by_turns("by_epoch", {"peers": {0: 1, 1: 2}}, {"schedule": {0: "allreduce", 1: "dpsgd"}, "average_every": 3})
 def test_a_cut_is_resumed_in_an_epoch_that_has_other_settings_than_the_first(binding, by_epoch):
     """Bit by bit: the correction is there before ``set_epoch`` says that the plan has one."""
     problem, saved = binding.least_squares(3), list[Any]([None] * 3)
@@ -124,9 +118,9 @@ def test_a_cut_is_resumed_in_an_epoch_that_has_other_settings_than_the_first(bin
     assert Cluster(3).run(second) == ends
 
 
-@pytest.mark.parametrize(("before", "after"), [("int8", "none"), ("bf16", "int8")])
-@both
-def test_a_cut_may_be_resumed_with_another_compression(binding, before, after):
+@by_turns("compressions", ("int8", "none"), ("bf16", "int8"))
+def test_a_cut_may_be_resumed_with_another_compression(binding, compressions):
+    before, after = compressions
     problem, saved = binding.least_squares(3), list[Any]([None] * 3)
 
     def first(rank: int) -> None:
@@ -145,11 +139,10 @@ def test_a_cut_may_be_resumed_with_another_compression(binding, before, after):
 # -- rank 0's, after drain() --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 5])
-@by_options(STAR, STAR | ON, EXACT, PAIRED, LOCAL, SLOWMO, DILOCO)
-@both
-def test_rank_0s_drained_state_resumes_at_any_size(binding, options, size):
-    """Weights, momentum, that of an outer optimizer, and the number of rounds; data goes on."""
+@by_turns("case", (STAR, 5), (STAR | ON, 5), (EXACT, 1), (PAIRED, 5), (LOCAL, 1), (SLOWMO, 1), (DILOCO, 5), (SLOWMO, 5))
+def test_rank_0s_drained_state_resumes_at_any_size(binding, case):
+    """Weights, momentum, that of an outer optimizer, and the number of rounds; the data continues."""
+    options, size = case
     first, problem, together = binding.least_squares(3), binding.least_squares(size), threading.Barrier(size)
 
     def save(rank: int) -> Saved:
@@ -185,10 +178,9 @@ def test_rank_0s_drained_state_resumes_at_any_size(binding, options, size):
         ranks.check(ranks.expected(resumed, list(seen), options), seen)
 
 
-@by_options(RING | ON, EXACT, PAIRED, LOCAL, SLOWMO, DILOCO)
-@both
+@by_turns("options", RING | ON, EXACT, PAIRED, LOCAL, SLOWMO, DILOCO)
 def test_an_earlier_state_may_be_loaded_in_the_same_job(binding, options):
-    """Weights and the optimizer's state, after a drain: training goes on from there, bit by bit as it did."""
+    """Weights and the optimizer's state, after a drain: training continues from there, bit by bit as it did."""
 
     def work(rank: int) -> list[list[bytes]]:
         one = binding(binding.least_squares(3), rank, **options).train(5)

@@ -1,4 +1,4 @@
-"""Gossip of every binding that goes on with other settings in the middle of training, by switch() and by epoch."""
+"""Gossip of every binding that continues with other settings in the middle of training, by switch() and by epoch."""
 
 from __future__ import annotations
 
@@ -77,10 +77,9 @@ def test_one_algorithm_after_the_other(binding):
     assert all(one.averagings > STEPS and len(one.waited_for) == 4 for one in stats)
 
 
-@pytest.mark.parametrize("compression", ["none", "int8"])
-@both
+@ranks.by_turns("compression", "none", "int8")
 def test_hosts_switch_with_their_compression_and_averages(binding, compression):
-    """8-bit differences begin anew at the average of all ranks, so averages stay close to those of exact messages."""
+    """8-bit differences begin again at the average of all ranks, so averages stay close to those of exact messages."""
     hosts = {"topology": "ring", "hierarchical": 2}
     chain: list[dict[str, Any]] = [{"topology": "ring"}, {"algorithm": "dpsgd"}, {"algorithm": "adpsgd"}]
     chain += [{"algorithm": "sgp", "average_every": 0, "gossip_every": 2}]
@@ -101,7 +100,7 @@ def test_hosts_switch_with_their_compression_and_averages(binding, compression):
 
 @both
 def test_switches_between_outer_optimizers_and_others(binding):
-    """Momentum goes on where the outer optimizer is the same; another begins with none."""
+    """Momentum continues where the outer optimizer is the same; another begins with none."""
     problem = binding.least_squares(3)
     chain: list[dict[str, Any]] = [
         {"algorithm": "slowmo", "average_every": 4},
@@ -216,7 +215,7 @@ def test_only_some_epochs_may_have_quasi_global_momentum(binding):
 
 @pytest.mark.parametrize("epochs", [False, True])
 @both
-def test_a_rank_that_had_no_batch_goes_on_with_the_others(binding, epochs):
+def test_a_rank_that_had_no_batch_continues_with_the_others(binding, epochs):
     def change(opt: Any, epoch: int) -> None:
         if epochs:
             opt.set_epoch(epoch)
@@ -298,6 +297,6 @@ def test_compression_and_peers_are_of_the_epochs_whose_algorithm_has_them():
         schedule = {"schedule": {0: "allreduce", 5: "sgp"}, "compression": "int8", "peers": {5: 3}}
         opt = TorchRank(TorchRank.least_squares(4), 0, **schedule).opt
         assert opt._async.plan.config.compression == "none"
-        opt.set_epoch(7)  # before the first step: nobody else hears of it
+        opt.set_epoch(7)  # before the first step: no other rank hears of it
         assert opt._async.plan.config.compression == "int8"
         assert (opt._async.plan.max_messages, len(opt._async.plan.matrices)) == (3, 1)

@@ -157,7 +157,7 @@ KERAS_BUDGETS = {
     ("easgd", 2): KerasBudget(344, 3),
 }
 """Budgets by mode and number of ranks, with TensorFlow 2.21 and Keras 3."""
-KERAS_FEW = [("all", 2), ("solo", 2), ("sgp", 2), ("lsgd", 2)]
+KERAS_FEW = [("solo", 2), ("sgp", 2), ("lsgd", 2)]
 """One of each kind of step, for an ordinary run: tracing takes long."""
 
 

@@ -21,7 +21,7 @@ ALIGNED = 32
     ("algorithm", "graph"), [("sgp", True), ("osgp", False), ("dpsgd", False), ("adpsgd", False), ("local", False)]
 )
 def test_weights_that_a_user_has_read_do_not_change_in_later_steps(algorithm, graph):
-    """A tensor read from a variable is a value, whoever has the memory."""
+    """A tensor read from a variable is a value, any rank that has the memory."""
 
     def train(rank: int) -> list[list[float]]:
         weight = keras.Variable(np.zeros(ALIGNED, np.float32))

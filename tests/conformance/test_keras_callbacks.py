@@ -56,7 +56,7 @@ def one_epoch(monkeypatch: pytest.MonkeyPatch, logs: list[dict[str, Any] | None]
     return Cluster(len(logs)).run(end)
 
 
-def test_metrics_are_averaged_element_by_element_and_what_is_no_number_stays(monkeypatch):
+def test_metrics_are_averaged_element_by_element_and_what_is_not_a_number_stays(monkeypatch):
     one = {
         "loss": 1.0,
         "count": 3,
@@ -102,7 +102,7 @@ def test_metrics_are_averaged_element_by_element_and_what_is_no_number_stays(mon
     assert not {"first", "note", "best", "shapes"} & set(without_batches)
 
 
-def test_fit_goes_on_with_a_metric_of_each_class(monkeypatch):
+def test_fit_continues_with_a_metric_of_each_class(monkeypatch):
     """A metric with a value for each class, like F1Score(average=None)."""
     monkeypatch.setattr(hvd.callbacks, "allgather_object", lambda own, name: [own, own])
     with scripted_engine(1):
@@ -198,6 +198,6 @@ def test_keras_on_another_backend_is_refused_on_import_and_by_wrappers():
         timeout=300,
         check=False,
     )
-    told = run.stdout.partition("told:\n")[2].splitlines()
-    assert [line.split()[0] for line in told] == ["ValueError"] * 3 + ["ImportError"], run.stderr
-    assert all("got 'torch'. Set KERAS_BACKEND=tensorflow" in line for line in told)
+    reported = run.stdout.partition("told:\n")[2].splitlines()
+    assert [line.split()[0] for line in reported] == ["ValueError"] * 3 + ["ImportError"], run.stderr
+    assert all("got 'torch'. Set KERAS_BACKEND=tensorflow" in line for line in reported)

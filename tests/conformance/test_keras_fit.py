@@ -115,7 +115,7 @@ def test_a_rank_with_no_batch_only_drains(wrapper: str):
     assert one == other
 
 
-def test_a_model_is_compiled_anew_with_a_layer_frozen():
+def test_a_model_is_compiled_again_with_a_layer_frozen():
     """Keras' way: fit, freeze, compile with the same optimizer, fit."""
 
     def train(rank: int) -> Any:
@@ -171,7 +171,7 @@ def test_a_job_ends_by_its_rounds():
     def train(rank: int) -> Any:
         model = compiled(opt := hvd.EagerOptimizer(sgd(0.02), pace="rounds", max_staleness=8))
         opt.build(model.trainable_variables)
-        opt._async.worker_now()  # all ranks meet here, so nobody is late before that
+        opt._async.worker_now()  # all ranks meet here, so no rank is late before that
         data = tf.data.Dataset.from_tensor_slices(batch(rank, 0)).batch(2).repeat()
         stop = hvd.callbacks.StopAtRounds(15)
         model.fit(data, steps_per_epoch=1000, shuffle=False, verbose=0, callbacks=[Turns(rank), stop])

@@ -1,4 +1,4 @@
-"""Keras: ``fit()`` records the samples of each batch by itself, so ranks with batches of different sizes train as on
+"""Keras: ``fit()`` records the samples of each batch separately, so ranks with batches of different sizes train as on
 one large batch."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def data(rank: int) -> tuple[Any, Any]:
 
 
 def schedule() -> Any:
-    """A callback of ours that changes nothing."""
+    """A callback of this library that changes nothing."""
     return hvd.callbacks.LearningRateScheduleCallback(0.05, 1.0, momentum_correction=False)
 
 
@@ -83,7 +83,7 @@ def test_a_sample_counts_whatever_its_sample_weight():
         np.testing.assert_allclose(own, large(weights), rtol=0, atol=2e-6)
 
 
-def test_without_a_callback_of_ours_fit_says_what_is_missing_and_nothing_is_half_done():
+def test_without_a_callback_of_this_library_fit_says_what_is_missing_and_nothing_is_half_done():
     """Then with one."""
 
     def run(rank: int) -> Any:

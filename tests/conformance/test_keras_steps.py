@@ -75,7 +75,7 @@ def test_settings_changed_on_one_rank_are_noticed_with_a_hint():
 
 
 def test_a_step_in_a_graph_warns_of_nothing_and_uses_its_threads_engine(caplog):
-    """TensorFlow runs it in threads of its own; AutoGraph says when it cannot convert a function of ours."""
+    """TensorFlow runs it in threads of its own; AutoGraph says when it cannot convert a function of this library."""
 
     def train(rank: int) -> bool:
         one = KerasVectors([1], UNIT, graph=True)

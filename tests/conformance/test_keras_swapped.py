@@ -19,7 +19,7 @@ SGD = keras.optimizers.SGD
 
 
 class Counts(keras.layers.Layer):
-    """Counts calls in an integer, which Keras calls trainable unless told otherwise."""
+    """Counts calls in an integer, which Keras calls trainable unless reported otherwise."""
 
     def build(self, shape: Any) -> None:
         self.calls = self.add_weight(name="calls", shape=(2,), dtype="int32", initializer="ones")

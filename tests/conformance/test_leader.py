@@ -94,12 +94,12 @@ def test_strengths(name, binding):
 
 @pytest.mark.parametrize("binding", [TorchRank, KerasGraphRank])
 def test_who_diverges_does_not_lead_until_its_last_losses_are_finite_again(binding):
-    """Rank 1 would lead always, but for the steps around its NaN and its infinity."""
+    """Rank 1 would lead always, except for the steps around its NaN and its infinity."""
 
-    def told(z: Any, rank: int, step: int) -> float:
+    def loss_of(z: Any, rank: int, step: int) -> float:
         return {10: math.nan, 22: -math.inf}.get(step, 0.5) if rank == 1 else drawn(z, rank, step)
 
-    following = Following("lsgd", several(2, 1), 2, 2, told=told, loss_window=5)
+    following = Following("lsgd", several(2, 1), 2, 2, loss_of=loss_of, loss_window=5)
     problem, seen = binding.run(following, 31, Cluster(2), together=True)
     outcome = replay(problem, following, [own.log for own in seen])
     check(outcome, seen)

@@ -83,7 +83,7 @@ def test_statistics_that_are_not_finite_are_left_out(binding):
         return path
 
     for rank, path in enumerate(Cluster(3).run(train)):
-        # in the third step all go on with (1 + 4) / 2, which is what they send then too
+        # in the third step all continue with (1 + 4) / 2, which is what they send then too
         expected = [NAN, (1.0, NAN, 4.0)[rank], 2.5, 2.5, (7.0, 8.0, 9.0)[rank]]
         np.testing.assert_allclose(path, [[value, value] for value in expected], rtol=1e-6)
 
@@ -144,7 +144,7 @@ def test_ends_show_averages_or_the_leaders_own_or_leave_each_rank_its_own(bindin
 
 @both
 @pytest.mark.parametrize("version", ["0.2.0", "now", "other buffers"])
-def test_averages_that_no_step_has_taken_up_go_on_after_a_cut(binding, version):
+def test_averages_that_no_step_has_taken_up_continue_after_a_cut(binding, version):
     """A checkpoint of 0.2.0 has one flag for all statistics; one of other buffers leaves each rank its own."""
     saved = [dict[str, Any]() for _ in range(2)]
 
@@ -203,7 +203,7 @@ def test_statistics_of_several_kinds(kinds):
 def test_counters_of_batches_are_the_ranks_own_until_the_leaders_are_taken():
     def train(rank: int) -> list[int]:
         count = torch.tensor(5 + rank)
-        following = Following("lsgd", several(2, 2), 1, 1, told=lambda z, own, step: 1.0 - own)
+        following = Following("lsgd", several(2, 2), 1, 1, loss_of=lambda z, own, step: 1.0 - own)
         one = TorchRank(TorchRank.least_squares(2, SGD), rank, following, named_buffers=[("n", count)], buffers="local")
         in_step(one, 2)
         seen = [int(count)]

@@ -32,7 +32,7 @@ ALGORITHMS = pytest.mark.parametrize("following", [PAIRS, ELASTIC], ids=["lsgd",
 
 
 @both
-def test_ranks_of_a_process_set_follow_each_other_and_ranks_outside_step_by_themselves(binding):
+def test_ranks_of_a_process_set_follow_each_other_and_ranks_outside_step_separately(binding):
     members = (0, 2, 3, 4)
     problem, together = binding.least_squares(4), threading.Barrier(4)
 
@@ -79,7 +79,7 @@ def test_consensus_shows_what_a_drain_would_leave_and_puts_everything_back(bindi
         center = np.asarray(worker.executor.consensus, np.float64)
         one.opt.drain()
         drained = one.weights()
-        one.train(3).opt.drain()  # training goes on
+        one.train(3).opt.drain()  # training continues
         return own, shown, drained, center
 
     own, shown, drained, centers = zip(*Cluster(4, jitter=0.001).run(train), strict=True)
@@ -89,7 +89,7 @@ def test_consensus_shows_what_a_drain_would_leave_and_puts_everything_back(bindi
 
 
 @ALGORITHMS
-def test_the_distance_to_the_leader_or_the_center_is_told(following):
+def test_the_distance_to_the_leader_or_the_center_is_reported(following):
     following = dataclasses.replace(leads(1, following), groups=several(2, 2), local_period=1, global_period=1)
     together = threading.Barrier(2)
 
@@ -97,17 +97,17 @@ def test_the_distance_to_the_leader_or_the_center_is_told(following):
         one = TorchRank(TorchRank.least_squares(2), rank, following)
         in_step(one, 1)
         together.wait(TIMEOUT)
-        own, told = one.weights(), distance_to_leader(one.opt)
+        own, reported = one.weights(), distance_to_leader(one.opt)
         with one.opt.consensus():
-            return told, float(np.linalg.norm(own - one.weights()))
+            return reported, float(np.linalg.norm(own - one.weights()))
 
-    (told, apart), (leaders, other) = Cluster(2).run(train)
-    assert told == pytest.approx(apart, rel=1e-5)
-    assert told > 0
+    (reported, apart), (leaders, other) = Cluster(2).run(train)
+    assert reported == pytest.approx(apart, rel=1e-5)
+    assert reported > 0
     assert leaders is None if following.algorithm == "lsgd" else leaders == pytest.approx(other, rel=1e-5)
 
 
-def test_counts_go_on_over_drains_cuts_and_loaded_states():
+def test_counts_continue_over_drains_cuts_and_loaded_states():
     together = threading.Barrier(2)
 
     def train(rank: int) -> None:
@@ -135,7 +135,7 @@ def test_counts_go_on_over_drains_cuts_and_loaded_states():
 
 @also_graph
 def test_a_strength_that_leaves_its_bounds_is_refused_before_any_weight_has_changed(binding):
-    """At the very step that would use it, and training goes on once it is in them again."""
+    """At the very step that would use it, and training continues once it is in them again."""
 
     def train(rank: int) -> bytes:
         bad = {3: 1.0}
@@ -164,7 +164,7 @@ def test_a_strength_that_leaves_its_bounds_is_refused_before_any_weight_has_chan
     ids=["torch-lsgd", "torch-easgd", "keras-lsgd", "keras-graph-easgd"],
 )
 def test_a_step_that_makes_nan_is_refused_there_and_others_hear_of_it(binding, following, value):
-    """Nobody is pulled towards it."""
+    """No rank is pulled towards it."""
     failed = threading.Event()
 
     def train(rank: int) -> None:

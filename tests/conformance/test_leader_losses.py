@@ -21,8 +21,8 @@ from tests.conformance.leader_drive import TIMEOUT
 from tests.conformance.leader_reference import Following, drawn, several
 from tests.conformance.weight_ranks import SGD, KerasRank, TorchRank, also_graph
 
-SILENT = dataclasses.replace(PAIRS, groups=((0,),), loss_window=4, told=lambda *_: None)
-NONE_TOLD = r"this rank has recorded none: call opt.record_loss\(loss\) before each"
+SILENT = dataclasses.replace(PAIRS, groups=((0,),), loss_window=4, loss_of=lambda *_: None)
+NO_LOSS = r"this rank has recorded none: call opt.record_loss\(loss\) before each"
 
 
 def of_torch() -> list[object]:
@@ -58,22 +58,22 @@ def test_what_a_loss_may_be(binding, losses, mean):
 
 @also_graph
 def test_a_rank_that_tells_no_loss_hears_so_at_the_first_pull_and_cannot_end(binding):
-    """Before any weight has changed; once losses are told, all goes on."""
+    """Before any weight has changed; once losses are recorded, training continues."""
     together = threading.Barrier(2)
 
     def train(rank: int) -> bytes:
         tells = [rank == 0]
         following = dataclasses.replace(
-            PAIRS, groups=several(2, 2), told=lambda *step: drawn(*step) if tells[0] else None
+            PAIRS, groups=several(2, 2), loss_of=lambda *step: drawn(*step) if tells[0] else None
         )
         one = binding(binding.least_squares(2, SGD), rank, following)
         one.worker()
         if rank == 1:
-            with pytest.raises(binding.raised(ValueError), match=NONE_TOLD):
+            with pytest.raises(binding.raised(ValueError), match=NO_LOSS):
                 one.train(10_000)
             assert one.weights().tobytes() == one.path[-1].tobytes()
             for end in (one.opt.drain, one.opt.cut, one.opt.consensus_distance):
-                with pytest.raises(ValueError, match=NONE_TOLD):
+                with pytest.raises(ValueError, match=NO_LOSS):
                     end()
             assert one.weights().tobytes() == one.path[-1].tobytes()
         else:
@@ -106,7 +106,7 @@ def test_a_closures_loss_counts_where_none_was_recorded():
 
 
 def test_learning_rates_of_a_rank_are_its_own_only_within_a_step():
-    """Schedulers, step hooks and state_dict see those that all ranks have."""
+    """Schedulers, step hooks and state_dict see the ones that all ranks have."""
 
     def train(rank: int) -> None:
         inside, hooks = [], []
@@ -140,29 +140,29 @@ Event = tuple[str, float]
 
 
 def spy(opt: Any) -> list[Event]:
-    """("told", loss) and ("begun", number of losses so far) as they come; it takes time until a loss is told."""
+    """("reported", loss) and ("begun", number of losses so far) as they come; a loss takes time to report."""
     ours = getattr(opt, "inner_optimizer", opt)
     events: list[Event] = []
     tell, begin = ours._async.record_loss, ours._async.begin_step
 
-    def told(loss: Any) -> Any:
+    def report(loss: Any) -> Any:
         time.sleep(0.01)  # (a step that does not wait for its loss has begun by then)
-        events.append(("told", float(loss)))
+        events.append(("reported", float(loss)))
         return tell(loss)
 
     def begun(**given: Any) -> Any:
-        events.append(("begun", float(sum(kind == "told" for kind, _ in events))))
+        events.append(("begun", float(sum(kind == "reported" for kind, _ in events))))
         return begin(**given)
 
-    vars(ours._async).update(record_loss=told, begin_step=begun)
+    vars(ours._async).update(record_loss=report, begin_step=begun)
     return events
 
 
 def alternating(losses: list[float], each: int = 1) -> list[Event]:
-    """So many losses told, a step begun, and so on."""
+    """This many losses reported, a step begun, and so on."""
     events: list[Event] = []
     for number, loss in enumerate(losses, 1):
-        events.append(("told", loss))
+        events.append(("reported", loss))
         events += [("begun", float(number))] * (number % each == 0)
     return events
 
@@ -194,7 +194,7 @@ def test_several_numbers_are_no_loss_in_a_graph():
     ("graph", "each", "accumulation"),
     [(False, 1, "none"), (False, 2, "ours"), (True, 2, "ours"), (True, 2, "Keras'")],
 )
-def test_a_loss_told_where_the_step_is_comes_once_and_before_its_choice(graph, each, accumulation):
+def test_a_loss_reported_where_the_step_is_comes_once_and_before_its_choice(graph, each, accumulation):
     """Also where several passes make a step, which begins in a branch of the graph."""
 
     def train(rank: int) -> list[Event]:
@@ -240,7 +240,7 @@ def test_losses_of_several_steps_of_one_graph_come_each_before_its_own_and_in_or
 
 
 @pytest.mark.parametrize("apart", ["two functions", "an eager apply", "an eager loss"])
-def test_a_loss_told_elsewhere_than_the_step(apart):
+def test_a_loss_reported_elsewhere_than_the_step(apart):
     """In another graph, which is traced before or after; or eagerly."""
 
     def train(rank: int) -> list[Event]:
@@ -298,7 +298,7 @@ def test_fit_tells_each_steps_loss_once_and_before_its_choice(how):
         opt = alone(loss_window=7)
         events, mean = fitted(opt, 7, epochs=2, **how)
         assert opt.stats().steps == 14
-        losses = [loss for kind, loss in events if kind == "told"]
+        losses = [loss for kind, loss in events if kind == "reported"]
         assert events == alternating(losses)
         assert len(losses) == len(set(losses)) == 14
         assert opt.stats().mean_loss == pytest.approx(np.mean(losses[7:]), rel=1e-6) == pytest.approx(mean, rel=1e-5)
@@ -307,13 +307,13 @@ def test_fit_tells_each_steps_loss_once_and_before_its_choice(how):
 
 
 def test_fit_in_mixed_float16_tells_losses_as_they_are():
-    """Not those that a LossScaleOptimizer has scaled."""
+    """Not the ones that a LossScaleOptimizer has scaled."""
 
     def train(rank: int) -> None:
         opt = alone(keras.optimizers.LossScaleOptimizer(sgd(0.05), initial_scale=64.0))
         assert isinstance(opt, keras.optimizers.LossScaleOptimizer)
         events, mean = fitted(opt, 4, "mixed_float16")
-        losses = [loss for kind, loss in events if kind == "told"]
+        losses = [loss for kind, loss in events if kind == "reported"]
         assert events == alternating(losses)
         assert opt.stats().steps == len(losses) == 4
         assert opt.stats().mean_loss == pytest.approx(np.mean(losses), rel=1e-6) == pytest.approx(mean, rel=1e-2)
@@ -323,7 +323,7 @@ def test_fit_in_mixed_float16_tells_losses_as_they_are():
 
 
 def test_a_loss_scale_optimizer_outside_keeps_losses_away_and_the_message_says_so():
-    """As ``compile()`` puts one around under mixed_float16. EASGD has no use for losses."""
+    """As ``compile()`` puts one around under mixed_float16. EASGD does not need losses."""
 
     def train(rank: int) -> None:
         inside = r"(?s)LossScaleOptimizer must be inside: LeaderOptimizer\(LossScaleOptimizer\(optimizer\)\)"

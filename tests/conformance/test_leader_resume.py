@@ -1,4 +1,4 @@
-"""Following that goes on in another job, from what was saved after drain() and after cut(); states of all wrappers."""
+"""Leader-pull resumed in another job, from what was saved after drain() and cut(); states of all wrappers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BY_STEP = Following(
 ELASTIC = Following("easgd", global_period=8)
 
 
-def go_on(one: Rank, steps: int, first: int = 0) -> list[bytes]:
+def proceed(one: Rank, steps: int, first: int = 0) -> list[bytes]:
     """Steps of ranks in step; ``first`` as of ``in_step``. Returns the weights and statistics after each."""
     path = []
     for _ in range(steps):
@@ -53,20 +53,20 @@ def go_on(one: Rank, steps: int, first: int = 0) -> list[bytes]:
     ],
     ids=lambda of: of.algorithm if isinstance(of, Following) else getattr(of, "__name__", None),
 )
-def test_each_ranks_own_state_goes_on_as_if_nothing_had_been(binding, following, normed, done):
-    """Bit by bit, beside a job that made the cut and went on, and one that made none: before the first pull, right
+def test_each_ranks_own_state_continues_as_if_nothing_had_been(binding, following, normed, done):
+    """Bit by bit, next to a job that made the cut and continued, and one that made none: before the first pull, right
     before one is due, when one has come and was not taken up, and when it was. (After the last step none may be due
     for ranks that are left when others are done.)"""
     problem, saved = binding.least_squares(4), list[Any]([None] * 4)
 
     def uncut(rank: int) -> tuple[Any, ...]:
         one = binding(problem, rank, following, normed=normed)
-        go_on(one, done)
+        proceed(one, done)
         return finish(one)
 
     def whole(rank: int) -> tuple[Any, ...]:
         one = binding(problem, rank, following, normed=normed)
-        go_on(one, done)
+        proceed(one, done)
         one.opt.cut()
         saved[rank] = one.saved()
         kept = one.worker().saved_state()
@@ -81,7 +81,7 @@ def test_each_ranks_own_state_goes_on_as_if_nothing_had_been(binding, following,
         return finish(one, following.pulls(rank, done))
 
     def finish(one: Rank, first: int = 0) -> tuple[Any, ...]:
-        path = go_on(one, 17 if done == 7 else 16, first)
+        path = proceed(one, 17 if done == 7 else 16, first)
         mean = one.opt.stats().mean_loss
         one.opt.drain()
         return path, mean, one.bits()
@@ -96,12 +96,14 @@ def test_each_ranks_own_state_goes_on_as_if_nothing_had_been(binding, following,
 
 @pytest.mark.parametrize(("binding", "following"), [(TorchRank, BY_STEP), (KerasRank, ELASTIC)], ids=["lsgd", "easgd"])
 def test_a_cut_state_that_is_drained_at_once_gives_what_a_drain_would_have(binding, following):
-    """The leader's weights, though no loss was told in this job; or the center."""
+    """The leader's weights, though no loss was recorded in this job; or the center."""
     problem, saved = binding.least_squares(4), list[Any]([None] * 4)
 
     def first(rank: int) -> Any:
         one = binding(problem, rank, following).train(20 + rank)
-        for _ in range(2):  # (steps that are left may be enough for those that are done last, but for one pull only)
+        for _ in range(
+            2
+        ):  # (steps that are left may be enough for the ones that are done last, except for one pull only)
             one.opt.cut()
         saved[rank] = one.saved()
         one.opt.drain()
@@ -245,7 +247,7 @@ def test_what_cannot_be_saved_or_loaded_says_what_to_do(binding, kind):
         one.state()
         one.train(1).opt.drain()
         one.load(one.state())
-        one.train(1).opt.drain()  # the ranks meet anew
+        one.train(1).opt.drain()  # the ranks meet again
 
     Cluster(3).run(train)
 
@@ -269,7 +271,7 @@ def test_states_with_gradients_pending_or_of_another_optimizer_are_refused(bindi
                 adam.load(state)
 
 
-def test_states_of_a_cut_on_one_rank_only_or_of_two_cuts_are_told_to_all():
+def test_states_of_a_cut_on_one_rank_only_or_of_two_cuts_are_reported_to_all():
     """How it stood between the ranks must be the same for all."""
     early = cut_states(TorchRank, "lsgd")
     late = cut_states(TorchRank, "lsgd", early)
@@ -282,30 +284,6 @@ def test_states_of_a_cut_on_one_rank_only_or_of_two_cuts_are_told_to_all():
     for others in (None, late):
         for outcome in Cluster(3).outcomes(lambda rank, others=others: train(rank, others)):
             assert isinstance(outcome, ReplicaMismatchError)
-
-
-def test_strengths_by_step_go_on_from_a_drained_state():
-    """They are functions of the rank's own step, earlier runs included."""
-    problem, seen, saved = TorchRank.least_squares(2), list[int](), list[Any]()
-    following = Following("lsgd", several(2, 2), 2, 4, local_prox=lambda step: seen.append(step) or 0.1)  # type: ignore[func-returns-value]
-
-    def first(rank: int) -> None:
-        one = TorchRank(problem, rank, following).train(5)
-        one.opt.drain()
-        saved.append(one.saved())
-
-    def second(rank: int) -> int:
-        one = TorchRank(problem, rank, following).resume(saved[0], 5)
-        one.worker()  # (all are made)
-        seen.clear()
-        one.opt.cut()
-        steps: int = one.train(1).opt.stats().steps
-        one.opt.drain()
-        return steps
-
-    Cluster(2).run(first)
-    assert Cluster(2).run(second) == [1, 1]
-    assert set(seen) == {6}
 
 
 def test_a_cut_state_of_another_model_is_refused_before_anything_is_taken_over():

@@ -1,4 +1,4 @@
-"""A drain in the middle of a step or a drain, as a signal handler or a hook calls it, is refused; training goes on."""
+"""A drain inside a step or a drain, as a signal handler or a hook calls it, is refused; training continues."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ KINDS = [("EagerOptimizer", {"quorum": "all"}), ("GossipOptimizer", {"algorithm"
 @both
 def test_a_drain_while_this_rank_waits_is_refused_and_changes_nothing(made, wrapper, options, call):
     def train(rank: int) -> Any:
-        one, told = made(wrapper, options, rank), []
+        one, reported = made(wrapper, options, rank), []
         one.step()
 
         def handler() -> None:
             with pytest.raises(ReplicaStateError, match=WORDS):
                 one.opt.drain()
-            told.append(rank)
+            reported.append(rank)
             refused.set()
 
         if rank == 0:
@@ -63,7 +63,7 @@ def test_a_drain_while_this_rank_waits_is_refused_and_changes_nothing(made, wrap
         one.step() if call == "step" else one.opt.drain()
         one.step()
         one.opt.drain()
-        assert told == [0] * (rank == 0)
+        assert reported == [0] * (rank == 0)
         return one.weights()
 
     refused = threading.Event()

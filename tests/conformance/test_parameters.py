@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from typing import Any
 
@@ -24,32 +23,6 @@ HALVING = Case("halving", "sgd", 1.0, momentum=0.5)
 
 
 # -- without gradient -----------------------------------------------------------------------------------------
-
-
-@both
-@pytest.mark.parametrize("cap", [25.0, TINY])
-def test_a_parameter_without_gradient_counts_as_zero_wherever_it_is(binding, cap):
-    """Everything that two ranks may leave out, but for one vector that always has a gradient. Momentum goes on."""
-    left_out = list(itertools.product([(), (1,), (2,), (1, 2)], repeat=2))
-
-    def given(rank: int, step: int) -> list[Any]:
-        drawn = np.random.default_rng([rank, step]).integers(-8, 9, 3)
-        return [None if index in left_out[step][rank] else [float(drawn[index])] for index in range(3)]
-
-    def train(rank: int) -> list[float]:
-        one = binding.vectors([1, 1, 1], HALVING, quorum="all", bucket_cap_mb=cap)
-        for step in range(len(left_out)):
-            one.take(*given(rank, step))
-        one.opt.drain()
-        return one.weights().tolist()
-
-    expected, velocity = np.zeros(3), np.zeros(3)
-    for step in range(len(left_out)):
-        both_given = [[(g or [0.0])[0] for g in given(rank, step)] for rank in range(2)]
-        velocity = 0.5 * velocity - np.mean(both_given, axis=0)
-        expected += velocity
-    for weights in Cluster(2).run(train):
-        np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-4)
 
 
 # -- frozen ---------------------------------------------------------------------------------------------------

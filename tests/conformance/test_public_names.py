@@ -57,7 +57,7 @@ def test_what_is_documented_is_exported(name):
     assert len(set(module.__all__)) == len(module.__all__)
 
 
-def test_signatures_are_those_that_users_know():
+def test_signatures_are_ones_that_users_know():
     assert frozen.signatures(DOCUMENTED) == frozen.SIGNATURES.read_text("utf-8"), "see tests/fixtures/frozen.py"
 
 

@@ -11,19 +11,16 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import hvd_async.tensorflow.keras as hvd_keras
 import hvd_async.torch as hvd_torch
 from hvd_async.algorithms.gossip.config import SMOOTHING
 from hvd_async.testing import Cluster
 from tests.conformance.cases import Case
-from tests.conformance.gossip_ranks import DILOCO, EXACT, LATE, ON, RING, STAR, by_options, graph
+from tests.conformance.gossip_ranks import EXACT, ON, RING, STAR, by_options, graph
 from tests.conformance.gossip_reference import Problem
 from tests.conformance.keras_ranks import Scalar
-from tests.conformance.leader_cases import ELASTIC
 from tests.conformance.reference import Array
 from tests.conformance.weight_ranks import MOMENTUM, KerasGraphRank, KerasRank, Rank, TorchRank, both
 
@@ -114,13 +111,6 @@ def test_exact_diffusion_equals_the_reference_while_the_rate_changes(binding, ev
     np.testing.assert_allclose(found, expected(RATES, every, momentum, nesterov), rtol=0, atol=within)
 
 
-def test_a_keras_schedule_counts_with_the_step_that_it_is_of():
-    """It goes by the optimizer's iterations, which the update increases."""
-    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([9], [0.2, 0.02])
-    found = run(KerasGraphRank, None, 20, make=lambda _: keras.optimizers.SGD(schedule), **EXACT)
-    np.testing.assert_allclose(found, expected([0.2] * 10 + [0.02] * 10, 1), rtol=0, atol=2e-5)
-
-
 def test_torchs_groups_each_have_their_own_rate():
     second = [0.1] * 8 + [0.0] * 6 + [0.1] * (len(RATES) - 14)
 
@@ -137,24 +127,6 @@ def test_torchs_groups_each_have_their_own_rate():
     found = np.array(Cluster(SIZE).run(work))
     np.testing.assert_allclose(found[..., :2], expected(RATES, 1)[..., :2], rtol=0, atol=1e-9)
     np.testing.assert_allclose(found[..., 2:], expected(second, 1)[..., 2:], rtol=0, atol=1e-9)
-
-
-def test_at_a_rate_of_0_quasi_global_momentum_is_torchs_own():
-    """That of the second group; the first one's is corrected."""
-
-    def work(rank: int) -> tuple[Array, Array]:
-        make = lambda ps: torch.optim.SGD([{"params": ps[:1], "lr": 0.05}, {"params": ps[1:]}], 0.0, 0.9)  # noqa: E731
-        one, own = TorchRank(TorchRank.least_squares(2), rank, make=make, **RING, **ON), np.zeros(6)
-        for step in range(1, 6):
-            own = 0.9 * own + one.problem.gradient(one.weights(), rank, step)
-            one.train(1)
-        found = one.moments().first
-        one.opt.drain()
-        return found, own
-
-    for found, own in Cluster(2).run(work):
-        np.testing.assert_allclose(found[2:], own[2:], rtol=0, atol=1e-5)
-        assert np.abs(found[:2] - own[:2]).max() > 1e-3
 
 
 def test_ranks_whose_rates_fall_at_different_steps_still_find_the_minimum():
@@ -202,33 +174,6 @@ def test_parameters_that_have_no_momentum_yet_have_all_ranks_after_a_drain():
 
 
 # -- hooks and constraints ----------------------------------------------------------------------------------------
-
-
-@by_options(STAR, LATE, DILOCO, {"following": ELASTIC})
-def test_hooks_see_the_models_weights_once_a_step(options):
-    """Post hooks, global ones too, see what the step leaves, pre hooks what the one before has left."""
-
-    def work(rank: int) -> Any:
-        one = TorchRank(TorchRank.least_squares(SIZE), rank, **options)
-        seen: dict[str, list[Any]] = {"pre": [], "post": [], "global": []}
-
-        def note(where: str) -> Any:
-            return lambda own, *_: seen[where].append(one.weights()) if own is one.opt else None
-
-        one.opt.register_step_pre_hook(note("pre"))
-        one.opt.register_step_post_hook(note("post"))
-        registered = register_optimizer_step_post_hook(note("global"))
-        try:
-            one.train(12)
-        finally:
-            registered.remove()
-        one.opt.drain()
-        return one.path, seen
-
-    for path, seen in Cluster(SIZE).run(work):
-        np.testing.assert_array_equal(seen["post"], path)
-        np.testing.assert_array_equal(seen["global"], path)
-        np.testing.assert_array_equal(seen["pre"][1:], path[:-1])
 
 
 def test_a_pre_hook_may_replace_the_closure_and_a_derived_class_runs_hooks_once():
@@ -291,18 +236,6 @@ def test_a_constraint_is_applied_once_a_step(graph):
     own = run(keras.optimizers.SGD(1.0))
     for path in Cluster(2).run(lambda rank: run(hvd_keras.GossipOptimizer(keras.optimizers.SGD(1.0), **RING))):
         assert path == own
-
-
-def test_exact_diffusion_converges_to_the_constrained_minimum():
-    """Ranks' own minima and curvatures differ; the mean's minimum is below 0 for some weights."""
-
-    def constrain(one: Rank) -> None:
-        for variable in one.parameters:
-            variable.constraint = lambda value: tf.maximum(value, tf.zeros_like(value))
-
-    found = run(KerasRank, lambda rank, step: 0.5, 150, plain(), constrain, **EXACT)
-    assert (np.maximum(BEST, 0.0) == 0).any()
-    np.testing.assert_allclose(found[:, -1], np.tile(np.maximum(BEST, 0.0), (SIZE, 1)), rtol=0, atol=1e-4)
 
 
 @by_options(STAR, RING, {"algorithm": "adpsgd"}, {"algorithm": "local", "average_every": 2})

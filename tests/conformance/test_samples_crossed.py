@@ -1,4 +1,4 @@
-"""Rounds weighted by samples beside all else that an EagerOptimizer does: each round is that of the float64 reference,
+"""Rounds weighted by samples next to all else that an EagerOptimizer does: each round is that of the float64 reference,
 whichever gradients it carries."""
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_nan_leaves_out_its_bucket_and_its_samples(binding, quorum, rounds):
 
 @both
 @pytest.mark.parametrize("quorum", ["all", "solo"])
-def test_process_sets_are_weighted_by_themselves(binding, quorum, rounds):
+def test_process_sets_are_weighted_separately(binding, quorum, rounds):
     sets = [ProcessSet(0, 2, number=1), ProcessSet(1, 3, number=2)]
     ends = train(binding, EVEN, options=lambda rank: {"quorum": quorum, "process_set": sets[rank % 2]})
     for rank, (weights, _, _) in enumerate(ends):
@@ -119,7 +119,7 @@ SCALED = Plan(EVEN.samples, frozenset((*one, vector) for one in OVERFLOWS for ve
 
 @pytest.mark.parametrize("quorum", ["all", "solo"])
 def test_an_overflow_under_a_grad_scaler_leaves_out_its_samples(quorum, rounds):
-    """The mean of nothing, which the scaler takes for an overflow, is an empty batch as ever."""
+    """The mean of nothing, which the scaler takes for an overflow, is an empty batch as usual."""
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0 ** (2 + rank), growth_interval=10**6) for rank in range(4)]
 
     def step(one: Any, plan: Plan, rank: int, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Ends that the table does not show: whose buffers are averaged, who goes on after whom, what is forgotten."""
+"""Ends that the table does not show: whose buffers are averaged, who continues after whom, what is forgotten."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def take(weight: torch.nn.Parameter, optimizer: Any, gradient: float = 1.0) -> N
 # -- collectives at ends ----------------------------------------------------------------------------------------
 
 
-def test_buffers_of_two_optimizers_are_averaged_each_by_itself_where_one_is_gone_on_a_rank():
+def test_buffers_of_two_optimizers_are_averaged_each_separately_where_one_is_gone_on_a_rank():
     """(They had one name: a second model's were averaged with the first's.)"""
 
     def train(rank: int) -> list[float]:
@@ -62,7 +62,7 @@ def test_buffers_of_two_optimizers_are_averaged_each_by_itself_where_one_is_gone
     assert Cluster(2).run(train) == [[151.0, 151.0], [151.0, 151.0]]
 
 
-def test_ranks_in_different_collectives_are_told_and_not_mixed_up():
+def test_ranks_in_different_collectives_are_reported_and_not_mixed_up():
     def train(rank: int) -> str:
         weight, optimizer = line(quorum="all")
         take(weight, optimizer)
@@ -96,7 +96,7 @@ def test_a_root_that_is_gone_is_replaced():
 
 
 @pytest.mark.parametrize(("quorum", "first"), [("solo", 0), ("all", 1)])
-def test_a_rank_goes_on_after_the_other_has_left(first: int, quorum: Any):
+def test_a_rank_continues_after_the_other_has_left(first: int, quorum: Any):
     """Further than the staleness bound, with the divisor it had; what the other had produced is in."""
 
     def train(rank: int) -> tuple[float, int]:
@@ -112,7 +112,7 @@ def test_a_rank_goes_on_after_the_other_has_left(first: int, quorum: Any):
     assert outcomes[1 - first] == (-1.0 - 9 * 0.5, 11)
 
 
-def test_backward_without_step_ends_and_is_told(capfd):
+def test_backward_without_step_ends_and_is_reported(capfd):
     def train(rank: int) -> float:
         weight, optimizer = line(0.0, quorum="solo")
         for _ in range(2):
@@ -158,10 +158,10 @@ def test_an_optimizer_that_a_waiting_rank_has_not_is_refused_with_its_name():
         weight, other = line(2.0)
         with pytest.raises(
             ReplicaMismatchError, match="rank 0 registered an optimizer while rank 1 waits in drain"
-        ) as told:
+        ) as reported:
             take(weight, other)
         optimizer.drain()
-        return str(told.value)
+        return str(reported.value)
 
     assert Cluster(2).run(train)[0].startswith("SGD (optimizer 1): ")
 
@@ -260,13 +260,13 @@ def test_a_rank_that_drains_one_optimizer_opens_what_another_is_done_with():
 
 
 def test_a_collective_ends_when_the_optimizer_is_discarded_by_another_thread():
-    told = threading.Event()
+    reported = threading.Event()
 
     def train(rank: int) -> bool:
         weight, optimizer = line(0.0, quorum="all")
         take(weight, optimizer)
         if rank == 1:
-            return told.wait(30)  # (it keeps its optimizer until then, so that it is waited for)
+            return reported.wait(30)  # (it keeps its optimizer until then, so that it is waited for)
         worker = optimizer._async.worker
         send, begun = worker.engine.send, threading.Event()
 
@@ -280,7 +280,7 @@ def test_a_collective_ends_when_the_optimizer_is_discarded_by_another_thread():
         with pytest.raises(ReplicaStateError, match="discarded while this rank waited in the sum"):
             worker.sum(torch.ones(2), "the sum")
         helper.join(30)
-        told.set()
+        reported.set()
         return True
 
     assert Cluster(2).run(train) == [True, True]
@@ -295,7 +295,7 @@ def test_workers_of_before_a_switch_are_let_go():
             old.append(weakref.ref(optimizer._async.worker))
             optimizer.switch(algorithm="sgp")
         step(model, optimizer, rank, 0)
-        optimizer.drain()  # (by now every rank has told the coordinator, and been told to forget)
+        optimizer.drain()  # (by now every rank has reported the coordinator, and been asked to forget)
         gc.collect()
         return [reference() is None for reference in old]
 

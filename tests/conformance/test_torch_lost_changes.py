@@ -45,7 +45,7 @@ def test_a_change_that_moves_no_version_counter_is_found(change):
 
 
 def test_later_steps_are_compared_a_bucket_at_a_time():
-    """So that whatever goes on changing one bucket is found within a turn."""
+    """So that whatever continues changing one bucket is found within a turn."""
 
     def train(rank: int) -> int:
         trainer = TorchTrainer(SGD, bucket_cap_mb=TINY)

@@ -113,7 +113,7 @@ def several_passes_said_later(model: torch.nn.Module, opt: Any, step: int) -> No
     ],
 )
 def test_a_rank_alone_trains_as_plain_torch_does(use, options, early):
-    """Bit by bit, and so many buckets leave early in a step."""
+    """Bit by bit, and this many buckets leave early in a step."""
 
     def train(rank: int) -> tuple[bytes, list[int]]:
         trainer, seen = TorchTrainer(MOMENTUM, **options), []

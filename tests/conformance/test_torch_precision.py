@@ -83,7 +83,7 @@ def test_each_rank_its_own_scale(kind, unscale):
 
 
 @pytest.mark.parametrize(("kind", "quorum"), [("momentum", "solo"), ("fused", "all")])
-def test_an_overflow_on_one_rank_is_a_step_without_gradient_and_reaches_nobody(kind, quorum):
+def test_an_overflow_on_one_rank_is_a_step_without_gradient_and_reaches_no_rank(kind, quorum):
     """Rank 1 begins with a scale that float32 cannot bear: its first steps overflow, until the scale has fallen."""
 
     def train(rank: int) -> tuple[Any, list[Any], Any]:
@@ -135,7 +135,7 @@ def test_an_overflow_in_one_bucket_leaves_the_whole_step_out():
     assert Cluster(2).run(train) == [([-2.5, -2.5], 0), ([-2.5, -2.5], 1)]
 
 
-def test_a_scaler_must_be_told_of():
+def test_a_scaler_must_be_reported_of():
     def train(rank: int) -> None:
         trainer, scaler = TorchTrainer(SGD), make_scaler(4.0)
         trainer.opt.zero_grad()

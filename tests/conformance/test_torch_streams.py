@@ -1,4 +1,4 @@
-"""torch on a GPU: nothing of ours waits for what the device has to do besides; on a CPU streams do nothing."""
+"""torch on a GPU: nothing of this library waits for what the device has to do besides; on a CPU streams do nothing."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class TestOnAGpu:
         assert float(number) == 1.0
         assert [p.grad.sum().item() for p in parameters] == [200.0, 10.0, 1.0]
 
-    def test_memory_is_not_given_away_while_the_other_stream_reads_it(self):
+    def test_memory_is_not_transferred_while_the_other_stream_reads_it(self):
         vector = streams.record_ready(torch.full((1_000_000,), 5.0, device="cuda"))
         with streams.on_engine_stream_after(vector):
             torch.cuda._sleep(BUSY)

@@ -34,7 +34,7 @@ def test_a_model_is_let_go_with_its_optimizer():
 
 @pytest.mark.parametrize("broken_off", ["step", "drain"])
 def test_what_is_broken_off_can_be_done_again(broken_off):
-    """HVD_ASYNC_TIMEOUT ends a wait, as Ctrl-C would; going on must not bring the others down."""
+    """HVD_ASYNC_TIMEOUT ends a wait, as Ctrl-C would; continuing must not bring the others down."""
 
     def train(rank: int) -> list[float]:
         engine = local_engine()

@@ -54,10 +54,10 @@ def _late_synchronize(steps: int, tapes: Any, **options: Any) -> Any:
 
 
 def test_synchronize_shows_one_round_a_step(tapes):
-    told = _late_synchronize(3, tapes)
+    reported = _late_synchronize(3, tapes)
     # Rank 1's three gradients are in a fourth round, which only drain() brings:
-    assert len(told) == 2
-    for text in told:
+    assert len(reported) == 2
+    for text in reported:
         assert "round_transform=" in text
         assert "drain() applied 1 round(s)" in text
 
@@ -101,7 +101,7 @@ def test_a_round_that_is_shown_and_not_stepped_is_left_out_on_all_ranks():
     ("steps", "end"), [((8, 2), "cut"), ((2, 8, 5), "drain"), ((3, 0), "drain"), ((3, 0), "cut")], ids=str
 )
 def test_synchronize_with_uneven_data_leaves_the_replicas_identical(steps, end):
-    """Clipping is done on every round; a rank that has drained cannot, and takes over what those that did have."""
+    """Clipping is done on every round; a rank that has drained cannot, and takes over what the ones that did have."""
 
     def train(rank: int) -> tuple[bytes, bytes]:
         torch.manual_seed(0)

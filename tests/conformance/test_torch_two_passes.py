@@ -177,7 +177,7 @@ def test_a_pass_that_is_thrown_away_is_refused_with_two_ways_that_are_right(way)
     np.testing.assert_allclose(weights, flat(model.parameters()), atol=1e-7)
 
 
-def test_weights_that_another_optimizer_has_moved_are_not_only_told_to_be_broadcast():
+def test_weights_that_another_optimizer_has_moved_are_not_only_reported_to_be_broadcast():
     """The halves of SAM do so where they step a base optimizer that is not wrapped."""
 
     def train(rank: int) -> None:

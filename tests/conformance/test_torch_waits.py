@@ -9,7 +9,7 @@ from hvd_async.torch import horovod_collectives as collectives
 
 
 class Clock:
-    """The time, as collectives and those that look at them have it."""
+    """The time, as collectives and the ones that look at them have it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -32,7 +32,7 @@ def seen_after(
     busy: float = 0.0,
     polls: tuple[float, float] = collectives.POLLS_OF_GPU,
 ) -> float:
-    """When a collective that takes so many seconds is seen to be done; first its engine is busy elsewhere."""
+    """When a collective that takes this many seconds is seen to be done; first its engine is busy elsewhere."""
     handle = collectives._HorovodHandle(0, "bucket", durations, polls)
     started, ends = clock.now, clock.now + seconds
     clock.now += busy

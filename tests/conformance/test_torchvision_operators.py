@@ -1,4 +1,4 @@
-"""torch: torchvision, and what imports it, beside a torch that it was not built for."""
+"""torch: torchvision, and what imports it, next to a torch that it was not built for."""
 
 from __future__ import annotations
 

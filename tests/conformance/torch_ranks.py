@@ -188,7 +188,7 @@ class TorchVectors(_Rank):
         self.opt.step()
 
     def backward(self, passes: Sequence[Sequence[Any]]) -> None:
-        """A step but for ``step()``."""
+        """A step except for ``step()``."""
         if self._early:
             self.opt.zero_grad()
         for parameter in self.parameters:

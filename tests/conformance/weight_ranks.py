@@ -48,7 +48,7 @@ def _gradient(z: Array, rank: int, step: int) -> Array:
 
 
 def values(state: Any) -> Any:
-    """A saved state with lists in place of arrays and tensors, which compare."""
+    """A saved state with lists instead of arrays and tensors, which compare."""
     if isinstance(state, dict):
         return {name: values(value) for name, value in state.items()}
     if isinstance(state, list | tuple):
@@ -111,7 +111,7 @@ class Rank:
         self.leads = wrapper == "LeaderOptimizer"
         own = Following() if following is None else following
         self.problem, self.rank = problem, rank
-        self.following = own if self.leads else dataclasses.replace(own, told=lambda *_: None)
+        self.following = own if self.leads else dataclasses.replace(own, loss_of=lambda *_: None)
         self.path: list[Array] = []
         given = own.options() if self.leads else {}
         self.opt = self._wrap(make, normed, getattr(self.hvd, wrapper), {**given, **options})
@@ -162,7 +162,7 @@ class Rank:
     def step(self, mean: Any = None) -> None:
         """One; ``mean`` as of ``take``."""
         self.before, number = self.weights(), len(self.path) + 1
-        loss = self.following.told(self.before, self.rank, number)
+        loss = self.following.loss_of(self.before, self.rank, number)
         gradient = self.problem.gradient(self.before, self.rank, number)
         self.take(gradient, loss, self.forward() if mean is None else mean)
         self.path.append(self.weights())
@@ -191,7 +191,7 @@ class Rank:
         return self.through_a_file(self.state()), self.weights(), self.statistics()
 
     def resume(self, saved: Saved, done: int = 0) -> Self:
-        """Take up what was saved after so many steps."""
+        """Take up what was saved after this many steps."""
         state, weights, statistics = saved
         self.assign(weights)
         if len(self.statistics()):
@@ -311,9 +311,9 @@ class KerasRank(Rank):
         return keras.optimizers.SGD(0.1)
 
     def take(self, gradient: Any, loss: Any = None, mean: Any = None) -> None:
-        told = tf.constant(loss, tf.float64) if self.graph and loss is not None else loss
+        given = tf.constant(loss, tf.float64) if self.graph and loss is not None else loss
         moved = None if mean is None else tf.constant(mean, tf.float32, [2])
-        self._apply(told, moved, *map(tf.constant, _split(gradient)))
+        self._apply(given, moved, *map(tf.constant, _split(gradient)))
 
     def weights(self) -> Array:
         return keras_ranks.flat(self.parameters)

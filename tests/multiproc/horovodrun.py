@@ -3,7 +3,7 @@
 It would import TensorFlow for that, which takes 4 s a job.
 """
 
-if __name__ == "__main__":  # (it starts itself anew for each rank, to watch over it)
+if __name__ == "__main__":  # (it starts itself again for each rank, to watch over it)
     from horovod.runner import launch
 
     launch.gloo_built = launch.mpi_built = lambda verbose=False: True

@@ -184,7 +184,7 @@ def _dump_stacks(job: str, script: str) -> None:
 
 
 def sweep(job: str, patience: float, but: int | None = None) -> list[str]:
-    """Wait for the job's processes to end, kill those that do not; returns these. ``but``: a process to leave alone."""
+    """Wait for the job's processes to end, kill those still running, and return them; ``but`` is left alone."""
     deadline = time.monotonic() + patience
     while (alive := processes_of(job, but)) and (left := deadline - time.monotonic()) > 0:
         psutil.wait_procs(alive, timeout=left)
@@ -308,7 +308,7 @@ def run_elastic(
     script: str, ranks: int, server: ForkServer, *, args: Sequence[str] = (), timeout: float = 300.0
 ) -> Job:
     """Run a script of ``jobs/`` under ``horovodrun --host-discovery-script``: hosts are lines of the file ``hosts`` in
-    the job's folder, at first so many names of this machine, with one rank each. Arguments as of ``run_job``."""
+    the job's folder, at first this many names of this machine, with one rank each. Arguments as of ``run_job``."""
     folder = _Folder(ranks)
     names = ["127.0.0.1", *(f"127.{'0' * place}1" for place in range(ranks - 1))]
     (folder.path / "hosts").write_text("".join(f"{name}:1\n" for name in names))
@@ -338,7 +338,7 @@ class _Finished(defaultdict[str, list[str]]):
     """Ranks that have left each scope of Horovod's rendezvous, which forgets a scope when all of its ranks have.
 
     Horovod clears the ranks of all scopes then. A scope of which only some had left would keep their addresses, where
-    nobody listens any more, and a second ``hvd.init()`` would try these.
+    no rank listens any more, and a second ``hvd.init()`` would try these.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
@@ -402,7 +402,7 @@ class ForkServer:
     ) -> Job:
         """Run a script of ``jobs/`` without a launcher, as a cluster's scheduler would, and wait for all of its ranks.
 
-        Nobody ends the other ranks when one dies, so what they do about it can be seen. Arguments as of ``run_job``.
+        Nothing ends the other ranks when one dies, so what they do about it can be seen. Arguments as of ``run_job``.
         """
         folder = _Folder(ranks)
         logs = [folder.path / f"output.{rank}" for rank in range(ranks)]
@@ -447,7 +447,7 @@ class ForkServer:
 
 
 def _ends(clients: list[socket.socket], timeout: float) -> tuple[list[int | None], list[float]]:
-    """Return the exit codes and the times of the ends of forked ranks; None for those that have to be killed."""
+    """Return the exit codes and the times of the ends of forked ranks; None for the ones that have to be killed."""
     codes: list[int | None] = [None] * len(clients)
     exited = [0.0] * len(clients)
     deadline, overdue = time.monotonic() + timeout, False

@@ -61,7 +61,7 @@ class Setting:
 
 
 EITHER = "torch" if PLANE == "torch" else "gloo"
-TORCH = Setting("torch", 3, EITHER, ("torch_equality", "promises", "gossip", "leaders"))
+TORCH = Setting("torch", 3, EITHER, ("torch_equality", "promises", "gossip", "leaders"), "all" if LONG_RUN else "some")
 TORCH_4 = Setting("torch", 4, EITHER, ("gossip", "leaders", "torch_features", "hosts"), sets="dynamic", launched=False)
 """For what takes four ranks: two hosts of two, two process sets of two."""
 TORCH_MPI = Setting("torch", 2, "mpi", TORCH.topics, share="few")

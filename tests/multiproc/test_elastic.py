@@ -1,4 +1,4 @@
-"""Elastic training under ``horovodrun``: any rank dies at any point, the others go on, a new one joins."""
+"""Elastic training under ``horovodrun``: any rank dies at any point, the others continue, a new one joins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.multiproc
 POINTS = {"torch": ("between", "backward", "before step", "step"), "tensorflow": ("between", "step")}
 KINDS = ("all", "majority", "solo", "sgp", "dpsgd", "adpsgd", "local", "exact-diffusion", "noloco", "lsgd", "easgd")
 STEP_BY_STEP = ("all",)
-"""Kinds whose ranks are never more than a step apart; under all others they wait for some of the others, or nobody."""
+"""Kinds whose ranks are never more than a step apart; under the others they wait for some ranks, or none."""
 VICTIMS = ("first", "last")
 DETECTED = 25.0
 """Seconds from a death until the survivors train on: less than Gloo waits for a silent rank (30); seen: under one."""
@@ -38,12 +38,12 @@ def table(framework: str) -> list[tuple[str, str, str]]:
 def cases(request: pytest.FixtureRequest, server: Callable[[str], ForkServer]) -> list[dict[str, Any]]:
     """Return each case's name, and its processes' reports by host."""
     wanted = table(request.param)
-    told = ",".join(":".join(case) for case in wanted)
+    reported = ",".join(":".join(case) for case in wanted)
     job = run_elastic(
         "elastic.py",
         RANKS,
         server(request.param),
-        args=("--framework", request.param, "--cases", told),
+        args=("--framework", request.param, "--cases", reported),
         timeout=60 + 30 * len(wanted),
     )
     job.check()
@@ -67,7 +67,7 @@ def of_case(job: Job, number: int) -> dict[str, dict[str, Any]]:
 
 
 def survivors(case: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those that were there from the beginning."""
+    """The ones that were there from the beginning."""
     return [seen for seen in case["ranks"].values() if seen["generations"][0][2] == 0]
 
 
@@ -77,7 +77,7 @@ def newcomer(case: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_the_others_go_on_and_a_new_rank_joins(cases):
+def test_the_others_continue_and_a_new_rank_joins(cases):
     for case in cases:
         assert len(case["ranks"]) == RANKS, (case["case"], str(case["job"]))
         assert len(survivors(case)) == RANKS - 1, case
@@ -113,7 +113,7 @@ def test_replicas_are_identical_at_the_end(cases):
 
 def test_each_gradient_of_a_survivor_is_applied_once(cases):
     """(``drain()`` compares what was produced and applied since the last reset; here it is over all of them.) A rank
-    that goes on with the batch of one that was ahead has no gradients of the batches between."""
+    that continues with the batch of one that was ahead has no gradients of the batches between."""
     for case in cases:
         if case["case"][0] in EAGER:
             for seen in survivors(case):

@@ -40,7 +40,7 @@ EACH = [(setting, case) for setting in ALL for case in cases(setting.ranks, sett
 
 
 def each(*kinds: tuple[Gossip, ...]) -> Any:
-    """Every setting with its cases of these kinds; without kinds those that must equal the reference."""
+    """Every setting with its cases of these kinds; without kinds the ones that must equal the reference."""
     chosen = [case for kind in kinds for case in kind]
     others = (*COMPRESSED, *HOSTS_COMPRESSED, *UNEVEN, *UNEVEN_HOSTS)
     picked = [(s, case) for s, case in EACH if (case in chosen if kinds else case not in others)]
@@ -128,20 +128,20 @@ def test_compression_loses_no_mass(job: RunJob, setting: Setting, case: Gossip) 
 
 
 @each(UNEVEN, UNEVEN_HOSTS)
-def test_ranks_that_are_done_early_hold_nobody_up(job: RunJob, setting: Setting, case: Gossip) -> None:
+def test_ranks_that_are_done_early_hold_no_rank_up(job: RunJob, setting: Setting, case: Gossip) -> None:
     check_ends(setting.case(job, case.name))
 
 
 @pytest.mark.parametrize("setting", FULL, ids=str)
-def test_adpsgd_goes_on_while_a_rank_is_stuck(job: RunJob, setting: Setting) -> None:
+def test_adpsgd_continues_while_a_rank_is_stuck(job: RunJob, setting: Setting) -> None:
     ranks = setting.case(job, "stuck")
     assert len({str(rank["drained"]) for rank in ranks}) == 1
     assert all(rank["averagings"] > 0 for rank in ranks)  # its engine answers for the one that was stuck
 
 
 @pytest.mark.parametrize("setting", FULL, ids=str)
-def test_under_sgp_a_late_rank_holds_up_those_that_the_graph_says(job: RunJob, setting: Setting) -> None:
-    ranks = setting.case(job, "held")  # (ends at all: each came as far as the graph lets it, before rank 0 went on)
+def test_under_sgp_a_late_rank_holds_up_ones_that_the_graph_says(job: RunJob, setting: Setting) -> None:
+    ranks = setting.case(job, "held")  # (ends at all: each came as far as the graph lets it, before rank 0 continued)
     assert len({str(rank["drained"]) for rank in ranks}) == 1
     assert all(rank["waited_for"][(index - 1) % len(ranks)] > 0 for index, rank in enumerate(ranks) if index)
     assert all(

@@ -1,4 +1,4 @@
-"""The control plane's hub beside strangers: descriptors of closed connections come back as those of ranks."""
+"""The control plane's hub next to strangers: descriptors of closed connections come back as those of ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def hear(hub: ZmqHub, seconds: float) -> tuple[int, object] | None:
 
 
 def test_a_rank_that_got_a_probes_descriptor_is_not_taken_for_dead_until_it_is() -> None:
-    # Every rank probes the coordinator's port before it connects. Seen on MPI in 1 start of 5: the news that the probe
+    # Every rank probes the coordinator's port before it connects. Seen on MPI in 1 start of 5: that the probe
     # had ended was read after the rank's first message on the same descriptor, and the rank was declared dead.
     keys = zmq.curve_keypair()
     with contextlib.ExitStack() as stack:

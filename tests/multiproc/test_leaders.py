@@ -58,8 +58,8 @@ def check_ends(ranks: list[dict[str, Any]], following: Following) -> None:
 
 
 @pytest.mark.parametrize("setting", GROUPED, ids=str)
-def test_pulls_go_on_while_a_rank_sleeps(job: RunJob, setting: Setting) -> None:
-    """Rank 1 is pulled while it takes no step, and nobody has waited for it."""
+def test_pulls_continue_while_a_rank_sleeps(job: RunJob, setting: Setting) -> None:
+    """Rank 1 is pulled while it takes no step, and no rank has waited for it."""
     ranks = setting.case(job, "asleep")
     assert ranks[1]["pulls"] >= 1
     assert all(0 in rank["led"] for rank in ranks)

@@ -48,7 +48,7 @@ def test_an_impossible_quorum_is_refused_with_what_is_possible(names: Names, fra
         assert "from 1 to 2" in rank["text"]
 
 
-def test_different_weights_are_refused_everywhere_and_can_be_mended_in_torch(names: Names) -> None:
+def test_different_weights_are_refused_everywhere_and_can_be_fixed_in_torch(names: Names) -> None:
     ranks = names(TORCH).case("different weights")
     for rank in ranks:
         assert rank["kind"] == "ReplicaMismatchError"

@@ -107,7 +107,7 @@ def test_batches_of_different_sizes_are_weighted(job: RunJob, setting: Setting) 
 
 
 def test_fit_weights_batches_of_different_sizes_and_numbers(job: RunJob) -> None:
-    """As one large batch of those that still have any, and k / P of it where k of P do."""
+    """As one large batch of the ones that still have any, and k / P of it where k of P do."""
     ranks = TENSORFLOW.case(job, "fitted by samples")
     assert [rank["steps"] for rank in ranks] == [12, 8, 8]
     for rank in ranks:

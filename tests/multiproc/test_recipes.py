@@ -27,10 +27,10 @@ BESIDES = {
 RECIPES = sorted(FOLDER.glob("*.py"))
 LAUNCHERS = {"ray_executor", "ray_train"}
 """Recipes that start their ranks themselves."""
-SLOW = LAUNCHERS | {"timm_imagenet", "trainer"}
+SLOW = LAUNCHERS | {"timm_imagenet", "trainer", "keras_fit"}
 """Recipes whose frameworks take long to start: tried in a long run."""
 TRIED = [path for path in RECIPES if LONG_RUN or path.stem not in SLOW]
-UNDER_TORCHRUN = ("accelerate_loop", *(("lightning", "trainer") if LONG_RUN else ()))
+UNDER_TORCHRUN = ("accelerate_loop", "lightning", "trainer") if LONG_RUN else ("lightning",)
 """Recipes whose trainers look at what torchrun sets."""
 
 
@@ -42,7 +42,7 @@ def run(path: Path, folder: Path, forked: RunJob) -> Job:
         except ImportError as error:
             pytest.skip(f"Ray Train is not installed: {error}")
     if path.stem in LAUNCHERS:
-        with tempfile.TemporaryDirectory(prefix="ray") as short:  # (a socket's path has 107 bytes at the most)
+        with tempfile.TemporaryDirectory(prefix="ray") as short:  # (a socket's path has 107 bytes at most)
             return run_alone(str(path), env={"HOME": str(folder), "RAY_TMPDIR": short})
     framework = "tensorflow" if path.stem.startswith("keras") else "torch"
     return forked(framework, str(path), 2, env={"TMPDIR": str(folder)})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +11,7 @@ from hvd_async.algorithms.leader.selection import Strengths
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.stats import LeaderStats
-from hvd_async.testing import MemoryCollectives
 from tests.conformance.gossip_reference import Problem
-from tests.conformance.leader_drive import TIMEOUT
 from tests.conformance.leader_reference import Following
 from tests.conformance.reference import Array, start
 
@@ -65,11 +61,11 @@ class Follower:
         return self._worker
 
     def step(self) -> None:
-        """One; it must wait for nobody."""
+        """One; it must wait for no rank."""
         number = len(self.path) + 1
         for call in self.calls:
             call(number)
-        worker, loss = self.worker(), self.following.told(self.x, self.rank, number)
+        worker, loss = self.worker(), self.following.loss_of(self.x, self.rank, number)
         if loss is not None:
             worker.record_loss(loss)
         wait = worker.engine.wait
@@ -105,37 +101,5 @@ class Follower:
 
 
 def waits(*args: Any) -> None:
-    """In place of ``Engine.wait``."""
+    """Instead of ``Engine.wait``."""
     raise AssertionError("a step waits for others")
-
-
-def gated(
-    gate: threading.Event, part: str, begun: queue.Queue[int], rank: int | None = None
-) -> Callable[[MemoryCollectives], MemoryCollectives]:
-    """For ``Cluster(wrap=...)``: broadcasts and sums whose names end so come back only when the gate is open, to
-    one rank or to all; ``begun`` gets the ranks that have submitted one."""
-
-    def wrap(collectives: MemoryCollectives) -> MemoryCollectives:
-        for kind in ("broadcast", "allreduce_sum"):
-            setattr(collectives, kind, held(getattr(collectives, kind), collectives.rank))
-        return collectives
-
-    def held(begin: Callable[..., Any], own: int) -> Callable[..., Any]:
-        def late(*args: Any) -> Any:
-            handle = begin(*args)
-            if any(isinstance(arg, str) and arg.endswith(part) for arg in args):
-                done = handle.done
-                begun.put(own)
-                if rank in (None, own):
-                    handle.done = lambda: gate.is_set() and done()
-                    handle.seconds_to_poll = lambda: None if gate.is_set() else 0.002
-            return handle
-
-        return late
-
-    return wrap
-
-
-def pass_gate(gate: threading.Event) -> None:
-    """Wait for it."""
-    assert gate.wait(TIMEOUT)

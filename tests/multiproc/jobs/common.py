@@ -84,7 +84,7 @@ class Baton:
         return self._file.exists()
 
     def lay(self) -> None:
-        """Let those go on that wait."""
+        """Let those continue that wait."""
         self._file.touch()
 
     def lay_when_done(self, rank: int) -> None:
@@ -109,7 +109,7 @@ class Baton:
         deadline = time.monotonic() + timeout
         while not self._file.exists():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"nobody laid {self._file.name}")
+                raise TimeoutError(f"no rank laid {self._file.name}")
             time.sleep(0.01)
 
 

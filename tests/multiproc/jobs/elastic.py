@@ -1,4 +1,4 @@
-"""Elastic training: in each case a rank dies at a named point, the others go on, and a new one joins.
+"""Elastic training: in each case a rank dies at a named point, the others continue, and a new one joins.
 
 ``--framework torch|tensorflow --cases KIND:POINT:VICTIM,...``: what is wrapped around SGD, where and which rank dies. A
 case begins and ends with three ranks. Ranks leave what they have seen in ``keep.HOST``. Every host is this machine, by
@@ -134,7 +134,7 @@ class Hosts:
 
 
 def alias(number: int) -> str:
-    """One of many names of this machine. (A label has 63 letters at the most.)"""
+    """One of many names of this machine. (A label has 63 letters at most.)"""
     return f"0x{'0' * (number // 50)}7f.0x{'0' * (number % 50)}1"
 
 

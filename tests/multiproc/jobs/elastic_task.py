@@ -12,7 +12,7 @@ DEATH = 3
 COMMIT = 2
 """Batches between two looks for new hosts, at which ranks wait for each other."""
 ALONE = 2
-"""Batches that the survivors train by themselves, at the least."""
+"""Batches that the survivors train separately, at least."""
 TOGETHER = 3
 """Batches that all train once a new rank is there."""
 SIZE = 5

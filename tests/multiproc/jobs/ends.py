@@ -24,9 +24,9 @@ from hvd_async.errors import EngineError
 
 STEPS = 4
 LONGER = 12
-"""Steps of the ranks that go on when one has left: more than the staleness bound."""
+"""Steps of the ranks that continue when one has left: more than the staleness bound."""
 HOLDS = 20.0
-"""Seconds at the most that a forked child holds what it has inherited, and that a rank stands still."""
+"""Seconds at most that a forked child holds what it has inherited, and that a rank stands still."""
 DEADLY = (
     "sigkill",
     "sigterm",
@@ -107,7 +107,7 @@ class TensorflowRank:
 
 
 def await_errors(ranks: Collection[int]) -> None:
-    """Wait until these ranks have reported an error, for ``HOLDS`` seconds at the most."""
+    """Wait until these ranks have reported an error, for ``HOLDS`` seconds at most."""
     deadline = time.monotonic() + HOLDS
     while not all("error" in Report.of(rank) for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.05)

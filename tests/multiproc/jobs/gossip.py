@@ -100,7 +100,7 @@ def held(report: Report, rank: int, size: int, make: Make) -> None:
 
 
 def refused(report: Report, rank: int, size: int, make: Make) -> None:
-    """Arguments that cannot be, and settings that differ: an error on every rank, and the job goes on."""
+    """Arguments that cannot be, and settings that differ: an error on every rank, and the job continues."""
     errors = {"not stochastic": raised(lambda: make(mixing=[[0.5] * size] * size))["text"]}
     different = make(topology="ring" if rank else "star")
     errors["different"] = raised(lambda: different.step(rank, 1))["text"]

@@ -18,7 +18,7 @@ class Gossip:
     Attributes:
         name: of the case.
         options: of ``GossipOptimizer``.
-        fewer: ranks that take so many steps fewer.
+        fewer: ranks that take this many steps fewer.
     """
 
     name: str

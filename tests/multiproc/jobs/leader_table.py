@@ -10,7 +10,7 @@ from tests.conformance.leader_reference import NEVER_OLD, Following, several
 
 STEPS = 24
 PATIENCE = 60.0
-"""Seconds that ranks go on stepping for one that waits to be pulled."""
+"""Seconds that ranks continue stepping for one that waits to be pulled."""
 
 
 def pairs(size: int) -> tuple[tuple[int, ...], ...]:

@@ -18,7 +18,7 @@ Make = Callable[..., Any]
 
 def train(report: Report, rank: int, name: str, following: Following, make: Make) -> None:
     """A case, with what the test needs to replay it."""
-    trainer = make(told=following.told, **following.options())
+    trainer = make(loss_of=following.loss_of, **following.options())
     optimizer = trainer.optimizer
     worker = optimizer._async.worker_now()
     log = worker.executor.log = []
@@ -59,7 +59,7 @@ def asleep(report: Report, rank: int, size: int, make: Make) -> None:
     lowest loss, which is in its mean loss for as long as they step.
     """
     options = {"algorithm": "lsgd", "global_period": 2, "loss_window": 10**6}
-    trainer = make(told=lambda x, rank, step: float(rank), group=size, **options)
+    trainer = make(loss_of=lambda x, rank, step: float(rank), group=size, **options)
     woken, done = Baton("asleep.woken"), [Baton(f"asleep.{other}") for other in range(size)]
     trainer.step(rank, 1)
     optimizer = trainer.optimizer
@@ -84,14 +84,14 @@ def asleep(report: Report, rank: int, size: int, make: Make) -> None:
 
 
 def refused(report: Report, rank: int, size: int, make: Make) -> None:
-    """Settings that cannot be, or that differ: an error on every rank, and the job goes on."""
-    told: Callable[..., Any] = lambda x, rank, step: 1.0  # noqa: E731
-    errors = {"does not divide": raised(lambda: make(told=told, group=size + 1))["text"]}
-    different = make(told=told, global_period=4 if rank else 8, group=size)
+    """Settings that cannot be, or that differ: an error on every rank, and the job continues."""
+    loss_of: Callable[..., Any] = lambda x, rank, step: 1.0  # noqa: E731
+    errors = {"does not divide": raised(lambda: make(loss_of=loss_of, group=size + 1))["text"]}
+    different = make(loss_of=loss_of, global_period=4 if rank else 8, group=size)
     errors["different"] = raised(lambda: different.step(rank, 1))["text"]
-    groups = make(told=told, group=size if rank else pairs(size))  # (process sets are made before the ranks meet)
+    groups = make(loss_of=loss_of, group=size if rank else pairs(size))  # (process sets are made before the ranks meet)
     errors["groups"] = raised(lambda: groups.step(rank, 1))["text"]
-    silent = make(told=lambda x, rank, step: None, global_period=1, group=size)
+    silent = make(loss_of=lambda x, rank, step: None, global_period=1, group=size)
     silent.step(rank, 1)
     worker = silent.optimizer._async.worker_now()
     worker.engine.wait(lambda: worker.executor.commanded > 0)
@@ -104,7 +104,7 @@ def refused(report: Report, rank: int, size: int, make: Make) -> None:
 
 def no_process_sets(report: Report, rank: int, size: int, make: Make) -> None:
     """Horovod was started without them: a group of its own is refused with a hint, on every rank of the job."""
-    trainer = make(told=lambda x, rank, step: 1.0, group=pairs(size))
+    trainer = make(loss_of=lambda x, rank, step: 1.0, group=pairs(size))
     report.put("no process sets", error=raised(lambda: trainer.step(rank, 1))["text"])
 
 

@@ -27,7 +27,7 @@ def join(binding: Any, report: Report, rank: int) -> None:
 
 
 def start_again(binding: Any, report: Report, rank: int) -> None:
-    """shutdown() and init() in one process: a new optimizer works, and one from before goes on."""
+    """shutdown() and init() in one process: a new optimizer works, and one from before continues."""
     old = binding.WholeTraining(quorum="solo")
     train(old, rank, 0, 3)
     binding.hvd.shutdown()

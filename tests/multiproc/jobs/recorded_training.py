@@ -19,7 +19,7 @@ COMPUTE = 0.02
 
 
 def train(optimizer: Any, model: torch.nn.Module, steps: int) -> None:
-    """Train so many steps."""
+    """Train this many steps."""
     inputs = torch.ones(2, 8)
     for _ in range(steps):
         optimizer.zero_grad()

@@ -41,7 +41,7 @@ def bounded(share: Share) -> tuple[Promise, ...]:
 
 
 def quorums(share: Share) -> tuple[Quorum, ...]:
-    """Those that are tried."""
+    """The ones that are tried."""
     shares: dict[Share, tuple[Quorum, ...]] = {"all": QUORUMS, "some": ("solo", "majority"), "few": ("solo", "all")}
     return shares[share]
 
@@ -62,13 +62,13 @@ def uneven_steps(phase: int, rank: int, size: int) -> int:
 
 
 class Equality(NamedTuple):
-    """Ours in quorum "all" beside Horovod's, in torch.
+    """Ours in quorum "all" next to Horovod's, in torch.
 
     Attributes:
-        theirs: keywords of Horovod's optimizer, and ``ours`` of ours, as text where they are objects.
+        theirs: keywords of Horovod's optimizer, and ``ours`` of this library, as text where they are objects.
         passes: backward passes a step.
-        difference: between the weights after 30 steps, at the most.
-        buckets: of ours.
+        difference: between the weights after 30 steps, at most.
+        buckets: of this library.
     """
 
     name: str
@@ -101,7 +101,7 @@ EQUALITIES = (
 
 
 def equalities(share: Share) -> tuple[Equality, ...]:
-    """Those that a job tries."""
+    """The ones that a job tries."""
     names = {"sgd", "adam in buckets", "three passes", "fp16 in buckets"}
     return tuple(case for case in EQUALITIES if share == "all" or case.name in names)
 

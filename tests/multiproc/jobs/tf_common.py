@@ -97,21 +97,21 @@ class WholeTraining(Whole):
 
 
 class LeastSquares:
-    """One rank's model of ``gossip_reference``, trained by an optimizer of ours; ``told``: the losses it is told."""
+    """One rank's model of ``gossip_reference``, trained by a wrapped optimizer; ``loss_of``: its losses."""
 
-    def __init__(self, wrapper: Any, told: Any = None, **options: Any) -> None:
+    def __init__(self, wrapper: Any, loss_of: Any = None, **options: Any) -> None:
         start = least_squares(1, CASE).start[0]
         self.variable = keras.Variable(start.astype(np.float32), name="w")
         plain = keras.optimizers.SGD(CASE.lr, momentum=CASE.momentum, nesterov=CASE.nesterov)
         self.optimizer = wrapper(plain, **options)
         self.optimizer.build([self.variable])
-        self._told = told
+        self._loss_of = loss_of
 
     def step(self, rank: int, step: int) -> None:
         """A step on that rank's batch of that step."""
         weights = self.variable.numpy().astype(np.float64)
-        if self._told is not None and (told := self._told(weights, rank, step)) is not None:
-            self.optimizer.record_loss(tf.constant(told, tf.float64))
+        if self._loss_of is not None and (loss := self._loss_of(weights, rank, step)) is not None:
+            self.optimizer.record_loss(tf.constant(loss, tf.float64))
         inputs, targets = (tf.constant(part, tf.float32) for part in batch(rank, step))
         with tf.GradientTape() as tape:
             missed = tf.linalg.matvec(inputs, self.variable.value) - targets

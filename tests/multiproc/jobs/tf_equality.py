@@ -1,4 +1,4 @@
-"""``EagerOptimizer(quorum="all")`` in ``fit()`` beside a float64 NumPy replay of every rank's recorded gradients.
+"""``EagerOptimizer(quorum="all")`` in ``fit()`` next to a float64 NumPy replay of every rank's recorded gradients.
 
 Horovod's own wrapper is no yardstick on Keras 3, where it does not average.
 """

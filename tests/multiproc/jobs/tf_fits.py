@@ -69,7 +69,7 @@ def samples(rank: int) -> list[tuple[Any, Any]]:
 
 
 def by_samples(report: Report) -> None:
-    """Batches of different sizes and numbers, which ``fit()`` records; beside a plain optimizer on large batches."""
+    """Batches of different sizes and numbers, which ``fit()`` records; next to a plain optimizer on large batches."""
     model, plain, size = mlp(seed=3), keras.optimizers.SGD(0.1, momentum=0.9), hvd.size()
     optimizer = hvd.EagerOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), quorum="all", weighting="samples")
     own = samples(hvd.rank())

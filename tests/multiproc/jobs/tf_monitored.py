@@ -33,7 +33,7 @@ class Slow(keras.callbacks.Callback):
 
 
 def fit(name: str, optimizer, monitor, epochs: int) -> None:
-    """Train a small model for so many epochs of 30 steps."""
+    """Train a small model for this many epochs of 30 steps."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
     model.compile(optimizer=optimizer, loss="mse", jit_compile=False)

@@ -96,22 +96,22 @@ class WholeTraining(Whole):
 
 
 class LeastSquares:
-    """One rank's model of ``gossip_reference``, trained by an optimizer of ours; ``told``: the losses it is told."""
+    """One rank's model of ``gossip_reference``, trained by a wrapped optimizer; ``loss_of``: its losses."""
 
-    def __init__(self, wrapper: Any, told: Any = None, **options: Any) -> None:
+    def __init__(self, wrapper: Any, loss_of: Any = None, **options: Any) -> None:
         start = least_squares(1, CASE).start[0]
         self.parameter = torch.nn.Parameter(torch.tensor(start, dtype=torch.float32, device=DEVICE))
         plain = torch.optim.SGD(
             [self.parameter], lr=CASE.lr, momentum=CASE.momentum, nesterov=CASE.nesterov, weight_decay=CASE.weight_decay
         )
         self.optimizer = wrapper(plain, [("w", self.parameter)], **options)
-        self._told = told
+        self._loss_of = loss_of
 
     def step(self, rank: int, step: int) -> None:
         """A step on that rank's batch of that step."""
         weights = self.parameter.detach().double().cpu().numpy()
-        if self._told is not None and (told := self._told(weights, rank, step)) is not None:
-            self.optimizer.record_loss(torch.tensor(told, dtype=torch.float64))
+        if self._loss_of is not None and (loss := self._loss_of(weights, rank, step)) is not None:
+            self.optimizer.record_loss(torch.tensor(loss, dtype=torch.float64))
         inputs, targets = (torch.tensor(part, dtype=torch.float32, device=DEVICE) for part in batch(rank, step))
         self.optimizer.zero_grad()
         (0.5 * torch.mean((inputs @ self.parameter - targets) ** 2)).backward()

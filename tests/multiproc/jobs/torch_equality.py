@@ -1,4 +1,4 @@
-"""``EagerOptimizer(quorum="all")`` beside Horovod's ``DistributedOptimizer``, from the same seeds, in one job."""
+"""``EagerOptimizer(quorum="all")`` next to Horovod's ``DistributedOptimizer``, from the same seeds, in one job."""
 
 from __future__ import annotations
 

@@ -1,22 +1,15 @@
-"""What is only in ``EagerOptimizer``, on real ranks, in torch: process sets, pace by rounds, cut and resume."""
+"""What is only in ``EagerOptimizer``, on real ranks, in torch: process sets."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-import torch
-from common import Baton, Part, Report, integers, staleness, whole_expected
-from torch_common import Batches, Whole, crc, mlp
+from common import Part, Report, integers, whole_expected
+from torch_common import Whole
 
 import hvd_async.torch as hvd
 
 SETS = ((0, 2), (1, 3))
-ROUNDS, COMPUTE, STALENESS, SLOW = 40, 0.01, 8, 1
-AHEAD = 4
-"""Rounds of rank 0 that a slow rank's step takes."""
-SMALL = 1e-4
-"""MiB: about every parameter has a bucket of its own."""
 
 
 def whole_steps(optimizer: Any, whole: Whole, first: int, steps: int) -> None:
@@ -66,48 +59,7 @@ def process_sets(report: Report, sets: list[Any]) -> None:
     report.put("process set of others", own=alone.weights(), own_expected=set_expected((rank,), 3), **ends)
 
 
-def pace(report: Report, rule: str) -> None:
-    """Until a number of rounds; each step of rank ``SLOW`` takes as long as several rounds of rank 0."""
-    rank = hvd.rank()
-    model, batches = mlp(seed=4), Batches(rank)
-    optimizer = hvd.EagerOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-        model.named_parameters(),
-        pace=rule,
-        max_staleness=STALENESS,
-        bucket_cap_mb=SMALL,
-    )
-    optimizer.drain()  # all begin together
-    steps = told = 0
-    while optimizer.rounds < ROUNDS:
-        if rank == SLOW:
-            may = min(optimizer.rounds + AHEAD, ROUNDS, *([steps + STALENESS] if rule == "steps" else []))
-            Baton(f"{rule}.{may}").wait()
-        else:
-            time.sleep(COMPUTE)
-        batches.backward(model)
-        optimizer.step()
-        steps += 1
-        while not rank and told < optimizer.rounds:
-            told += 1
-            Baton(f"{rule}.{told}").lay()
-    optimizer.drain()
-    stats = optimizer.stats()
-    report.put(
-        f"pace {rule}",
-        steps=steps,
-        rounds=optimizer.rounds,
-        weights=crc(model.parameters()),
-        produced=stats.gradients_produced,
-        applied=stats.gradients_applied,
-        total=stats.total_produced,
-        staleness=staleness(stats),
-    )
-
-
 def run(_: Any, report: Report, part: Part) -> None:
     """All cases."""
     sets = [hvd.add_process_set(list(ranks)) for ranks in SETS]
     process_sets(report, sets)
-    pace(report, "rounds")
-    pace(report, "steps")

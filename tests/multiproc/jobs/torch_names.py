@@ -14,7 +14,7 @@ import hvd_async.torch as hvd
 
 
 def different_weights(report: Report) -> None:
-    """Refused on every rank; broadcasting and wrapping anew mends it."""
+    """Refused on every rank; broadcasting and wrapping again fixes it."""
     model, batches = mlp(seed=hvd.rank()), Batches(hvd.rank())
     optimizer = hvd.EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
     batches.backward(model)

@@ -91,7 +91,7 @@ def train(
 
 
 def script(report: Report, family: str, kind: str) -> None:
-    """Broadcasts, trains, joins, saves on rank 0, resumes from there with a fresh optimizer, and goes on."""
+    """Broadcasts, trains, joins, saves on rank 0, resumes from there with a fresh optimizer, and continues."""
     rank = hvd.rank()
     straggler = Straggler("random:1:0.02", rank, hvd.size(), seed=3)
     model = classifier(seed=rank)

@@ -1,6 +1,6 @@
 """A training script for torchrun that knows nothing of traces: torchrun_training.py ddp|fsdp|own|hvd STEPS
 
-"own" averages by itself, "hvd" by the DistributedOptimizer of ``hvd_async.torch``.
+"own" averages separately, "hvd" by the DistributedOptimizer of ``hvd_async.torch``.
 
 Rank 1 computes for longer than rank 0, half of it before each of the two places where DDP waits.
 """
@@ -38,7 +38,7 @@ def build(kind: str) -> torch.nn.Module:
 
 
 def train(kind: str, steps: int) -> None:
-    """Train so many steps."""
+    """Train this many steps."""
     model = build(kind)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
     if kind == "hvd":
