@@ -65,7 +65,7 @@ from hvd_async.runner.options import build_parser, parse
 from hvd_async.runtime.lifecycle import Lifecycle
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.testing import Cluster
-from tests.unit.test_drivers import Optimizer, Weights
+from tests.unit.array_replica import Optimizer, Weights
 
 # the registry knows it
 assert ALGORITHMS["fedavg"].family == "leader" and ALGORITHMS["fedavg"].has_center
