@@ -207,7 +207,7 @@ def test_a_pull_after_a_drain_finds_what_the_drain_has_left(following):
                 told.set()
 
         def late() -> Any:
-            landed[0] = worker.executor.record.pulls
+            landed[0] = worker.executor.pulls
             if following is ELASTIC:  # (of lsgd rank 0 is in its drain until rank 1 has its leader's weights)
                 pass_gate(told)
                 assert worker.executor._waiting

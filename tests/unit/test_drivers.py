@@ -18,9 +18,9 @@ from hvd_async.optimizers.gossip import GossipDriver
 from hvd_async.optimizers.leader import LeaderDriver
 from hvd_async.optimizers.methods import GossipMethods
 from hvd_async.optimizers.replica import WeightReplica
-from hvd_async.runtime.collective_calls import Combined
 from hvd_async.runtime.lifecycle import Lifecycle, use_engine
 from hvd_async.runtime.process_sets import RankGroup
+from hvd_async.runtime.worker import Combined
 
 ALONE = RankGroup(None, (0,), 0, 0, 1)
 
