@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from hvd_async.errors import ProtocolError, ranks_text
@@ -129,7 +129,8 @@ class Coordinator:
                     if deadline is not None and deadline <= now:
                         self._command(machine, machine.tick(now))
                 self._warn(now)
-                self._judge(now)
+                if self._roll is not None and now >= self._roll.deadline() and not self._over:
+                    self._judge(self._roll)
         except Exception as error:
             warn(f"the coordinator failed: {type(error).__name__}: {error}")
             self._lose(0, f"has a coordinator that failed with {type(error).__name__}: {error}")
@@ -167,8 +168,12 @@ class Coordinator:
 
     def _on_event(self, rank: int, event: Event | Gone, now: float) -> None:
         match event:
+            case Gone() if self._roll is not None and rank in self._roll.errors:
+                pass  # (it has reported the failure of Horovod on which it ends)
+            case Gone(reason) if rank in self._left and self._roll is None:
+                self._absent[rank] = reason  # (lost only if Horovod fails)
             case Gone(reason):
-                self._on_connection_ended(rank, reason)
+                self._lose(rank, reason)
             case Failed(error, horovod):
                 if horovod:
                     self._call_roll(rank, error, now)
@@ -182,7 +187,7 @@ class Coordinator:
                     self._lose(rank, "broke the protocol: it said hello twice")
                 self._connected.add(rank)
                 if len(self._connected) == self._size:
-                    self._send_all([Welcome()])
+                    self._send_all(Welcome())
                     self._count_commits()
             case HostsChanged():
                 self._hosts_changed = True
@@ -191,15 +196,15 @@ class Coordinator:
                 commands = self._commits.count(rank, made)
                 if commands is None:
                     self._lose(rank, "broke the protocol: it reported commits without a request")
-                else:
-                    self._send_all(commands)
+                for command in commands or ():
+                    self._send_all(command)
             case Leaving():
                 self._left.add(rank)
-                self._check_left(rank)
+                self._check_left((rank,), self._machines)
                 if self._over:
                     return
                 if len(self._left) == self._size:
-                    self._send_all([Close()])
+                    self._send_all(Close())
                     self._over = True
             case Registered() if (fault := fault_of(rank, event, self._size)) is not None:
                 self._lose(rank, f"broke the protocol: {fault}")
@@ -209,7 +214,8 @@ class Coordinator:
     def _count_commits(self) -> None:
         """Ask all ranks for their commits, once all are connected and hosts have come or gone."""
         if self._hosts_changed and len(self._connected) == self._size:
-            self._send_all(self._commits.ask())
+            for command in self._commits.ask():
+                self._send_all(command)
 
     def _on_optimizer_event(self, rank: int, event: OptimizerEvent, now: float) -> None:
         """Handle an event that begins or ends an optimizer on a rank, or whose optimizer has not begun or has ended.
@@ -244,12 +250,12 @@ class Coordinator:
         self._dispatch(machine, (rank,), event, now)
         if self._over:
             return
-        if machine.over:
+        if not machine.present:
             del self._machines[event.optimizer], self._group_of[event.optimizer], group[event.optimizer]
             self._ended.add(event.optimizer)
         self._ask(registrations_due(machine, group.values()))
         if isinstance(event, Registered):
-            self._check_left_of(event.optimizer, machine)
+            self._check_left(self._left, {event.optimizer: machine})
 
     def _ask(self, due: list[tuple[StateMachine[Any], int]]) -> None:
         """Ask ranks to register optimizers."""
@@ -273,60 +279,34 @@ class Coordinator:
         if (notice := machine.take_notice()) is not None:
             warn(f"optimizer {event.optimizer}, {notice}")
 
-    def _check_left(self, rank: int) -> None:
+    def _check_left(self, ranks: Collection[int], machines: Mapping[int, StateMachine[Any]]) -> None:
         """Declare lost a rank that has left without registering an optimizer that others wait in."""
-        for number, machine in self._machines.items():
-            if machine.awaits_registration_of(rank):
-                self._lose_unopened(rank, number)
-                return
-
-    def _check_left_of(self, number: int, machine: StateMachine[Any]) -> None:
-        """Declare lost a rank that had left before the first rank registered this optimizer."""
-        if machine.first_opened:
-            for rank in self._left:
+        for number, machine in machines.items():
+            for rank in ranks:
                 if machine.awaits_registration_of(rank):
-                    self._lose_unopened(rank, number)
+                    self._lose(rank, f"left without a step or drain() of optimizer {number}, which others wait for")
                     return
-
-    def _lose_unopened(self, rank: int, number: int) -> None:
-        self._lose(rank, f"left without a step or drain() of optimizer {number}, which others wait for")
 
     def _command(self, machine: StateMachine[Any], commands: list[Command]) -> None:
         """Send the commands of a state machine, each to its recipients."""
         for command in commands:
-            self._send([command], machine.recipients(command))
+            self._hub.send(machine.recipients(command), command)
 
-    def _send_all(self, commands: list[Command]) -> None:
-        self._send(commands, range(self._size))
-
-    def _send(self, commands: list[Command], ranks: Sequence[int]) -> None:
-        for command in commands:
-            self._hub.send(ranks, command)
-
-    def _on_connection_ended(self, rank: int, reason: str) -> None:
-        """Declare lost the rank of a connection that has ended; a rank that has left, only once Horovod fails."""
-        if self._roll is not None and rank in self._roll.errors:
-            return
-        if rank in self._left and self._roll is None:
-            self._absent[rank] = reason
-        else:
-            self._lose(rank, reason)
+    def _send_all(self, command: Command) -> None:
+        self._hub.send(range(self._size), command)
 
     def _call_roll(self, rank: int, error: str, now: float) -> None:
         """Ask all ranks whether they are alive, as Horovod has failed on ``rank``, which may not be the cause."""
         if self._roll is None:
             self._roll = RollCall(range(self._size), now, self._dead_after + ROLL_CALL_MARGIN)
-            self._send_all([CallRoll()])
+            self._send_all(CallRoll())
         self._roll.present(rank, printable(error))
         for absent, reason in self._absent.items():
             self._lose(absent, reason)
             return
 
-    def _judge(self, now: float) -> None:
+    def _judge(self, roll: RollCall) -> None:
         """At the end of a roll call, declare lost a rank that has not answered; without one, end the job anyway."""
-        roll = self._roll
-        if roll is None or self._over or now < roll.deadline():
-            return
         rank, error = next(iter(roll.errors.items()))
         said = f"Horovod failed on rank {rank} on host {self._hosts[rank]} ({error})"
         if roll.missing:
@@ -338,7 +318,7 @@ class Coordinator:
         """End the job for a reason for which no rank is known to be responsible."""
         problem = printable(problem)
         warn(problem)
-        self._send_all([JobFailed(problem)])
+        self._send_all(JobFailed(problem))
         self._over = True
 
     def _lose(self, rank: int, reason: str) -> None:
@@ -347,22 +327,17 @@ class Coordinator:
             return
         reason = printable(reason)
         context = "; ".join(
-            f"optimizer {number} was waiting for {what}"
+            f"optimizer {number} was waiting for {blocked[0]}, {ranks_text(blocked[1])} missing"
             for number, machine in self._machines.items()
-            if (what := self._waiting_text(machine)) is not None
+            if (blocked := machine.blocked_on()) is not None
         )
         host = self._hosts[rank]
         warn(f"rank {rank} on host {host} {reason}{f' ({context})' if context else ''}")
         handed_over = {number: machine.handed_over() for number, machine in self._machines.items()}
-        self._send_all([RankLost(rank, host, reason, context, handed_over)])
+        self._send_all(RankLost(rank, host, reason, context, handed_over))
         self._over = True
 
     # -- warnings ---------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _waiting_text(machine: StateMachine[Any]) -> str | None:
-        waiting = machine.blocked_on()
-        return None if waiting is None else f"{waiting[0]}, {ranks_text(waiting[1])} missing"
 
     def _warn(self, now: float) -> None:
         if len(self._connected) < self._size:
@@ -374,7 +349,7 @@ class Coordinator:
             return
         self._looked_at = now
         for machine in self._machines.values():
-            self._send(machine.roll_call(now - self._warn_after / 8), machine.ranks)
+            self._command(machine, machine.roll_call(now - self._warn_after / 8))
         waits = {f" of optimizer {number}": machine.blocked_on() for number, machine in self._machines.items()}
         waits[""] = ("the job's end", frozenset(range(self._size)) - self._left) if self._left else None
         for whose, waiting in waits.items():

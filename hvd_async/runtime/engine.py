@@ -13,7 +13,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from hvd_async.errors import CollectiveFailedError, EngineError, HvdAsyncError, RankLostError, WaitTimeoutError
 from hvd_async.runtime import time_limits
@@ -32,7 +31,6 @@ from hvd_async.runtime.protocol import (
     JobFailed,
     Leaving,
     NoSuchOptimizer,
-    OptimizerCommand,
     Present,
     RankLost,
     RegisterOptimizer,
@@ -40,6 +38,7 @@ from hvd_async.runtime.protocol import (
     Unregister,
     Welcome,
 )
+from hvd_async.runtime.worker import Worker
 
 OPTIMIZERS = 1 << 16
 """Number of optimizer numbers per process set."""
@@ -96,12 +95,12 @@ class Engine:
         """The time (``time.monotonic``) by which a sleeping engine wakes up without a post; 0 if it does not."""
         self._in_flight: list[_Flight] = []
         self._watched: list[Handle] = []
-        """The last collective of each group in flight, and all that have stages: those to be polled."""
-        self._participants: dict[int, Participant] = {}
+        """The collectives to be polled: the last one of each group in flight, and all that have stages."""
+        self._participants: dict[int, Worker] = {}
         self._opened: Counter[int] = Counter()
         self.asked: list[RegisterOptimizer] = []
         """Optimizers that other ranks have registered, and that this rank has to register while it waits in a drain."""
-        self.find: Callable[[RegisterOptimizer], Participant | None] = lambda _: None
+        self.find: Callable[[RegisterOptimizer], Worker | None] = lambda _: None
         """Registers the requested optimizer of this process, with the given number; None if there is none."""
         self._lock = threading.Lock()
         self.changed = threading.Condition()
@@ -126,21 +125,46 @@ class Engine:
 
     @unfinished_until_it_returns
     def drain(self, flush: bool = True, process_set: int | None = None, leaving: bool = False) -> None:
-        """Drain (or, without ``flush``, cut) all registered optimizers, or those of a process set (Horovod's id).
+        """Drain (or, without ``flush``, cut) all registered optimizers, or those of a process set, including any that
+        other ranks register meanwhile.
+
+        A rank finishes with all of them at once. If it waited in the drain of the first one for ranks that use both,
+        these ranks would wait for its part in the second one, whose rounds would accumulate.
 
         Args:
-            leaving: whether the process is ending; see ``drain``.
+            flush: True to drain, False to cut.
+            process_set: Horovod's id of the process set; None for all.
+            leaving: whether the process is ending. A gradient that a step would still have completed is then sent as it
+                is, with a warning.
         """
-        drain(self, self.in_process_set(process_set), flush, leaving)
+        numbered = sorted(self._participants.items())  # (in the same order on all ranks, since ends communicate)
+        live = [one for number, one in numbered if process_set in (None, number // OPTIMIZERS) and not one.deleted]
+        if not leaving:
+            for participant in live:
+                participant.check_finished(flush)
+        for participant in live:
+            participant.announce_finished(flush)
+        left = list(live)
 
-    def in_process_set(self, process_set: int | None) -> list[Participant]:
-        """Return the optimizers of a process set (Horovod's id; None: of all), in the same order on all ranks."""
-        numbered = sorted(self._participants.items())
-        return [one for number, one in numbered if process_set in (None, number // OPTIMIZERS) and not one.deleted]
+        def may_continue() -> bool:
+            return bool(self.asked) or any(one.has_available or one.deleted for one in left)
 
-    def take_asked(self) -> list[Participant]:
+        while True:
+            found = self.take_asked()
+            for participant in found:
+                participant.announce_finished(flush)
+            live, left = live + found, left + found
+            left = [participant for participant in left if not (participant.deleted or participant.apply_available())]
+            if not (left or self.asked):  # (a request arrives before the end to which it belongs)
+                break
+            self.wait(may_continue)
+        for participant in live:
+            if not participant.deleted:
+                participant.complete_drain()
+
+    def take_asked(self) -> list[Worker]:
         """Register the optimizers that other ranks have requested, if this process has them; return these."""
-        found: list[Participant] = []
+        found: list[Worker] = []
         while self.asked:
             asked = self.asked.pop(0)
             if asked.optimizer in self._participants:
@@ -153,7 +177,7 @@ class Engine:
                 found.append(participant)
         return found
 
-    def register(self, participant: Participant, process_set: int = 0, number: int | None = None) -> int:
+    def register(self, participant: Worker, process_set: int = 0, number: int | None = None) -> int:
         """Register an optimizer and return its number.
 
         The number is the same on all ranks if they register the optimizers of each process set in the same order.
@@ -174,7 +198,7 @@ class Engine:
         process_set, place = divmod(number, OPTIMIZERS)
         self._opened[process_set] = max(self._opened[process_set], place + 1)
 
-    def participants(self) -> list[Participant]:
+    def participants(self) -> list[Worker]:
         """Return all registered optimizers, in order."""
         return list(self._participants.values())
 
@@ -186,8 +210,7 @@ class Engine:
         """
         self.check()
         self._posts.append(action)
-        if self._channel is not None:
-            self._channel.wake()
+        self._wake()
 
     def notify(self, action: Callable[[], None], hurry: bool = True) -> None:
         """Post an action, which is dropped if the engine has ended. Takes no lock: a finalizer may call it.
@@ -281,8 +304,7 @@ class Engine:
             for participant in self.participants():
                 participant.delete()
             self._posts.append(self._report_leaving)
-            if self._channel is not None:
-                self._channel.wake()
+            self._wake()
             self._left.wait(min(timeout, self.timeout))
         self.stop()
 
@@ -298,8 +320,7 @@ class Engine:
             self._posts.append(lambda: self.send(Failed(error, horovod)))
         self._stop_called = True
         self._posts.append(self._stop_now)
-        if self._channel is not None:
-            self._channel.wake()
+        self._wake()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
@@ -329,10 +350,6 @@ class Engine:
         """
         handle = start()
         self._in_flight.append(_Flight(handle, done, object() if group is None or handle.in_stages else group))
-        self._watch()
-
-    def _watch(self) -> None:
-        self._watched = [*{flight.group: flight.handle for flight in self._in_flight}.values()]
 
     def _report_leaving(self) -> None:
         self._leaving = True
@@ -352,7 +369,8 @@ class Engine:
                     self._on_command(message)
                 elif seconds and not self._posts and not any(handle.done() for handle in self._watched):
                     continue  # (nothing is done yet, as in most polls)
-                self._run_posts()
+                while self._posts:
+                    self._posts.popleft()()
                 self._channel.flush()  # (before results, which may take long to process)
                 self._complete_collectives()
         except Exception as error:  # noqa: BLE001  raised again in the next call
@@ -368,16 +386,17 @@ class Engine:
         if self._channel is not None:
             self._channel.wake()
 
-    def _run_posts(self) -> None:
-        while self._posts:
-            self._posts.popleft()()
-
     def _next_look(self) -> float | None:
         """Return the seconds that the engine may sleep; None to sleep until it is woken.
 
-        It wakes up when a collective may be done, or when posts that do not wake it may have arrived.
+        It wakes up when a collective may be done, unless that wakes it, or when posts that do not wake it may have
+        arrived.
         """
-        seconds = self._next_collective()
+        self._watched = [*{flight.group: flight.handle for flight in self._in_flight}.values()]
+        polls = [t for t in (handle.seconds_to_poll() for handle in self._watched) if t is not None]
+        seconds = min(polls, default=None)
+        if seconds is not None and seconds > 0.0 and not self._waits:
+            seconds = max(seconds, self.unhurried)
         if self._more_to_come:
             self._more_to_come = False
             seconds = self.unhurried if seconds is None else min(seconds, self.unhurried)
@@ -385,21 +404,12 @@ class Engine:
             self._looks_at = time.monotonic() + seconds
         return 0.0 if self._posts else seconds  # (read last: their threads saw no ``_looks_at``)
 
-    def _next_collective(self) -> float | None:
-        """Return the seconds until a collective may be done; None if each wakes the engine, or there is none."""
-        seconds = [t for t in (handle.seconds_to_poll() for handle in self._watched) if t is not None]
-        soonest = min(seconds, default=None)
-        if soonest is None or soonest <= 0.0 or self._waits:
-            return soonest
-        return max(soonest, self.unhurried)
-
     def _complete_collectives(self) -> None:
         """Call ``done`` of each collective that is done with its result."""
         landed = [flight for flight in self._in_flight if flight.handle.done()]
         if not landed:
             return
         self._in_flight = [flight for flight in self._in_flight if flight not in landed]
-        self._watch()
         for flight in landed:
             flight.done(flight.handle.result())
         with self.changed:  # (a thread woken too early would only compete for the interpreter lock)
@@ -444,80 +454,6 @@ class Engine:
             self._channel.send(Failed(f"{type(error).__name__}: {error}"))
         with self.changed:
             self.changed.notify_all()
-
-
-# -- drains ---------------------------------------------------------------------------------------------------
-
-
-class Participant(Protocol):
-    """The interface of an optimizer to the engine, implemented by ``Worker``.
-
-    Attributes:
-        last_done: the rank that finished last in the last drain, -1 before there was one.
-        deleted: whether the optimizer was deleted, so that its engine only serves the other ranks.
-    """
-
-    last_done: int
-    deleted: bool
-
-    def on_command(self, command: OptimizerCommand) -> None:
-        """Carry out a command for this optimizer (engine thread)."""
-
-    def delete(self) -> None:
-        """Note that the optimizer was deleted (any thread)."""
-
-    def check_finished(self, flush: bool) -> None:
-        """Raise if this rank cannot finish now, with a drain (``flush``) or a cut (training thread)."""
-
-    def announce_finished(self, flush: bool) -> None:
-        """Announce that this rank has finished, to drain (``flush``) or to cut the optimizer (training thread)."""
-
-    def apply_available(self) -> bool:
-        """Apply what was received, without waiting; return whether all is applied (training thread, as below)."""
-
-    @property
-    def has_available(self) -> bool:
-        """Whether ``apply_available`` would apply something, or return True."""
-
-    def complete_drain(self) -> None:
-        """End the drain or cut, after all was received."""
-
-
-def drain(engine: Engine, live: list[Participant], flush: bool, leaving: bool) -> None:
-    """Drain (or, without ``flush``, cut) optimizers, including any that other ranks register meanwhile.
-
-    A rank finishes with all of them at once. If it waited in the drain of the first one for ranks that use both, these
-    ranks would wait for its part in the second one, whose rounds would accumulate.
-
-    Args:
-        engine: the engine that serves them.
-        live: the optimizers, in the same order on all ranks, since ends communicate.
-        flush: True to drain, False to cut.
-        leaving: whether the process is ending. A gradient that a step would still have completed is then sent as it is,
-            with a warning.
-    """
-    if not leaving:
-        for participant in live:
-            participant.check_finished(flush)
-    for participant in live:
-        participant.announce_finished(flush)
-    left = list(live)
-
-    def may_continue() -> bool:
-        return bool(engine.asked) or any(one.has_available or one.deleted for one in left)
-
-    while True:
-        found = engine.take_asked()
-        for participant in found:
-            participant.announce_finished(flush)
-        live, left = live + found, left + found
-        left = [participant for participant in left if not (participant.deleted or participant.apply_available())]
-        if not (left or engine.asked):  # (a request arrives before the end to which it belongs)
-            break
-        engine.wait(may_continue)
-    for participant in live:
-        if not participant.deleted:
-            participant.complete_drain()
 
 
 # -- commits of elastic training ------------------------------------------------------------------------------

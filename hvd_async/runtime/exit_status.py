@@ -16,7 +16,6 @@ import os
 import sys
 import threading
 import weakref
-from types import FrameType
 from typing import Any
 
 from hvd_async.runtime.log import flush_notices
@@ -49,12 +48,8 @@ def _uncaught(error: BaseException) -> bool:
     if error.__traceback__ is None:
         return False
     frame = error.__traceback__.tb_frame
-    return frame.f_lasti == error.__traceback__.tb_lasti or _opname(frame) in ("RAISE_VARARGS", "RERAISE")
-
-
-def _opname(frame: FrameType) -> str:
-    """Return the name of the last instruction that a frame has run."""
-    return dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    last_instruction = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    return frame.f_lasti == error.__traceback__.tb_lasti or last_instruction in ("RAISE_VARARGS", "RERAISE")
 
 
 class ExitStatus:

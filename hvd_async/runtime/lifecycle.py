@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from hvd_async.errors import EngineError, NotInitializedError
-from hvd_async.runtime.engine import Engine, Participant
+from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.exit_status import exit_status
 from hvd_async.runtime.interfaces import Channel, Collectives
 from hvd_async.runtime.protocol import Family, HostsChanged, RegisterOptimizer
 from hvd_async.runtime.rendezvous import Control, rendezvous
+from hvd_async.runtime.worker import Worker
 
 LOST = "HorovodInternalError: ranks were lost"
 """Beginning of the error that is sent to the other ranks where training continues."""
@@ -45,7 +46,7 @@ class Driver(Protocol):
     def rejoin(self) -> Any:
         """Return a new driver for the current ranks, which continues from here."""
 
-    def register(self, number: int | None = None) -> Participant:
+    def register(self, number: int | None = None) -> Worker:
         """Register the optimizer, without waiting for other ranks."""
 
     def is_asked_for(self, engine: Engine, asked: RegisterOptimizer) -> bool | None:
@@ -155,7 +156,7 @@ class Lifecycle:
             exit_status.skip_destructors()
             engine.forked()
 
-    def find(self, engine: Engine, asked: RegisterOptimizer) -> Participant | None:
+    def find(self, engine: Engine, asked: RegisterOptimizer) -> Worker | None:
         """Register the optimizer that other ranks have registered and this one has not; None if there is none.
 
         It is the first one with the same parameters. Otherwise it is the first one that the same ranks share, so

@@ -53,6 +53,13 @@ class StateMachine(abc.ABC, Generic[C]):
     Args:
         optimizer: the number that all its messages carry.
         ranks: the ranks that share it.
+
+    Attributes:
+        ranks: the ranks that share it.
+        present: the ranks that still have it.
+        opening: the ranks that have registered, have not finished, and wait for others to register.
+        computing: the ranks for which a drain or a cut waits.
+        draining: the ranks that wait in a drain or a cut.
     """
 
     def __init__(self, optimizer: int, ranks: Sequence[int]) -> None:
@@ -65,10 +72,8 @@ class StateMachine(abc.ABC, Generic[C]):
         self._done: dict[int, None] = {}
         """Ranks that have finished, in order; departed ones stay."""
         self._absent: set[int] = set()
-        self._present = set(self.ranks)
-        self._computing = set(self.ranks)
-        self._opening: set[int] = set()
-        self._draining: set[int] = set()
+        self.present, self.computing = set(self.ranks), set(self.ranks)
+        self.opening, self.draining = set[int](), set[int]()
         self._flush = False
         self._whole = True
         self._produced: dict[int, list[int]] = {}
@@ -95,7 +100,7 @@ class StateMachine(abc.ABC, Generic[C]):
         Raises:
             ProtocolError: the event is not allowed now; nothing has changed.
         """
-        if not self.shares(rank):
+        if rank not in self.present and rank not in self._absent:
             raise ProtocolError(f"rank {rank} does not share optimizer {self._optimizer} of {self.ranks}")
         if isinstance(event, Registered):
             return self._on_registered(rank, event, now)
@@ -123,47 +128,11 @@ class StateMachine(abc.ABC, Generic[C]):
 
     def shares(self, rank: int) -> bool:
         """Whether ``rank`` shares the optimizer."""
-        return rank in self._present or rank in self._absent
+        return rank in self.present or rank in self._absent
 
-    @property
-    def over(self) -> bool:
-        """Whether no rank has the optimizer any longer."""
-        return not self._present
-
-    @property
-    def present(self) -> AbstractSet[int]:
-        """The ranks that still have the optimizer."""
-        return self._present
-
-    @property
-    def draining(self) -> AbstractSet[int]:
-        """The ranks that wait in a drain or a cut."""
-        return self._draining
-
-    @property
-    def computing(self) -> AbstractSet[int]:
-        """The ranks for which a drain or a cut waits."""
-        return self._computing
-
-    @property
-    def opening(self) -> AbstractSet[int]:
-        """The ranks that have registered, have not finished, and wait for others to register."""
-        return self._opening
-
-    @property
     def only_drains(self) -> bool:
-        """Whether all ranks that have registered have finished, and wait for others to register."""
-        return self.open_to_ranks and bool(self._opened) and not self._opening
-
-    @property
-    def first_opened(self) -> bool:
-        """Whether exactly one of the ranks that still have the optimizer has registered it."""
-        return len(self._opened) - len(self._absent) == 1
-
-    @property
-    def open_to_ranks(self) -> bool:
-        """Whether ranks may still register."""
-        return self._config is None and not self._refused
+        """Return whether all ranks that have registered have finished, and wait for others to register."""
+        return self._config is None and not self._refused and bool(self._opened) and not self.opening
 
     def unasked(self, ranks: AbstractSet[int]) -> AbstractSet[int]:
         """Return the subset of ``ranks`` that have not registered the optimizer, and were not asked to."""
@@ -257,7 +226,7 @@ class StateMachine(abc.ABC, Generic[C]):
         if rank in self._opened:
             raise ProtocolError(f"rank {rank} registered optimizer {self._optimizer} twice")
         self._opened[rank] = event
-        self._opening.add(rank)
+        self.opening.add(rank)
         self._lowest = rank if self._lowest is None else min(self._lowest, rank)
         if len(self._opened) < len(self.ranks):
             return []
@@ -265,7 +234,7 @@ class StateMachine(abc.ABC, Generic[C]):
         if problem is not None:
             self._refused = True
             return [Rejected(self._optimizer, problem)]
-        self._opening.clear()
+        self.opening.clear()
         self._config = self._on_all_registered(event.config)
         finished = self._drain(rank, now) if len(self._done) == len(self.ranks) else []
         return [Accepted(self._optimizer), *finished]
@@ -277,13 +246,10 @@ class StateMachine(abc.ABC, Generic[C]):
             raise ProtocolError(f"rank {rank} sent {type(event).__name__} although it is done")
         return self._config
 
-    def _active(self) -> AbstractSet[int]:
-        return self._computing
-
     def _note_done(self, rank: int) -> None:
         self._done[rank] = None
-        self._computing.discard(rank)
-        self._opening.discard(rank)
+        self.computing.discard(rank)
+        self.opening.discard(rank)
 
     def _on_finished(self, rank: int, event: Finished, now: float) -> list[Command]:
         if rank in self._done:
@@ -291,7 +257,7 @@ class StateMachine(abc.ABC, Generic[C]):
         self._check_finished(rank)
         self._check_produced(rank, event.produced)
         self._note_done(rank)
-        self._draining.add(rank)
+        self.draining.add(rank)
         self._flush = self._flush or event.flush
         self._produced[rank] = event.produced
         self._shown[rank] = event.shown
@@ -313,13 +279,13 @@ class StateMachine(abc.ABC, Generic[C]):
         self._whole = False
         self._produced[rank] = event.produced
         self._absent.add(rank)
-        self._present.discard(rank)
-        self._draining.discard(rank)
+        self.present.discard(rank)
+        self.draining.discard(rank)
         self._forget(rank)
         self._collectives.remove(rank)
         was_done = rank in self._done
         self._note_done(rank)
-        if self.over:
+        if not self.present:
             return [Unregister(self._optimizer)]
         commands = self._due_collectives()
         if self._config is None or self._refused:
@@ -329,7 +295,7 @@ class StateMachine(abc.ABC, Generic[C]):
         return [*commands, *([] if was_done else self._on_rank_finished(rank, now))]
 
     def _due_collectives(self) -> list[Command]:
-        return [*self._collectives.due(self._present, self._draining)]
+        return [*self._collectives.due(self.present, self.draining)]
 
     def _on_no_such_optimizer(self, rank: int) -> list[Command]:
         if rank not in self._asked:
@@ -362,8 +328,8 @@ class StateMachine(abc.ABC, Generic[C]):
         self._shown.clear()
         self._flush = False
         self._done = dict.fromkeys(gone)
-        self._computing = set(self._present)
-        self._draining.clear()
+        self.computing = set(self.present)
+        self.draining.clear()
         for rank in gone:
             commands += self._on_rank_finished(rank, now)
         return commands
@@ -577,7 +543,7 @@ def to_register_before(rank: int, finished: Machine, machines: Collection[Machin
         finished: that optimizer.
         machines: all optimizers of the ranks that share it.
     """
-    found = [one for one in machines if one.only_drains or (one.opening and one.opening <= finished.draining)]
+    found = [one for one in machines if one.only_drains() or (one.opening and one.opening <= finished.draining)]
     return [(one, other) for one in found for other in sorted(one.unasked(finished.draining | {rank}))]
 
 

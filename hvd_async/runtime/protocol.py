@@ -7,7 +7,7 @@ does not contain its rank. The messages here serve every optimizer; a family add
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, Union
 
@@ -317,7 +317,6 @@ class Algorithm:
 
 DecodeError = msgspec.DecodeError
 _encoder = msgspec.msgpack.Encoder()
-M = TypeVar("M")
 
 
 def encode(message: Event | Command) -> bytes:
@@ -336,6 +335,10 @@ class Codec:
     Attributes:
         events: the union of all events.
         commands: the union of all commands.
+        decode_event, decode_command: return the event or the command in some bytes; raise ``DecodeError`` if they are
+            not valid.
+        decode_events, decode_commands: as these, for all events of a rank's message, or all commands of the
+            coordinator's.
     """
 
     def __init__(self, families: Sequence[Family]) -> None:
@@ -346,48 +349,22 @@ class Codec:
         self.events: Any = Union[(*JOB_EVENTS, *OPTIMIZER_EVENTS, Registered[configs], *own_events)]
         self.commands: Any = Union[(*JOB_COMMANDS, *OPTIMIZER_COMMANDS, Drained[details], *own_commands)]
         several: Any = list  # (subscripted at run time)
-        self._event: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(self.events)
-        self._command: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(self.commands)
-        self._events: msgspec.msgpack.Decoder[list[Event]] = msgspec.msgpack.Decoder(several[self.events])
-        self._commands: msgspec.msgpack.Decoder[list[Command]] = msgspec.msgpack.Decoder(several[self.commands])
-
-    def decode_event(self, data: bytes) -> Event:
-        """Return the event in ``data``.
-
-        Raises:
-            DecodeError: the data is not valid.
-        """
-        return _decode(self._event, data)
-
-    def decode_command(self, data: bytes) -> Command:
-        """Return the command in ``data``.
-
-        Raises:
-            DecodeError: the data is not valid.
-        """
-        return _decode(self._command, data)
-
-    def decode_events(self, data: bytes) -> list[Event]:
-        """Return the events of a rank's message.
-
-        Raises:
-            DecodeError: the data is not valid.
-        """
-        return _decode(self._events, data)
-
-    def decode_commands(self, data: bytes) -> list[Command]:
-        """Return the commands of a message of the coordinator.
-
-        Raises:
-            DecodeError: the data is not valid.
-        """
-        return _decode(self._commands, data)
+        self.decode_event: Callable[[bytes], Event] = _decoder_of(self.events)
+        self.decode_command: Callable[[bytes], Command] = _decoder_of(self.commands)
+        self.decode_events: Callable[[bytes], list[Event]] = _decoder_of(several[self.events])
+        self.decode_commands: Callable[[bytes], list[Command]] = _decoder_of(several[self.commands])
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[M], data: bytes) -> M:
-    try:
-        return decoder.decode(data)
-    except DecodeError:
-        raise
-    except Exception as error:  # text that is not UTF-8, deep nesting, an unhashable key
-        raise DecodeError(f"{type(error).__name__}: {error}") from error
+def _decoder_of(kind: Any) -> Callable[[bytes], Any]:
+    """Return a function that decodes messages of a kind, and raises ``DecodeError`` if they are not valid."""
+    decoder = msgspec.msgpack.Decoder(kind)
+
+    def decode(data: bytes) -> Any:
+        try:
+            return decoder.decode(data)
+        except DecodeError:
+            raise
+        except Exception as error:  # text that is not UTF-8, deep nesting, an unhashable key
+            raise DecodeError(f"{type(error).__name__}: {error}") from error
+
+    return decode

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import zmq
@@ -21,28 +21,20 @@ import hvd_async
 from hvd_async.errors import EngineError, RankLostError, ranks_text
 from hvd_async.runtime import time_limits
 from hvd_async.runtime.addresses import own_addresses, reachable
-from hvd_async.runtime.control_process import Above, ControlProcess, Door, Setup
 from hvd_async.runtime.coordinator import Coordinator
 from hvd_async.runtime.descriptors import shortage
 from hvd_async.runtime.engine import error_of
 from hvd_async.runtime.interfaces import Channel, Collectives, Gone
 from hvd_async.runtime.protocol import Codec, Family, Hello, JobFailed, RankLost, Welcome
-from hvd_async.runtime.relays import Child, Tree, direct_tree, plan_tree
-from hvd_async.runtime.transport import LOOPBACK, NearChannel, ZmqChannel, ZmqHub
+from hvd_async.runtime.relays import Above, ControlProcess, Door, Setup, Tree, direct_tree, plan_tree
+from hvd_async.runtime.transport import LOOPBACK, Child, NearChannel, ZmqChannel, ZmqHub
 
-T = TypeVar("T")
 MARGIN = 10.0
 """Seconds by which a rank waits longer than the coordinator, which knows the missing rank."""
 
 
-class Control(Protocol):
-    """Server that a rank runs for others: the coordinator or a relay."""
-
-    def join(self, timeout: float) -> None:
-        """Wait at most ``timeout`` seconds for it to end."""
-
-    def stop(self) -> None:
-        """Stop it, or make it end after the ranks."""
+Control: TypeAlias = Coordinator | ControlProcess
+"""Server that a rank runs for others: the coordinator or a relay."""
 
 
 class Meeting(NamedTuple):
@@ -57,16 +49,6 @@ class Meeting(NamedTuple):
     channel: Channel
     controls: tuple[Control, ...]
     hosts: tuple[str, ...]
-
-
-class _Server(Protocol):
-    """Coordinator before it begins: a thread of this process, or a separate process."""
-
-    door: Door
-
-    def begin(self, setup: Setup) -> Control: ...
-
-    def close(self) -> None: ...
 
 
 class _Thread:
@@ -93,6 +75,10 @@ class _Thread:
 
     def close(self) -> None:
         self._hub.close()
+
+
+_Server: TypeAlias = _Thread | ControlProcess
+"""Coordinator before it begins: a thread of this process, or a separate process."""
 
 
 def rendezvous(collectives: Collectives, families: Sequence[Family]) -> Meeting:

@@ -28,6 +28,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -38,7 +39,6 @@ from hvd_async.errors import EngineError
 from hvd_async.runtime import time_limits
 from hvd_async.runtime.interfaces import Gone
 from hvd_async.runtime.protocol import Codec, Command, DecodeError, Event, encode, packed
-from hvd_async.runtime.relays import Child, Upward, decode_upward, direct_tree, encode_ranks
 
 # -- sockets and sleep ----------------------------------------------------------------------------------------
 
@@ -114,10 +114,6 @@ class Endpoint:
         self.unsure = self.unsure or any(descriptor in ready for descriptor in self.descriptors)
         return self.unsure
 
-    def has_message(self) -> bool:
-        """Whether the socket has something to read."""
-        return _readable(self._socket)
-
     def monitored(self) -> Iterator[tuple[int, int]]:
         """Yield the monitor's events that have arrived: (event, value)."""
         self.unsure = True
@@ -145,6 +141,7 @@ class NearEnd:
 
     Attributes:
         wake: called to end the wait of the thread that reads this end.
+        other: the other end; None before ``connect``.
         closed: whether it was closed here.
     """
 
@@ -154,23 +151,18 @@ class NearEnd:
         self.wake: Callable[[], None] = lambda: None
         self.closed = False
         self._messages: deque[bytes] = deque()
-        self._other: NearEnd | None = None
+        self.other: NearEnd | None = None
         self._ended = False
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether it is connected to another end."""
-        return self._other is not None
 
     def connect(self, other: NearEnd) -> None:
         """Connect two ends, whose ``wake`` must be set."""
-        self._other, other._other = other, self
+        self.other, other.other = other, self
 
     def send(self, payload: bytes) -> None:
         """Send a message; never blocks."""
-        assert self._other is not None
-        self._other._messages.append(payload)
-        self._other.wake()
+        assert self.other is not None
+        self.other._messages.append(payload)
+        self.other.wake()
 
     def read(self) -> list[bytes] | None:
         """Return the next message as a list of one frame; None if there is none."""
@@ -195,9 +187,9 @@ class NearEnd:
         """Close it after the messages already sent; calling it again does nothing."""
         if not self.closed:
             self.closed = True
-            if self._other is not None:
-                self._other._ended = True
-                self._other.wake()
+            if self.other is not None:
+                self.other._ended = True
+                self.other.wake()
 
 
 class Sleeper:
@@ -342,6 +334,71 @@ def _bound(address: str, port: int) -> socket.socket:
 
 
 # -- connections from below -----------------------------------------------------------------------------------
+# A message of a rank is a MessagePack array of events; a message to a rank is an array of commands. A relay decodes
+# neither: it sends messages of several ranks upward as an array of ``Upward``, and receives commands with their
+# recipients in a frame before.
+
+
+class Child(NamedTuple):
+    """Lower end of a connection: a rank or a relay.
+
+    Attributes:
+        owner: the rank, or the rank that has started the relay.
+        behind: the ranks that are reached through it, the owner first.
+        relay: whether it is a relay.
+    """
+
+    owner: int
+    behind: tuple[int, ...]
+    relay: bool
+
+
+class Upward(msgspec.Struct, array_like=True):
+    """Message of one or more ranks, or the end of their connections.
+
+    Attributes:
+        ranks: the ranks, each of which has sent this message.
+        data: the message; empty for the end of the connections.
+        gone: the reason why the connections have ended; empty for a message.
+    """
+
+    ranks: list[int]
+    data: bytes
+    gone: str = ""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_upward = msgspec.msgpack.Decoder(list[Upward])
+_ranks = msgspec.msgpack.Decoder(list[int])
+
+
+def encode_upward(messages: Sequence[Upward]) -> bytes:
+    """Return the wire form of messages of ranks."""
+    return _encoder.encode(messages)
+
+
+def decode_upward(data: bytes) -> list[Upward]:
+    """Return the messages of ranks from their wire form.
+
+    Raises:
+        DecodeError: the data is not valid.
+    """
+    return _upward.decode(data)
+
+
+def encode_ranks(ranks: Sequence[int] | None) -> bytes:
+    """Return the wire form of the recipients of a command; empty for all."""
+    return b"" if ranks is None else _encoder.encode(list(ranks))
+
+
+def decode_ranks(data: bytes) -> list[int] | None:
+    """Return the recipients of a command from their wire form; None for all.
+
+    Raises:
+        DecodeError: the data is not valid.
+    """
+    return _ranks.decode(data) if data else None
+
 
 MAX_UNAUTHENTICATED = 64
 """Limit of open unauthenticated connections, in addition to three per child: a rank tries several addresses, each by a
@@ -492,20 +549,14 @@ class Router(Endpoint):
         found: list[Upward] = []
         for connection in self._gone:
             if connection.child is not None and connection.child not in unread:
-                found += self._without(connection.child)
+                child = self._children[connection.child]
+                found.append(Upward([child.owner], b"", RELAY_DIED if child.relay else DIED))
+                if others := [rank for rank in child.behind if rank != child.owner]:
+                    found.append(Upward(others, b"", CUT_OFF))
         self._gone = [connection for connection in self._gone if connection.child in unread]
         if not self._gone:
             self._ended.clear()
         return found
-
-    def _without(self, number: int) -> list[Upward]:
-        """Return the ends of the connections of all ranks behind a child whose connection has ended."""
-        child = self._children[number]
-        first, *others = child.behind
-        return [
-            Upward([first], b"", RELAY_DIED if child.relay else DIED),
-            *([Upward(others, b"", CUT_OFF)] if others else []),
-        ]
 
     def _open_or_shut(self) -> None:
         """Accept no connections once all children are connected, nor while too many are unauthenticated."""
@@ -524,7 +575,7 @@ class Router(Endpoint):
     def _read(self, most: int) -> list[tuple[int, Upward | list[Upward], int]]:
         """Return at most ``most`` messages that have arrived: child, content, file descriptor."""
         heard: list[tuple[int, Upward | list[Upward], int]] = []
-        while len(heard) < most and self.has_message():
+        while len(heard) < most and _readable(self._socket):
             identity = self._socket.recv(zmq.NOBLOCK)
             frames = [self._socket.recv(copy=False)]
             while frames[-1].more:
@@ -606,7 +657,8 @@ class ZmqHub:
             children: ranks and relays; empty for all ranks. Rank 0 is not among them if it is ``connect``ed.
         """
         self._soon = len(keys) // PATIENCE
-        self.router.allow(children or direct_tree(len(keys)).root, keys, local)
+        direct = [Child(rank, (rank,), False) for rank in range(len(keys))]
+        self.router.allow(children or direct, keys, local)
 
     def connect(self, end: NearEnd) -> None:
         """Connect rank 0, which is a thread of this process."""
@@ -623,7 +675,7 @@ class ZmqHub:
         queued, self._queued, self._since = self._queued, [], 0
         for ranks, commands in queued:
             payload, far = packed(commands), ranks
-            if self._near.is_connected and 0 in ranks:
+            if self._near.other is not None and 0 in ranks:
                 self._near.send(payload)
                 far = [rank for rank in ranks if rank != 0]
             if far:
@@ -640,21 +692,18 @@ class ZmqHub:
             self._sleeper.wait(0.0 if self.router.has_disconnects else timeout) or self.router.has_disconnects
         ):
             far = self.router.read() if self.router.unsure or self.router.has_disconnects else []
-            for message in [*self._heard_near(), *far]:
+            near: list[Upward] = []
+            near_ended = self._near.refused() is not None  # (before its last messages are read)
+            while (frames := self._near.read()) is not None:
+                near.append(Upward([0], frames[0]))
+            near += [Upward([0], b"", DIED)] if near_ended else []
+            for message in [*near, *far]:
                 self._ready.extend((message.ranks, event) for event in self._events(message.data, message.gone))
         if not self._ready:
             return None
         ranks, event = self._ready.popleft()
         self._since += len(ranks) if self._queued else 0
         return ranks, event
-
-    def _heard_near(self) -> Iterator[Upward]:
-        """Yield the messages that rank 0 has sent through memory."""
-        ended = self._near.refused() is not None  # (before its last messages are read)
-        while (frames := self._near.read()) is not None:
-            yield Upward([0], frames[0])
-        if ended:
-            yield Upward([0], b"", DIED)
 
     def _events(self, data: bytes, gone: str) -> Sequence[Event | Gone]:
         """Decode the events of a message. (If one were dropped, other ranks would wait for it.)"""

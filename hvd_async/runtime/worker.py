@@ -1,4 +1,4 @@
-"""Base of the algorithms' rank side: registration, ends, collectives at ends, and waits.
+"""Base of the algorithms' rank side: registration, ends, collectives at ends, waits, and sections that must finish.
 
 The code of a rank uses no threads, sockets or clocks: it sends events, submits collectives and reads the time through a
 ``RankRuntime``. A method that waits for other ranks is a program (``*_program``): a generator that yields its waits.
@@ -9,15 +9,16 @@ thread, in an order that they choose.
 from __future__ import annotations
 
 import abc
+from collections import deque
 from collections.abc import Callable, Generator
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
 
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
-from hvd_async.runtime.collective_calls import CollectiveCalls, Combined
-from hvd_async.runtime.inbox import Inbox
-from hvd_async.runtime.interfaces import Program, RankRuntime, Vector, Wait
+from hvd_async.runtime.interfaces import Changed, Program, RankRuntime, Vector, Wait
 from hvd_async.runtime.protocol import (
     Accepted,
+    CollectiveReady,
     Config,
     Drained,
     Finished,
@@ -33,6 +34,224 @@ from hvd_async.runtime.protocol import (
 T = TypeVar("T")
 
 
+class Inbox:
+    """Replies of the coordinator about one optimizer: set by the engine thread, and read by the training thread.
+
+    Args:
+        changed: the engine's condition, held and notified with each change.
+
+    Attributes:
+        agreed: whether the ranks' optimizers match.
+        refused: how they differ; None if they match, or before this is known.
+        drained: the command that ended a drain or cut, until the training thread has consumed it; otherwise None.
+    """
+
+    def __init__(self, changed: Changed) -> None:
+        self._changed = changed
+        self.agreed = False
+        self.refused: str | None = None
+        self.drained: Drained[Any] | None = None
+
+    def tell(self, agreed: bool = False, refused: str | None = None, drained: Drained[Any] | None = None) -> None:
+        """Record a reply of the coordinator (engine thread)."""
+        with self._changed:
+            self.agreed = self.agreed or agreed
+            self.refused = refused or self.refused
+            self.drained = drained or self.drained
+            self._changed.notify_all()
+
+
+# -- sections that must finish ----------------------------------------------------------------------------------------
+# An interrupt may arrive between any two lines.
+
+
+class Uninterrupted:
+    """Critical sections of one optimizer on one rank, which poison its replica if they do not finish.
+
+    A gradient that is half handed over, or a round that is half applied, can be neither undone nor repeated.
+
+    Attributes:
+        broken: the section that did not finish, and why; None if all have finished.
+    """
+
+    def __init__(self) -> None:
+        self.broken: str | None = None
+        self._begun: str | None = None
+
+    @property
+    def fine(self) -> bool:
+        """Whether ``check`` would not raise."""
+        return self.broken is None and self._begun is None
+
+    def __call__(self, what: str) -> Uninterrupted:
+        """Begin a section that must finish, and return its context, or end it by ``end``.
+
+        Args:
+            what: description of the problem if it does not finish.
+        """
+        if not (self.broken is None and self._begun is None):
+            self.check()
+        self._begun = what
+        return self
+
+    def __enter__(self) -> None:
+        """Do nothing: the section has begun in ``__call__``."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._begun = None
+        else:
+            self.fail(error)
+
+    def end(self) -> None:
+        """Mark a section as finished that is not a ``with`` block."""
+        self._begun = None
+
+    def fail(self, error: BaseException) -> None:
+        """Mark the section as broken."""
+        self.broken = f"{self._begun}: {type(error).__name__}: {error}"
+
+    def check(self) -> None:
+        """Raise if a section has not finished.
+
+        Raises:
+            ReplicaStateError: the replica is poisoned: restart from a checkpoint.
+        """
+        if self.broken is None and self._begun is not None:
+            self.broken = f"{self._begun}: it was interrupted"
+        if self.broken is not None:
+            raise ReplicaStateError(
+                f"{self.broken}. This rank's weights are no longer what the other ranks take them for: restart from a "
+                f"checkpoint."
+            )
+
+
+# -- collectives at ends ----------------------------------------------------------------------------------------------
+# Ranks wait, and the coordinator decides when the collective runs, and over which ranks.
+#
+# If each call were submitted to Horovod directly, it would wait forever for a rank that no longer has the optimizer.
+# Instead, each rank reports its call to the coordinator. On the coordinator's command every rank's engine submits the
+# collective: with this rank's vector, or with zeros on a rank that no longer has the optimizer.
+
+
+class Combined(NamedTuple):
+    """Result of a collective.
+
+    Attributes:
+        vector: the sum, or the vector of the root.
+        ranks: the ranks that contributed a vector of their own, in order.
+        problem: the difference that a comparison has found; None if there is none, and for other kinds.
+    """
+
+    vector: Vector
+    ranks: list[int]
+    problem: str | None = None
+
+
+class CollectiveCalls:
+    """Collectives of one optimizer on one rank, one at a time.
+
+    Args:
+        engine: the engine of this rank.
+        process_set: the ranks that share the optimizer, as the binding's collectives know them; None for all.
+    """
+
+    def __init__(self, engine: RankRuntime, process_set: Any) -> None:
+        self._engine, self._process_set = engine, process_set
+        self._index = 0
+        self._own: Vector = None
+        """This rank's vector, until it is submitted (engine thread)."""
+        self._result: Combined | None = None
+        self._commands: deque[RunCollective] = deque()
+        self._busy = False
+        self.cancelled = False
+        """Whether no result will arrive, because the optimizer was discarded."""
+        self.on_result: Callable[[RunCollective, Vector], None] = lambda command, result: None
+        """Called with each result, even if this rank does not wait for it (engine thread)."""
+
+    def begin(self, number: int, kind: str, what: str, vector: Vector = None, root: int = -1, **said: Any) -> None:
+        """Join a collective (training thread). Call ``take`` once ``is_done`` returns True.
+
+        Args:
+            number: number of the optimizer.
+            kind, what, root: see ``CollectiveReady``.
+            vector: shape (n,); takes ownership. None if only ``said`` is compared.
+        """
+        self._index += 1
+        length, dtype = (0, "") if vector is None else self._engine.collectives.describe(vector)
+        event = CollectiveReady(number, self._index, kind, what, length, dtype, root, **said)
+
+        def send() -> None:
+            self._own = vector
+            self._engine.send(event)
+
+        self._result = None
+        self._engine.call_soon(send)
+
+    def is_done(self) -> bool:
+        """Return whether ``take`` would return or raise at once."""
+        return self._result is not None or self.cancelled
+
+    def take(self, kind: str, what: str) -> Combined:
+        """Return the result of the collective that ``begin`` joined.
+
+        Raises:
+            ReplicaStateError: other ranks are in another collective, or the optimizer was discarded.
+        """
+        result, self._result = self._result, None
+        if result is None:
+            raise ReplicaStateError(f"the optimizer was discarded while this rank waited in {what}")
+        if result.problem is not None and kind != "compare":
+            raise ReplicaStateError(result.problem)
+        return result
+
+    # -- engine thread ----------------------------------------------------------------------------------------
+
+    def run(self, command: RunCollective) -> None:
+        """Submit a collective that the coordinator has commanded, after all earlier ones."""
+        self._commands.append(command)
+        self._next()
+
+    def _next(self) -> None:
+        while self._commands and not self._busy:
+            self._submit(self._commands.popleft())
+
+    def _submit(self, command: RunCollective) -> None:
+        called = self._engine.rank in command.ranks
+        if command.problem is not None or command.kind == "compare":
+            self._over(command, called, None)
+            return
+        self._busy = True
+        collectives, own, self._own = self._engine.collectives, self._own, None
+        vector = own if called else collectives.zeros(command.length, command.dtype)
+        name = f"hvd_async.end.{command.optimizer}.{command.kind}.{command.dtype}"
+
+        def start() -> Any:
+            if command.kind == "sum":
+                return collectives.allreduce_sum(vector, name, self._process_set)
+            return collectives.broadcast(vector, command.root, name, self._process_set)
+
+        def landed(result: Vector) -> None:
+            self._busy = False
+            self.on_result(command, result)
+            self._over(command, called, result)
+            self._next()
+
+        self._engine.submit(start, landed)
+
+    def _over(self, command: RunCollective, called: bool, result: Vector) -> None:
+        if not called:
+            return
+        with self._engine.changed:
+            self._result = Combined(result, command.ranks, command.problem)
+            self._engine.changed.notify_all()
+
+
+# -- the worker -------------------------------------------------------------------------------------------------------
+
+
 class Worker(abc.ABC):
     """Base of an algorithm's rank side. The training thread calls it, unless stated otherwise.
 
@@ -44,7 +263,6 @@ class Worker(abc.ABC):
         process_set_id: the id of their process set; 0 for all.
         finish: called at the end of each drain (True) or cut (False), when all that was in flight is received. If it
             returns a program, the program is run.
-        inbox: the inbox of the family; None for the common one.
 
     Attributes:
         last_done: the rank that finished last in the last drain; -1 before the first one.
@@ -63,11 +281,10 @@ class Worker(abc.ABC):
         process_set: Any,
         process_set_id: int,
         finish: Callable[[bool], object],
-        inbox: Inbox | None = None,
     ) -> None:
         self.engine, self.process_set_id = engine, process_set_id
         self._common, self._members, self._end = config, members, finish
-        self._inbox = Inbox(engine.changed) if inbox is None else inbox
+        self._inbox = Inbox(engine.changed)
         self._number: int | None = None
         self._announced = False
         self._told: Hyper = []
@@ -209,7 +426,10 @@ class Worker(abc.ABC):
         yield from self.complete_drain_program()
 
     def _take_drained(self) -> Drained[Any]:
-        drained = self._inbox.take_drained()
+        """Return and clear the command that ended the drain or cut."""
+        with self.engine.changed:
+            drained, self._inbox.drained = self._inbox.drained, None
+        assert drained is not None
         self._announced = False
         self.last_done = drained.last
         return drained

@@ -18,7 +18,7 @@ from hvd_async.algorithms.eager.gradient_format import PendingGradient, ReducedR
 from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.runtime.lifecycle import use_engine
 from hvd_async.runtime.protocol import Hyper
-from hvd_async.runtime.uninterrupted import Uninterrupted
+from hvd_async.runtime.worker import Uninterrupted
 from hvd_async.stats import Stats
 from hvd_async.testing import Cluster
 from tests.conformance.cases import Schedule, Script

@@ -97,7 +97,7 @@ class Pace:
 
 def wait_for_pulls(worker: LeaderWorker, count: int) -> None:
     """Until this many pulls have landed here."""
-    worker.engine.wait(lambda: worker.executor.record.pulls >= count)
+    worker.engine.wait(lambda: worker.executor.pulls >= count)
 
 
 def in_step(trainer: Any, steps: int, first: int = 0) -> None:

@@ -89,8 +89,8 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
         "a round has the hyperparameters of another step": Mutant(
             "steps that differ",
             EagerStateMachine._fire,
-            "lead = self._steppers.lead(number, self._hosts.ranks(initiator))",
-            "lead = next(iter(self._steppers._step_of), None)",
+            "lead is not None and round_.hyper is None",
+            "(lead := next(iter(self._steppers.step_of), None)) is not None and round_.hyper is None",
         ),
         "a round that has hyperparameters gets others": Mutant(
             "steps that differ",
@@ -99,7 +99,10 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "round_ is None or self._fired < event.step",
         ),
         "late hyperparameters are not told": Mutant(
-            "opening", EagerStateMachine._stepped, "return [self._commands.hyper(event.step, hyper)]", "return []"
+            "opening",
+            EagerStateMachine._stepped,
+            "return [SetHyperparameters(self._optimizer, event.step, self._unsent(hyper))]",
+            "return []",
         ),
         "a drain's last round goes for one bucket": Mutant(
             "two buckets, both late",

@@ -23,7 +23,7 @@ def files_of(names: tuple[str, ...]) -> frozenset[str]:
     """Return the paths of the package's Python files that ``names`` select.
 
     Args:
-        names: paths inside the package, of files (``"runtime/inbox.py"``) or folders (``"torch"``; ``"."`` is all).
+        names: paths inside the package, of files (``"runtime/memory.py"``) or folders (``"torch"``; ``"."`` is all).
 
     Raises:
         ValueError: a name selects no file, so a test that names it would test less than it says.

@@ -105,4 +105,4 @@ def test_an_interrupt_at_any_line_is_survived_or_said(config, early, end):
 @pytest.mark.parametrize("name", ["whole.py", "runtime/no_such.py", "no_such_folder"])
 def test_a_name_that_selects_no_file_is_refused(name):
     with pytest.raises(ValueError, match="Was it renamed"):
-        Interrupt(0, without=("runtime/inbox.py", name))
+        Interrupt(0, without=("runtime/memory.py", name))

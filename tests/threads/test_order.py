@@ -21,9 +21,9 @@ from hvd_async.algorithms.gossip.averages import DifferenceAverages
 from hvd_async.algorithms.gossip.config import StartAverage, StartExchange
 from hvd_async.algorithms.gossip.message_format import HEADER, NumpyMessageFormat, row_bytes
 from hvd_async.algorithms.gossip.rank import Links, MessageExchange
-from hvd_async.runtime.collective_calls import CollectiveCalls
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.runtime.protocol import RunCollective
+from hvd_async.runtime.worker import CollectiveCalls
 from hvd_async.testing import InjectedError
 from tests.conformance.cases import CASES
 from tests.conformance.gossip_reference import least_squares

@@ -16,15 +16,14 @@ import zmq
 from hvd_async.algorithms.eager.config import GradientReady
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.errors import EngineError
-from hvd_async.runtime import addresses, control_process, descriptors, relays
+from hvd_async.runtime import addresses, descriptors, relays
 from hvd_async.runtime import rendezvous as meeting
-from hvd_async.runtime.control_process import ControlProcess, Relay, Setup
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Channel, Collectives, Gone
 from hvd_async.runtime.protocol import CallRoll, CountCommits, Hello, Welcome
-from hvd_async.runtime.relays import Child
+from hvd_async.runtime.relays import ControlProcess, Relay, Setup
 from hvd_async.runtime.rendezvous import Control, rendezvous
-from hvd_async.runtime.transport import CUT_OFF, DIED, RELAY_DIED, Router, Uplink
+from hvd_async.runtime.transport import CUT_OFF, DIED, RELAY_DIED, Child, Router, Uplink
 from hvd_async.testing import CODEC, MemoryCollectives
 from tests.threads.prompt_ends import PromptChannel, PromptHub
 from tests.threads.test_control import WAIT, live_once, on_ranks, until
@@ -170,7 +169,7 @@ def hosts_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
 def descendants() -> list[psutil.Process]:
     """Control processes of this process that are alive."""
     alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in alive if "control_process" in " ".join(child.cmdline())]
+    return [child for child in alive if relays.__name__ in " ".join(child.cmdline())]
 
 
 @pytest.mark.parametrize("fan_out", [32, 2])
@@ -257,7 +256,7 @@ def test_a_control_process_that_is_not_needed_ends():
 
 def test_a_control_process_ignores_what_launchers_send_to_all(monkeypatch):
     process = ControlProcess("coordinator")
-    for number in control_process.IGNORED:
+    for number in relays.IGNORED:
         os.kill(process._process.pid, number)
     key = zmq.curve_keypair()[0]
     process.begin(Setup([Child(0, (0,), False)], [key], True, ["here"]))
@@ -269,7 +268,7 @@ def test_a_control_process_ignores_what_launchers_send_to_all(monkeypatch):
 
 
 def test_a_control_process_that_cannot_start_says_so(monkeypatch):
-    monkeypatch.setattr(control_process, "REGISTRY", "no.such.module")
+    monkeypatch.setattr(relays, "REGISTRY", "no.such.module")
     with pytest.raises(EngineError, match=r"the coordinator's process ended before it had begun, .* \(status 1"):
         ControlProcess("coordinator")
 

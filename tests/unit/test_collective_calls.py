@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from hvd_async.runtime.collective_calls import CollectiveCalls
 from hvd_async.runtime.protocol import RunCollective
+from hvd_async.runtime.worker import CollectiveCalls
 
 
 def submitted(*commands: RunCollective) -> list[str]:

@@ -8,20 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_async.runtime.relays import (
-    FAN_OUT,
-    Child,
-    DecodeError,
-    Tree,
-    Upward,
-    decode_ranks,
-    decode_upward,
-    direct_tree,
-    encode_ranks,
-    encode_upward,
-    merged,
-    plan_tree,
-)
+from hvd_async.runtime.protocol import DecodeError
+from hvd_async.runtime.relays import FAN_OUT, Tree, direct_tree, merged, plan_tree
+from hvd_async.runtime.transport import Child, Upward, decode_ranks, decode_upward, encode_ranks, encode_upward
 
 PLACES = st.lists(st.sampled_from("abcdefghij"), min_size=1, max_size=40)
 

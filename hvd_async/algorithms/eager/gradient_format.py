@@ -153,16 +153,6 @@ class Tail:
         return Tally(sum(whole[: self.slots]), sum(number << place % SAMPLE_DIGITS for place, number in digits))
 
 
-def same(vector: Vector, unit: float) -> Vector:
-    """Return the vector itself: no compression."""
-    return vector
-
-
-def same_bucket(vector: Vector, bucket: int) -> Vector:
-    """Return the vector itself: no compression."""
-    return vector
-
-
 def last(vector: Vector, count: int) -> list[float]:
     """Return the last ``count`` elements, in order."""
     return [float(vector[place]) for place in range(-count, 0)]
@@ -197,8 +187,8 @@ class GradientFormat:
     zeros: Callable[[int], Vector]
     nbytes: tuple[int, ...]
     tail: Tail = Tail()
-    encode: Callable[[Vector, float], Vector] = same
-    decode: Callable[[Vector, int], Vector] = same_bucket
+    encode: Callable[[Vector, float], Vector] = lambda vector, unit: vector
+    decode: Callable[[Vector, int], Vector] = lambda vector, bucket: vector
     narrow: bool = False
     peek: Callable[[Vector, int], Sequence[float]] = last
     recount: Callable[[Vector, int, Sequence[float]], Vector] = recounted
@@ -209,41 +199,29 @@ class GradientFormat:
     members: tuple[int, ...] = ()
     process_set_id: int = 0
 
-    def tally(self, sums: Vector) -> Tally:
-        """Return the number of gradients and samples in a sum over the ranks."""
-        return self.tail.read(self.peek(sums, len(self.tail)), self.scale)
+    def tally(self, sums: Vector, unit: float) -> tuple[int, float, float]:
+        """Return the number of gradients in a sum over the ranks, the factor for them, and the unit of a later round.
 
-    def weight(self, tally: Tally, unit: float) -> float:
-        """Return the factor for the gradients of a sum; 0 if none of them has a weight.
+        Units are divisors of gradients x samples on the wire: about the number of samples of a gradient, so that the
+        quotients are as large as gradients, and powers of two, so that nothing is rounded.
 
         Args:
-            tally: tally of the sum.
-            unit: divisor of the gradients on the wire.
+            sums: sum of vectors over all ranks.
+            unit: its unit: ``first_unit``, or what the call for an earlier round returned.
+
+        Returns:
+            The factor is 0 if none of the gradients has a weight.
         """
+        gradients, samples = self.tail.read(self.peek(sums, len(self.tail)), self.scale)
         if not self.tail.weighted:
-            return float(tally.gradients > 0)
-        return tally.gradients * unit / tally.samples if tally.samples else 0.0
+            return gradients, float(gradients > 0), unit
+        later = float(1 << max(0, (samples // gradients).bit_length() - 1)) if self.narrow and samples else unit
+        return gradients, gradients * unit / samples if samples else 0.0, later
 
     @property
     def first_unit(self) -> float:
         """Divisor of gradients x samples on the wire before any round has shown how many samples gradients have."""
         return FIRST_UNIT if self.narrow and self.tail.weighted else 1.0
-
-    def next_unit(self, tally: Tally, unit: float) -> float:
-        """Return the divisor of gradients x samples on the wire in a later round: about the number of samples of a
-        gradient, so that the quotients are as large as gradients; a power of two, so that nothing is rounded.
-
-        Args:
-            tally: tally of an earlier round.
-            unit: divisor in that round.
-        """
-        if not (self.narrow and tally.samples):
-            return unit
-        return float(1 << max(0, (tally.samples // tally.gradients).bit_length() - 1))
-
-    def bytes_sent(self, bucket: int) -> int:
-        """Return the size of the vector that a rank sends in a bucket's round, bytes."""
-        return (self.sent or self.nbytes)[bucket]
 
 
 @dataclass(frozen=True)

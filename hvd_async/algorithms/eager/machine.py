@@ -24,8 +24,7 @@ Its laws:
 8. *The cost of an event does not grow with the number of ranks.* Work that does is done once per round, drain or cut.
 
 In this file: ``Hosts`` and ``Gathering`` (ranks that step together), ``Positions``, ``Bucket``, ``Round`` and
-``Steppers`` (progress), ``ReceivedRounds`` (law 7), ``RoundCommands``, then ``EagerStateMachine``. Law 3 is in
-``quorum``.
+``Steppers`` (progress), then ``EagerStateMachine``. Law 3 is in ``quorum``.
 
 States: opening (until every rank has registered and all match) -> running <-> drained (all have finished: counters are
 re-based to the started rounds, and all ranks are active again); rejected, if the ranks do not match.
@@ -69,6 +68,7 @@ class Hosts:
 
     Attributes:
         first: the hosts, in order.
+        ranks: the ranks of each host.
         of: the host of each rank.
         number: the number of each host, from 0.
         size: ranks per host.
@@ -76,11 +76,11 @@ class Hosts:
     """
 
     first: tuple[int, ...]
+    ranks: dict[int, tuple[int, ...]]
     of: dict[int, int]
     number: dict[int, int]
     size: int
     active: dict[int, int]
-    _ranks: dict[int, tuple[int, ...]]
 
     def __init__(self, ranks: Sequence[int], size: int, done: Collection[int] = ()) -> None:
         """Divide ranks, which are numbered host by host, into hosts of ``size`` ranks; those ``done`` have finished.
@@ -90,17 +90,13 @@ class Hosts:
         """
         check_hosts(len(ranks), size)
         self.size = size
-        self._ranks = {ranks[start]: tuple(ranks[start : start + size]) for start in range(0, len(ranks), size)}
-        self.first = tuple(self._ranks)
-        self.of = {rank: first for first, own in self._ranks.items() for rank in own}
+        self.ranks = {ranks[start]: tuple(ranks[start : start + size]) for start in range(0, len(ranks), size)}
+        self.first = tuple(self.ranks)
+        self.of = {rank: first for first, own in self.ranks.items() for rank in own}
         self.number = {host: number for number, host in enumerate(self.first)}
         self.reset()
         for rank in done:
             self.finish(rank)
-
-    def ranks(self, host: int) -> tuple[int, ...]:
-        """Return the ranks of a host."""
-        return self._ranks[host]
 
     def among(self, ranks: Collection[int]) -> list[int]:
         """Return the hosts of these ranks, in the order of the ranks."""
@@ -125,9 +121,10 @@ class Gathering:
         whole: by bucket and host, the number of gradients that all its ranks have handed over since the last drain or
             cut.
         held: for ranks that have handed over one gradient more, its buckets as bits.
+        steps: by host, the step that its ranks in ``held`` are in.
     """
 
-    __slots__ = ("_buckets", "_lacking", "_steps", "held", "whole")
+    __slots__ = ("_buckets", "_lacking", "held", "steps", "whole")
 
     def __init__(self, hosts: Hosts, buckets: int) -> None:
         self._buckets = buckets
@@ -142,14 +139,9 @@ class Gathering:
         """Count from 0, with no gradient held: at the start, and when all ranks have finished."""
         self.whole = [dict.fromkeys(hosts.first, 0) for _ in range(self._buckets)]
         self.held: dict[int, int] = {}
-        self._steps: dict[int, int] = {}
-        """By host, the step that its ranks in ``held`` are in."""
+        self.steps: dict[int, int] = {}
         self._lacking = {host: [hosts.active.get(host, 0)] * self._buckets for host in hosts.first}
         """By host and bucket, the number of unfinished ranks that have not handed over that gradient."""
-
-    def step(self, host: int) -> int | None:
-        """Return the step of the host's gradients that wait for other ranks; None if none waits."""
-        return self._steps.get(host)
 
     def holds(self, bucket: int) -> bool:
         """Return whether a gradient of a bucket waits."""
@@ -159,7 +151,7 @@ class Gathering:
         """Hold the buckets of a step that a rank hands over; return the buckets that all ranks of its host have handed
         over."""
         self.held[rank] = self.held.get(rank, 0) | bits
-        self._steps[host] = step
+        self.steps[host] = step
         lacking = self._lacking[host]
         for bucket in buckets:
             lacking[bucket] -= 1
@@ -185,21 +177,21 @@ class Gathering:
             self._lacking[host][bucket] += len(active)
             self.whole[bucket][host] += 1
         if not any(rank in self.held for rank in ranks):
-            del self._steps[host]
+            del self.steps[host]
 
     def release_all(self, hosts: Hosts) -> None:
         """Release all gradients: all ranks have finished."""
-        for host in list(self._steps):
+        for host in list(self.steps):
             bits = 0
-            for rank in hosts.ranks(host):
+            for rank in hosts.ranks[host]:
                 bits |= self.held.get(rank, 0)
-            self.release(host, hosts.ranks(host), (), [bucket for bucket in range(self._buckets) if bits >> bucket & 1])
+            self.release(host, hosts.ranks[host], (), [bucket for bucket in range(self._buckets) if bits >> bucket & 1])
 
     def missing(self, late: Collection[int], hosts: Hosts, active: Collection[int], bucket: int) -> frozenset[int]:
         """Return the ``late`` ranks, with each rank that waits in a bucket for ranks of its host replaced by these."""
         held = {rank for rank, bits in self.held.items() if bits >> bucket & 1}
         waited_for = hosts.among([rank for rank in late if rank in held])
-        others = {rank for host in waited_for for rank in hosts.ranks(host) if rank in active}
+        others = {rank for host in waited_for for rank in hosts.ranks[host] if rank in active}
         return frozenset({*late, *others} - held)
 
     def host_steps(self, bucket: int) -> HostSteps:
@@ -345,12 +337,6 @@ class Bucket:
     """Ranks whose engines have submitted that round, by their answers to the roll call."""
 
 
-def is_last(buckets: Sequence[Bucket], index: int) -> bool:
-    """Return whether all other buckets have started the next round of this bucket."""
-    number = buckets[index].fired + 1
-    return all(bucket.fired >= number for other, bucket in enumerate(buckets) if other != index)
-
-
 @dataclass(slots=True)
 class Round:
     """State of a round, over all its buckets, from its first arrival until its hyperparameters are set."""
@@ -359,123 +345,51 @@ class Round:
     hyper: Hyper | None = None
 
 
+@dataclass(slots=True)
 class Steppers:
     """Ranks in ``step()``, with the time at which they entered it, by the number of a step whose round has not
-    started."""
+    started.
 
-    __slots__ = ("_by_step", "_step_of")
+    Attributes:
+        step_of: step that each rank is in; ranks that have been in none since the last drain or cut are missing.
+    """
 
-    def __init__(self) -> None:
-        self._step_of: dict[int, int] = {}
-        self._by_step: dict[int, dict[int, float]] = {}
-        """Ranks in order of arrival; some may be in a later step by now."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Steppers) and (self._step_of, self._by_step) == (other._step_of, other._by_step)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def last(self, rank: int) -> int | None:
-        """Return the step that a rank is in; None if it has been in none since the last drain or cut."""
-        return self._step_of.get(rank)
+    step_of: dict[int, int] = field(default_factory=dict)
+    _by_step: dict[int, dict[int, float]] = field(default_factory=dict)
+    """Ranks in order of arrival; some may be in a later step by now."""
 
     def enter(self, rank: int, step: int, now: float, fired: int) -> None:
         """Record that a rank has entered a step, and so left the previous one; ``fired`` rounds have started."""
-        self._step_of[rank] = step
+        self.step_of[rank] = step
         if step > fired:
-            ranks = self._by_step.get(step)
-            if ranks is None:
-                ranks = self._by_step[step] = {}
-            ranks[rank] = now
+            self._by_step.setdefault(step, {})[rank] = now
 
-    def lead(self, step: int, ranks: Sequence[int]) -> int | None:
-        """Return the first of ``ranks`` that is in a step, else the first other rank in it; None if no rank is."""
-        there = self._by_step.get(step, {})
-        there_first = itertools.chain((rank for rank in ranks if rank in there), there)
-        return next((rank for rank in there_first if self._step_of[rank] == step), None)
+    def start(self, step: int, now: float, first: Sequence[int]) -> tuple[int | None, float]:
+        """Forget the ranks in steps up to this one, whose round starts.
 
-    def waited(self, step: int, now: float) -> float:
-        """Return the seconds that the ranks in a step have been in it, summed over ranks."""
-        there = self._by_step.get(step, {})
-        return sum(now - since for rank, since in there.items() if self._step_of[rank] == step)
+        Args:
+            step: number of the step.
+            now: time (s).
+            first: ranks to prefer.
 
-    def forget(self, step: int) -> None:
-        """Forget the ranks in steps up to this one, whose rounds have started."""
+        Returns:
+            One of the preferred ranks that is in the step, else the first other rank in it (None if no rank is), and
+            the seconds that the ranks in it have been in it, summed over ranks.
+        """
+        there = {rank: at for rank, at in self._by_step.get(step, {}).items() if self.step_of[rank] == step}
         for old in [number for number in self._by_step if number <= step]:
             del self._by_step[old]
+        lead = next((rank for rank in itertools.chain(first, there) if rank in there), None)
+        return lead, sum(now - since for since in there.values())
 
     def clear(self) -> None:
         """Forget all ranks, which have finished."""
-        self._step_of.clear()
+        self.step_of.clear()
         self._by_step.clear()
 
 
-# -- completed rounds --------------------------------------------------------------------------------------------------
-# A roll call finds the rank that blocks a round which does not complete.
-
-
-class ReceivedRounds:
-    """Rounds that are known to have completed. They complete on all ranks at about the same time, so a report of one
-    rank is enough."""
-
-    def __init__(self) -> None:
-        self._whole = 0
-        """Number of rounds known to have completed in all buckets; ``Bucket.landed`` may be larger."""
-        self._calls = 0
-        """Number of roll calls."""
-
-    def note(self, rounds: int) -> None:
-        """Record that this many rounds have completed in all buckets."""
-        if rounds > self._whole:
-            self._whole = rounds
-
-    def of(self, bucket: Bucket) -> int:
-        """Return how many rounds of a bucket are known to have completed."""
-        return max(bucket.landed, self._whole)
-
-    def call(self, buckets: Sequence[Bucket], fired_before: float) -> int | None:
-        """Call the roll if a round that started by ``fired_before`` has not completed. Return the call's number; None
-        without a call."""
-        late = [bucket for bucket in buckets if self.of(bucket) < bucket.fired and bucket.fired_at <= fired_before]
-        if not late:
-            return None
-        self._calls += 1
-        for bucket in late:
-            bucket.called = bucket.called or self._calls
-        return self._calls
-
-    def report(self, rank: int, event: RoundsReceived, buckets: Sequence[Bucket]) -> None:
-        """Record a rank's answer to a roll call.
-
-        Raises:
-            ProtocolError: the answer is impossible.
-        """
-        if len(event.landed) != len(buckets):
-            raise ProtocolError(f"rank {rank} reported {len(event.landed)} buckets instead of {len(buckets)}")
-        if any(landed > bucket.fired for bucket, landed in zip(buckets, event.landed, strict=True)):
-            raise ProtocolError(f"rank {rank} reported completed rounds {event.landed}, some of which have not started")
-        for bucket, landed in zip(buckets, event.landed, strict=True):
-            if 0 < bucket.called <= event.call:
-                bucket.answered.add(rank)
-            bucket.landed = max(bucket.landed, landed)
-
-    def blocked_on(self, buckets: Sequence[Bucket], ranks: Sequence[int]) -> tuple[str, frozenset[int]] | None:
-        """Return the round that does not complete and the ranks that block it; None before a roll call finds one."""
-        for bucket in buckets:
-            if bucket.called and self.of(bucket) < bucket.fired:
-                silent = frozenset(ranks) - bucket.answered
-                if silent:
-                    return f"round {bucket.fired}, which has begun,", silent
-                return f"round {bucket.fired}, which all have begun and Horovod has not ended,", frozenset(ranks)
-        return None
-
-
-# -- commands that start rounds ----------------------------------------------------------------------------------------
-# As few and as short as possible.
-
-
 class Started(NamedTuple):
-    """Round of a bucket that has started, with fields as in ``StartRound``."""
+    """Round of a bucket that has started, with fields as in ``StartRound``. ``first``: time of its first arrival."""
 
     bucket: int
     round: int
@@ -485,37 +399,8 @@ class Started(NamedTuple):
     hyper: Hyper | None
     """Hyperparameters of the round, with its last bucket; None if they are not known."""
     whole: HostSteps | None
-
-
-class RoundCommands:
-    """Commands of an optimizer. Hyperparameters are not sent if they equal the ones sent last."""
-
-    def __init__(self, optimizer: int) -> None:
-        self._optimizer = optimizer
-        self._sent: Hyper | None = None
-
-    def starts(self, started: Sequence[Started]) -> list[StartRound]:
-        """Return the commands for rounds that an event has started: one command for all buckets with equal content."""
-        commands: list[StartRound] = []
-        for (number, by, whole), alike in itertools.groupby(started, lambda one: (one.round, one.by, one.whole)):
-            same = list(alike)
-            buckets, arrived = [one.bucket for one in same], [one.arrived for one in same]
-            hyper = next((one.hyper for one in same if one.hyper is not None), None)
-            settled, held = hyper is not None, sum(one.held for one in same)
-            sent = None if hyper is None else self._unsent(hyper)
-            commands.append(StartRound(self._optimizer, buckets, number, by, arrived, held, settled, sent, whole))
-        return commands
-
-    def hyper(self, number: int, hyper: Hyper) -> SetHyperparameters:
-        """Return the command for hyperparameters that were not known when a round started."""
-        return SetHyperparameters(self._optimizer, number, self._unsent(hyper))
-
-    def _unsent(self, hyper: Hyper) -> Hyper | None:
-        """Return the hyperparameters to send: None if they equal the ones sent last."""
-        if hyper == self._sent:
-            return None
-        self._sent = hyper
-        return hyper
+    first: float
+    reason: str
 
 
 # -- the state machine -------------------------------------------------------------------------------------------------
@@ -536,7 +421,10 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         self._buckets: list[Bucket] = []
         self._fired = 0
         """Number of rounds that all buckets have started."""
-        self._received = ReceivedRounds()
+        self._landed = 0
+        """Number of rounds known to have completed in all buckets; ``Bucket.landed`` may be larger. (Rounds complete on
+        all ranks at about the same time, so one rank's report is enough.)"""
+        self._roll_calls = 0
         self._wakes: dict[int, float] = {}
         """By bucket, the end of the grace period that alone delays its round."""
         self._steppers = Steppers()
@@ -544,7 +432,8 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         """The hyperparameters that each rank sent last."""
         self._rounds: dict[int, Round] = {}
         self._last_hyper: Hyper = []
-        self._commands = RoundCommands(optimizer)
+        self._sent_hyper: Hyper | None = None
+        """The hyperparameters that ranks were sent last; equal ones are not sent again."""
         self._timelines: list[int] = []
         """Ranks that record a timeline."""
         self._handed_over = dict.fromkeys(ranks, 0)
@@ -562,7 +451,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         if isinstance(command, ExplainRound):
             return self._timelines
         if isinstance(command, EndStep):
-            return self._hosts.ranks(self._hosts.first[command.host])
+            return self._hosts.ranks[self._hosts.first[command.host]]
         return super().recipients(command)
 
     def handed_over(self) -> list[int]:
@@ -570,15 +459,24 @@ class EagerStateMachine(StateMachine[EagerConfig]):
 
     def roll_call(self, fired_before: float) -> list[Command]:
         """Return a roll call if a round that started by ``fired_before`` is not known to have completed on any rank."""
-        call = self._received.call(self._buckets, fired_before)
-        return [] if call is None else [ReportReceived(self._optimizer, call)]
+        late = [one for one in self._buckets if self._landed_in(one) < one.fired and one.fired_at <= fired_before]
+        if not late:
+            return []
+        self._roll_calls += 1
+        for bucket in late:
+            bucket.called = bucket.called or self._roll_calls
+        return [ReportReceived(self._optimizer, self._roll_calls)]
+
+    def _landed_in(self, bucket: Bucket) -> int:
+        """Return how many rounds of a bucket are known to have completed."""
+        return max(bucket.landed, self._landed)
 
     def take_notice(self) -> str | None:
         """Return a notice that another quorum was chosen, and why; None if none was."""
         return None if self._auto is None else self._auto.take_notice()
 
     def _blocked_on(self) -> tuple[str, frozenset[int]] | None:
-        config, active = self._config, self._active()
+        config, active = self._config, self.computing
         assert config is not None
         for index, bucket in enumerate(self._buckets):
             if bucket.waiting:
@@ -589,11 +487,17 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             if self._gathering.holds(index):
                 held = [rank for rank, bits in self._gathering.held.items() if bits >> index & 1]
                 return "the step of a host", self._gathering.missing(held, self._hosts, active, index)
-        return self._received.blocked_on(self._buckets, self.ranks)
+        for bucket in self._buckets:  # a round that does not complete, and a roll call that has found the ranks
+            if bucket.called and self._landed_in(bucket) < bucket.fired:
+                if silent := frozenset(self.ranks) - bucket.answered:
+                    return f"round {bucket.fired}, which has begun,", silent
+                everyone = frozenset(self.ranks)
+                return f"round {bucket.fired}, which all have begun and Horovod has not ended,", everyone
+        return None
 
     def _behind(self, index: int, position: int) -> set[int]:
         """Return the active ranks that have not reached this position in a bucket."""
-        return {rank for rank in self._active() if self._positions.at(rank, index) < position}
+        return {rank for rank in self.computing if self._positions.at(rank, index) < position}
 
     def _on_all_registered(self, config: Any) -> EagerConfig:
         assert isinstance(config, EagerConfig)
@@ -627,16 +531,27 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             case VersionTaken():
                 return self._took(rank, event, now)
             case RoundsReceived():
-                self._received.report(rank, event, self._buckets)
-                return []
+                return self._on_received(rank, event)
             case _:
                 raise ProtocolError(f"rank {rank} sent {type(event).__name__}, which is no event of partial allreduce")
+
+    def _on_received(self, rank: int, event: RoundsReceived) -> list[Command]:
+        """Handle a rank's answer to a roll call."""
+        if len(event.landed) != len(self._buckets):
+            raise ProtocolError(f"rank {rank} reported {len(event.landed)} buckets instead of {len(self._buckets)}")
+        if any(landed > bucket.fired for bucket, landed in zip(self._buckets, event.landed, strict=True)):
+            raise ProtocolError(f"rank {rank} reported completed rounds {event.landed}, some of which have not started")
+        for bucket, landed in zip(self._buckets, event.landed, strict=True):
+            if 0 < bucket.called <= event.call:
+                bucket.answered.add(rank)
+            bucket.landed = max(bucket.landed, landed)
+        return []
 
     # -- steps ------------------------------------------------------------------------------------------------
 
     def _stepped(self, rank: int, event: StepEntered, now: float) -> list[Command]:
         self._running(rank, event)
-        last = self._steppers.last(rank)
+        last = self._steppers.step_of.get(rank)
         if last is not None and event.step <= last:
             raise ProtocolError(f"rank {rank} reported step {event.step} after step {last}")
         if event.hyper is not None:
@@ -646,7 +561,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         if round_ is None or round_.hyper is not None or self._fired < event.step:
             return []
         self._settle(event.step, hyper)
-        return [self._commands.hyper(event.step, hyper)]
+        return [SetHyperparameters(self._optimizer, event.step, self._unsent(hyper))]
 
     def _check_arrived(self, rank: int, event: GradientReady | StepEntered) -> int:
         """Return, as bits, the buckets of a rank's step that arrive with an event. This changes nothing.
@@ -668,7 +583,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
                     f"{position + (came >> index & 1)}, with {buckets[index].fired} rounds started"
                 )
             came |= 1 << index
-        if self._gathering.step(self._hosts.of[rank]) not in (None, step):
+        if self._gathering.steps.get(self._hosts.of[rank]) not in (None, step):
             raise ProtocolError(f"rank {rank} handed over step {step}, while other ranks of its host are in another")
         if event.landed > self._fired:
             raise ProtocolError(f"rank {rank} reported round {event.landed} as completed, of {self._fired} started")
@@ -679,7 +594,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         if 0 in indices and 0 not in event.empty:
             self._handed_over[rank] += 1
         # a rank in its next step has received the round of the previous one
-        self._received.note(max(step - 1, event.landed))
+        self._landed = max(self._landed, step - 1, event.landed)
         for index in indices:
             all_buckets[index].loaded = True
         if not self._by_hosts:
@@ -695,15 +610,14 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         complete."""
         if not indices:
             return []
-        ranks, step = self._hosts.ranks(host), self._gathering.step(host)
-        assert step is not None
-        active = [rank for rank in ranks if rank in self._computing]
+        ranks, step = self._hosts.ranks[host], self._gathering.steps[host]
+        active = [rank for rank in ranks if rank in self.computing]
         self._gathering.release(host, ranks, active, indices)
         bits = sum(1 << index for index in indices)
         if not active or not self._come(host, active, step, indices, bits, now) or host not in self._late:
             return []
         self._late.remove(host)
-        version = max(step, min(self._received.of(each) for each in self._buckets))
+        version = max(step, min(self._landed_in(each) for each in self._buckets))
         whole = self._gathering.whole[indices[0]][host]
         return [EndStep(self._optimizer, self._hosts.number[host], whole, version)]
 
@@ -748,7 +662,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         return self._on_event(rank, event, now) if isinstance(event, RoundsReceived) else []
 
     def _forget(self, rank: int) -> None:
-        if rank in self._computing and self._buckets:
+        if rank in self.computing and self._buckets:
             host = self._hosts.of[rank]
             for bucket in self._waits_in(rank):  # its gradients stay pending there, and go into a later round
                 bucket.arrived -= 1
@@ -761,7 +675,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         host = self._hosts.of[rank]
         self._hosts.finish(rank)
         self._positions.leave(rank)
-        ready = self._gathering.finish(rank, host, self._hosts.ranks(host)) if self._by_hosts else ()
+        ready = self._gathering.finish(rank, host, self._hosts.ranks[host]) if self._by_hosts else ()
         return [*self._gather(host, ready, now), *self._advance(rank, now)]
 
     # -- starting rounds --------------------------------------------------------------------------------------
@@ -785,7 +699,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         """
         if self._config is None or self._refused:
             return []
-        active, started, commands = self._hosts.active, list[Started](), list[Command]()
+        active, started = self._hosts.active, list[Started]()
         for index in range(len(self._buckets)) if only is None else only:
             bucket = self._buckets[index]
             if self._wakes:
@@ -808,48 +722,62 @@ class EagerStateMachine(StateMachine[EagerConfig]):
             if number - self._positions.lowest_in(index) > self._config.max_staleness:
                 continue
             if by is None:  # the last rank that has arrived
-                ranks = self._hosts.ranks(next(reversed(arrived)))
-                last = [r for r in ranks if r in self._computing and self._positions.at(r, index) == number][-1]
+                ranks = self._hosts.ranks[next(reversed(arrived))]
+                last = [r for r in ranks if r in self.computing and self._positions.at(r, index) == number][-1]
             else:
                 last = by
-            if self._timelines:
-                commands.append(self._explain(index, quorum.reason(arrived, active), last, now))
-            started.append(self._fire(index, initiator, last, now))
-        return [*commands, *self._commands.starts(started)] if started else []
+            reason = quorum.reason(arrived, active) if self._timelines else ""
+            started.append(self._fire(index, initiator, last, now, reason))
+        return self._starts(started, now) if started else []
 
-    def _explain(self, index: int, reason: str, by: int, now: float) -> ExplainRound:
-        bucket = self._buckets[index]
-        number, first = bucket.fired + 1, min(bucket.waiting.values(), default=now)
-        held = self._steppers.waited(number, now) if is_last(self._buckets, index) else 0.0
-        trigger = RoundTrigger(reason, by, bucket.arrived, first, now, held)
-        return ExplainRound(self._optimizer, index, number, trigger)
-
-    def _fire(self, index: int, initiator: int, by: int, now: float) -> Started:
+    def _fire(self, index: int, initiator: int, by: int, now: float, reason: str) -> Started:
         """Start the next round of a bucket. The last bucket of a round determines its hyperparameters if a rank is in
         that step: if possible, a rank of the host whose first rank is ``initiator``."""
-        bucket, last = self._buckets[index], is_last(self._buckets, index)
-        arrived = bucket.arrived
+        bucket = self._buckets[index]
+        arrived, first = bucket.arrived, next(iter(bucket.waiting.values()), now)
         bucket.waiting, bucket.arrived, bucket.least = {}, 0, 1
         bucket.fired += 1
         bucket.quorum_at = None
         bucket.loaded = self._by_hosts and self._gathering.holds(index)
         bucket.fired_at, bucket.called = now, 0
         bucket.answered.clear()
-        number, held = bucket.fired, 0.0
+        number, held, hyper = bucket.fired, 0.0, None
         if not index:
             self._grace.fired(number, now)
         round_ = self._round(number)
-        if last:
+        if all(other.fired >= number for other in self._buckets):
             self._fired = number
-            held = self._steppers.waited(number, now)
-            lead = self._steppers.lead(number, self._hosts.ranks(initiator))
-            self._steppers.forget(number)
+            lead, held = self._steppers.start(number, now, self._hosts.ranks[initiator])
             if lead is not None and round_.hyper is None:
                 self._settle(number, self._hyper_of[lead])
             if self._auto is not None:
                 self._auto.fired(now)
-        hyper, whole = round_.hyper if last else None, self._gathering.host_steps(index) if self._by_hosts else None
-        return Started(index, number, by, arrived, held, hyper, whole)
+            hyper = round_.hyper
+        whole = self._gathering.host_steps(index) if self._by_hosts else None
+        return Started(index, number, by, arrived, held, hyper, whole, first, reason)
+
+    def _starts(self, started: Sequence[Started], now: float) -> list[Command]:
+        """Return the commands for rounds that an event has started: one command for all buckets with equal content,
+        after the reasons for ranks that record a timeline."""
+        commands: list[Command] = []
+        for one in started if self._timelines else ():
+            trigger = RoundTrigger(one.reason, one.by, one.arrived, one.first, now, one.held)
+            commands.append(ExplainRound(self._optimizer, one.bucket, one.round, trigger))
+        for (number, by, whole), alike in itertools.groupby(started, lambda one: (one.round, one.by, one.whole)):
+            same = list(alike)
+            buckets, arrived = [one.bucket for one in same], [one.arrived for one in same]
+            hyper = next((one.hyper for one in same if one.hyper is not None), None)
+            settled, held = hyper is not None, sum(one.held for one in same)
+            sent = None if hyper is None else self._unsent(hyper)
+            commands.append(StartRound(self._optimizer, buckets, number, by, arrived, held, settled, sent, whole))
+        return commands
+
+    def _unsent(self, hyper: Hyper) -> Hyper | None:
+        """Return the hyperparameters to send: None if they equal the ones sent last."""
+        if hyper == self._sent_hyper:
+            return None
+        self._sent_hyper = hyper
+        return hyper
 
     def _settle(self, number: int, hyper: Hyper) -> None:
         self._rounds[number].hyper = self._last_hyper = hyper
@@ -861,18 +789,16 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         self._gathering.release_all(self._hosts)
         extra = self._flush and any(bucket.loaded for bucket in self._buckets)
         last = max(bucket.fired for bucket in self._buckets) + extra
-        commands, started = list[Command](), list[Started]()
+        started: list[Started] = []
         for index, bucket in enumerate(self._buckets):
             while bucket.fired < last:
                 round_ = self._round(bucket.fired + 1)
                 round_.hyper = self._last_hyper if round_.hyper is None else round_.hyper
-                if self._timelines:
-                    commands.append(self._explain(index, "drain: all ranks have finished", rank, now))
-                started.append(self._fire(index, self._hosts.of[rank], rank, now))
-        commands += self._commands.starts(sorted(started, key=lambda one: one.round))
+                started.append(self._fire(index, self._hosts.of[rank], rank, now, "drain: all ranks have finished"))
+        commands = self._starts(sorted(started, key=lambda one: one.round), now)
         for number, round_ in sorted(self._rounds.items()):
             if round_.hyper is None and number <= last:  # no rank has entered step() since its first bucket started
-                commands.append(self._commands.hyper(number, self._last_hyper))
+                commands.append(SetHyperparameters(self._optimizer, number, self._unsent(self._last_hyper)))
         self._hosts.reset()
         self._positions.reset(self.ranks, last)
         self._gathering.reset(self._hosts)

@@ -38,8 +38,7 @@ from hvd_async.errors import GradientLossError, ReplicaStateError
 from hvd_async.runtime.interfaces import Program, RankRuntime, Vector, Wait
 from hvd_async.runtime.log import warn
 from hvd_async.runtime.protocol import Drained, Hyper, OptimizerCommand
-from hvd_async.runtime.uninterrupted import Uninterrupted
-from hvd_async.runtime.worker import Worker
+from hvd_async.runtime.worker import Uninterrupted, Worker
 from hvd_async.stats import Stats
 
 # -- gradients from their hand-over until their round is complete ------------------------------------------------------
@@ -339,7 +338,7 @@ class RoundsInFlight:
         if keep:
             flight.taken[bucket] = taken
         vector = wire.zeros(bucket) if taken.vector is None else taken.vector
-        unit = self._units.get(name, wire.first_unit)
+        unit = self._units.get(name) or wire.first_unit
         submitted = self._engine.clock()
 
         def landed(sums: Vector) -> None:
@@ -349,10 +348,8 @@ class RoundsInFlight:
             if self.timeline is not None and trigger is not None:
                 self.timeline.round(go.optimizer, bucket, go.round, trigger, submitted, self._engine.clock(), late_by)
             flight.sums[bucket] = decoded = wire.decode(sums, bucket)
-            tally = wire.tally(decoded)  # now, rather than at the last bucket, for which all ranks wait
-            flight.counts[bucket] = tally.gradients
-            flight.weights[bucket] = wire.weight(tally, unit)
-            self._units[name] = wire.next_unit(tally, unit)
+            # Now, rather than at the last bucket, for which all ranks wait:
+            flight.counts[bucket], flight.weights[bucket], self._units[name] = wire.tally(decoded, unit)
             self._pass_on()
             held, self._held = self._held, deque()
             for late in held:
@@ -539,7 +536,7 @@ class EagerWorker(Worker):
         self._rounds: deque[ReducedRound] = deque()
         """Rounds that wait to be applied, in order."""
         self._discards = False
-        self._whole = self._ends_at = 0
+        self._host_steps = self._ends_at = 0
         """Number of steps since the last drain or cut that all ranks of this host are known to have handed over (0 if
         ranks do not step host by host), and the version at which the last of these steps ends."""
         # State of the training thread:
@@ -679,7 +676,7 @@ class EagerWorker(Worker):
                 )
             with self.whole("a step could not be handed over"):
                 self._hand_in(number, vectors, hyper)
-        yield Wait(lambda: len(self._rounds) >= self._behind and self._host_has_ended(most))
+        yield Wait(partial(self._has_ended, most))
         with self.whole("a step could not be ended"):
             self._ended = self._steps
             self._take_back_empty()
@@ -703,11 +700,11 @@ class EagerWorker(Worker):
         unsent, self._told = None if hyper == self._told else hyper, hyper
         self.engine.notify(partial(self._in_flight.report, number, step, True, unsent))
 
-    def _host_has_ended(self, most: int | None) -> bool:
-        """Return whether all ranks of the host have handed this step over and its rounds have arrived."""
-        if self._host is None:
-            return True
-        return self._whole >= self._steps - self._settled_at and len(self._rounds) >= self._most(most)
+    def _has_ended(self, most: int | None) -> bool:
+        """Return whether the rounds of the last step have arrived, and all ranks of the host have handed it over."""
+        if len(self._rounds) < self._behind or self._host is None:
+            return len(self._rounds) >= self._behind
+        return self._host_steps >= self._steps - self._settled_at and len(self._rounds) >= self._most(most)
 
     def _most(self, most: int | None) -> int:
         """Return how many rounds this step applies: the same number on all ranks of a host, whose weights stay
@@ -918,7 +915,7 @@ class EagerWorker(Worker):
             case Drained():
                 self._in_flight.end()
                 with self.engine.changed:
-                    self._whole, self._ends_at = 0, command.rounds
+                    self._host_steps, self._ends_at = 0, command.rounds
                 self._in_flight.forget_cut()
                 if not command.flushed:
                     self._in_flight.keep_for_cut()
@@ -937,6 +934,6 @@ class EagerWorker(Worker):
     def _note_steps(self, whole: int, version: int) -> None:
         """Note that ``whole`` steps of the host are handed over, and that the last of them ends at ``version``."""
         with self.engine.changed:
-            if whole > self._whole:
-                self._whole, self._ends_at = whole, version
+            if whole > self._host_steps:
+                self._host_steps, self._ends_at = whole, version
             self.engine.changed.notify_all()

@@ -561,7 +561,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
     def _blocked_on(self) -> tuple[str, frozenset[int]] | None:
         if self._averages:
             number = min(self._averages)
-            return f"average {number} over all ranks", frozenset(self._active() - self._averages[number].keys())
+            return f"average {number} over all ranks", frozenset(self.computing - self._averages[number].keys())
         return None
 
     def _on_registered(self, rank: int, event: Registered[Any], now: float) -> list[Command]:

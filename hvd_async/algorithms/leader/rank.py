@@ -12,7 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -153,56 +153,6 @@ REMEMBERED = 10_000
 """Maximum number of pulls in ``stats().history``; earlier pulls are only counted."""
 
 
-class PullCounters:
-    """Statistics of an optimizer's pulls on this rank, counted by its engine thread.
-
-    Args:
-        clock: returns seconds from an arbitrary origin.
-
-    Attributes:
-        pulls: number of completed pulls.
-        bytes_received: bytes that these pulls received.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self.pulls = self.bytes_received = 0
-        self._led: Counter[tuple[bool, int]] = Counter()
-        """Number of pulls, by whether they are of all ranks, and by leader."""
-        self._seconds = self._distance = 0.0
-        self._distances = 0
-        self._history: deque[tuple[float, int, int]] = deque(maxlen=REMEMBERED)
-
-    def add_pull(self, group: int, leader: int, started: float) -> None:
-        """Count a completed pull of a group, submitted at ``started`` (s)."""
-        self.pulls += 1
-        self._led[group == ALL_RANKS, leader] += 1
-        self._seconds += self._clock() - started
-        self._history.append((time.time(), group, leader))
-
-    def add_distance(self, difference: Vector) -> None:
-        """Count this rank's distance to a leader or the center: the length of ``difference``."""
-        self._distance += float(difference @ difference) ** 0.5
-        self._distances += 1
-
-    def stats(self, steps: int, wait_s: float, mean_loss: float | None) -> LeaderStats:
-        """Return a snapshot, together with the worker's own counts."""
-        led = sorted(self._led.copy().items())
-        return LeaderStats(
-            steps=steps,
-            pulls=self.pulls,
-            led={leader: times for (of_all, leader), times in led if of_all},
-            led_group={leader: times for (of_all, leader), times in led if not of_all},
-            distance=self._distance / self._distances if self._distances else 0.0,
-            pull_s=self._seconds / self.pulls if self.pulls else 0.0,
-            bytes_received=self.bytes_received,
-            wait_s=wait_s,
-            mean_loss=mean_loss,
-            history=tuple(self._history.copy()),
-            distances=self._distances,
-        )
-
-
 @dataclass
 class PullResults:
     """Results of pulls that no step has taken yet, as in a checkpoint after ``cut()``. Vectors never change.
@@ -223,13 +173,6 @@ class PullResults:
     sent: Vector = None
 
 
-class TakenResults(NamedTuple):
-    """State of the rule that a step takes, and the groups pulled since the previous step."""
-
-    state: Any
-    fresh: dict[int, tuple[int, int]]
-
-
 class PullExecutor:
     """Pulls of an optimizer on this rank.
 
@@ -242,7 +185,7 @@ class PullExecutor:
 
     Attributes:
         commanded: number of commanded pulls.
-        record: statistics of pulls.
+        pulls: number of completed pulls.
         log: events for tests, in order: ("taken", step, fresh) and ("shown", step) of a step, ("averaged", step),
             ("sent", pull), ("landed", pull), ("drained",). None: events are not recorded.
     """
@@ -276,7 +219,13 @@ class PullExecutor:
         self._last: int | None = None
         """Last pull before a drain or cut that this rank has not completed yet; later pulls wait."""
         self._restored = False
-        self.record = PullCounters(engine.clock)
+        # Statistics, counted by the engine thread:
+        self.pulls = self._bytes_received = 0
+        self._led: Counter[tuple[bool, int]] = Counter()
+        """Number of pulls, by whether they are of all ranks, and by leader."""
+        self._seconds = self._distance = 0.0
+        self._distances = 0
+        self._history: deque[tuple[float, int, int]] = deque(maxlen=REMEMBERED)
         self.log: list[Any] | None = None
 
     # -- training thread --------------------------------------------------------------------------------------
@@ -309,13 +258,15 @@ class PullExecutor:
             self._note("averaged", step)
         return merged
 
-    def take_results(self, step: int) -> TakenResults:
-        """Remove and return the results of pulls so far, which this step applies."""
+    def on_step(self, x: Vector, step: int) -> Vector:
+        """Apply the results of pulls so far to the weights after a step; return the weights to continue with."""
         with self._lock:
-            taken, self._snapshot = TakenResults(self._state, self._fresh), self._position()
-            self._state, self._fresh = self._rule.after_step(self._state), {}
-            self._note("taken", step, taken.fresh)
-        return taken
+            state, fresh, self._snapshot = self._state, self._fresh, self._position()
+            self._state, self._fresh = self._rule.after_step(state), {}
+            self._note("taken", step, fresh)
+        moved, differences = self._rule.on_step(state, x, step, fresh)
+        self._add_distances(differences)
+        return moved
 
     def publish_weights(self, weights: Vector, step: int) -> None:
         """Let pulls start from these weights, the weights after a step."""
@@ -370,6 +321,29 @@ class PullExecutor:
         with self._engine.changed:  # the engine may be adding later ones
             return not any(number <= last for number in self._flying)
 
+    def _add_distances(self, differences: Sequence[Vector]) -> None:
+        """Count this rank's distances to a leader or the center: the lengths of these vectors (either thread)."""
+        for difference in differences:
+            self._distance += float(difference @ difference) ** 0.5
+            self._distances += 1
+
+    def stats(self, steps: int, wait_s: float, mean_loss: float | None) -> LeaderStats:
+        """Return a snapshot of the statistics, together with the worker's own."""
+        led = sorted(self._led.copy().items())
+        return LeaderStats(
+            steps=steps,
+            pulls=self.pulls,
+            led={leader: times for (of_all, leader), times in led if of_all},
+            led_group={leader: times for (of_all, leader), times in led if not of_all},
+            distance=self._distance / self._distances if self._distances else 0.0,
+            pull_s=self._seconds / self.pulls if self.pulls else 0.0,
+            bytes_received=self._bytes_received,
+            wait_s=wait_s,
+            mean_loss=mean_loss,
+            history=tuple(self._history.copy()),
+            distances=self._distances,
+        )
+
     def _position(self) -> Vector:
         """Return the weights from which a pull starts."""
         return self._rule.position(self._state, self._snapshot)
@@ -422,7 +396,7 @@ class PullExecutor:
         def part_done(received: float) -> None:
             nonlocal parts
             parts -= 1
-            self.record.bytes_received += int(received)
+            self._bytes_received += int(received)
             if not parts:
                 self._complete(command, started)
 
@@ -468,8 +442,7 @@ class PullExecutor:
     def _apply(self, command: StartPull, snapshot: Vector, result: Vector) -> None:
         """Apply a pull's result to the rule's state; ``snapshot`` are this rank's weights when it was submitted."""
         pulled, differences = self._rule.on_pull(self._state, command.group, snapshot, result)
-        for difference in differences:
-            self.record.add_distance(difference)
+        self._add_distances(differences)
         with self._lock:
             self._state = self._rule.merge(self._state, pulled)
             self._fresh[command.group] = (command.round, command.leader)
@@ -477,7 +450,10 @@ class PullExecutor:
 
     def _complete(self, command: StartPull, started: float) -> None:
         self._busy.discard(command.group)
-        self.record.add_pull(command.group, command.leader, started)
+        self.pulls += 1
+        self._led[command.group == ALL_RANKS, command.leader] += 1
+        self._seconds += self._engine.clock() - started
+        self._history.append((time.time(), command.group, command.leader))
         with self._engine.changed:
             self._flying.discard(command.round)
             self._engine.changed.notify_all()
@@ -561,8 +537,8 @@ class LeaderWorker(Worker):
         super().__init__(engine, config, rank_group.members, rank_group.process_set, rank_group.id, finish)
         self.config, self._strengths, self._rank_group = config, strengths, rank_group
         self._has_center = ALGORITHMS[config.algorithm].has_center
-        self._rule: Rule = make_rule(config, strengths, group_of(config, rank_group), rank_group.size)
-        self.executor = PullExecutor(engine, config, self._rule, rank_group, group_set)
+        rule = make_rule(config, strengths, group_of(config, rank_group), rank_group.size)
+        self.executor = PullExecutor(engine, config, rule, rank_group, group_set)
         self._losses, self._window = LossWindow(window), window
         self._reports = StepReports(engine)
         self._consensus: Vector = None
@@ -665,12 +641,7 @@ class LeaderWorker(Worker):
             The weights to continue with, shape (n,).
         """
         self._step += 1
-        step = self.steps
-        taken = self.executor.take_results(step)
-        x, differences = self._rule.on_step(taken.state, after, step, taken.fresh)
-        for difference in differences:
-            self.executor.record.add_distance(difference)
-        return x
+        return self.executor.on_step(after, self.steps)
 
     def publish(self, weights: Vector) -> None:
         """Let pulls start from these weights, shape (n,): the model's after constraints and post-step hooks."""
@@ -684,7 +655,7 @@ class LeaderWorker(Worker):
     @property
     def version(self) -> int:
         """Number of pulls that have completed on this rank."""
-        return self.executor.record.pulls
+        return self.executor.pulls
 
     @property
     def steps(self) -> int:
@@ -773,7 +744,7 @@ class LeaderWorker(Worker):
 
     def stats(self) -> LeaderStats:
         """Return a snapshot of the statistics."""
-        return self.executor.record.stats(self.steps - self._brought, self._waited, self._losses.mean)
+        return self.executor.stats(self.steps - self._brought, self._waited, self._losses.mean)
 
     # -- engine thread ----------------------------------------------------------------------------------------
 

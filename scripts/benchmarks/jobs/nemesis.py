@@ -465,7 +465,7 @@ class Rank:
         for child in self._process.children():
             with contextlib.suppress(psutil.NoSuchProcess):  # (it has just ended, or is a zombie)
                 commands.append(child.cmdline())
-        return [command[-2] for command in commands if any("control_process" in word for word in command)]
+        return [command[-2] for command in commands if any("hvd_async.runtime.relays" in word for word in command)]
 
     def _weights(self) -> list[float]:
         """Return the variables to check: not of a model that is large to be slow."""

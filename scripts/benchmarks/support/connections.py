@@ -19,7 +19,6 @@ import zmq
 
 from hvd_async.algorithms.eager.config import EagerConfig, StartRound, StepEntered
 from hvd_async.algorithms.registry import FAMILIES
-from hvd_async.runtime.control_process import ControlProcess
 from hvd_async.runtime.descriptors import shortage
 from hvd_async.runtime.protocol import (
     Accepted,
@@ -35,7 +34,7 @@ from hvd_async.runtime.protocol import (
     encode,
     packed,
 )
-from hvd_async.runtime.relays import direct_tree, plan_tree
+from hvd_async.runtime.relays import ControlProcess, direct_tree, plan_tree
 from hvd_async.runtime.rendezvous import Card, RelayCard, above_of, relay_setup_of, setup_of
 from hvd_async.runtime.transport import LOOPBACK, Uplink
 

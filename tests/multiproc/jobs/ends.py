@@ -148,7 +148,7 @@ def die(manner: str, others: Collection[int]) -> NoReturn:
 def control_processes() -> list[str]:
     """The processes that this rank runs for others: "coordinator", "relay"."""
     lines = [child.cmdline() for child in psutil.Process().children()]
-    return [line[-2] for line in lines if any("control_process" in word for word in line)]
+    return [line[-2] for line in lines if any("hvd_async.runtime.relays" in word for word in line)]
 
 
 def fork_and_end(framework: Any, optimizer: Any, report: Report) -> None:

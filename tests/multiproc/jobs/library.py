@@ -31,7 +31,7 @@ def main() -> None:
     for topic in options.topics.split(","):
         importlib.import_module(topic).run(binding, report, Part(options.cases, options.sets))
     commands = [child.cmdline() for child in psutil.Process().children()]
-    report.put("control processes", roles=[line[-2] for line in commands if "control_process" in str(line)])
+    report.put("control processes", roles=[line[-2] for line in commands if "hvd_async.runtime.relays" in str(line)])
     hvd.shutdown()
     report.put("end")
 
