@@ -102,7 +102,7 @@ class _Waiter:
             for work in works:
                 work.wait(FOREVER)
         except RuntimeError as error:
-            future.set_exception(error)
+            future.set_exception(error)  # type: ignore[arg-type]  (annotated wrongly by torch)
         else:
             future.set_result(None)
 
