@@ -13,8 +13,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
-from typing import Any, NoReturn
+from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 import psutil
@@ -60,23 +60,19 @@ class TorchRank:
 
     def wrap(self, quorum: str) -> Any:
         """The optimizer: SGD with learning rate 1."""
-        self._parameter = self.torch.nn.Parameter(self.torch.zeros(SHAPE))
+        self.parameter = self.torch.nn.Parameter(self.torch.zeros(SHAPE))
         buffers = [("mean", self.torch.zeros(3))]
         return self.hvd.EagerOptimizer(
-            self.torch.optim.SGD([self._parameter], lr=1.0), quorum=quorum, max_staleness=2, named_buffers=buffers
+            self.torch.optim.SGD([self.parameter], lr=1.0), quorum=quorum, max_staleness=2, named_buffers=buffers
         )
 
     def step(self, optimizer: Any, gradient: np.ndarray[Any, Any]) -> None:
         optimizer.zero_grad()
-        (self._parameter * self.torch.tensor(gradient, dtype=self.torch.float32)).sum().backward()
+        (self.parameter * self.torch.tensor(gradient, dtype=self.torch.float32)).sum().backward()
         optimizer.step()
 
-    def call_in_backward(self, function: Callable[[], None]) -> None:
-        """Call a function in the next backward pass."""
-        self._parameter.register_hook(lambda gradient: function())
-
     def weights(self) -> list[float]:
-        return [float(x) for x in self._parameter.detach()]
+        return [float(x) for x in self.parameter.detach()]
 
 
 class TensorflowRank:
@@ -123,7 +119,10 @@ def stand_still(others: Collection[int]) -> None:
     os.kill(own, signal.SIGSTOP)
 
 
-def die(manner: str, others: Collection[int]) -> NoReturn:
+def die(manner: str, others: Collection[int] = ()) -> None:
+    """End this process in a manner; only "stands still" returns."""
+    if manner == "stands still":
+        return stand_still(others)
     if manner == "sigkill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif manner == "sigterm":
@@ -183,7 +182,7 @@ def main() -> None:
     options = parser.parse_args()
     manner, point = options.manner, options.point
     if point == "init" and os.environ["RANK"] == str(options.victim):
-        die(manner, ())
+        die(manner)
     framework = TorchRank() if options.framework == "torch" else TensorflowRank()
     rank, size = framework.hvd.rank(), framework.hvd.size()
     report = Report(rank)
@@ -210,7 +209,7 @@ def main() -> None:
     def wait_with_the_victim() -> None:
         """Let the victim, which is about to wait for the others, wait first, and die meanwhile."""
         if is_victim:
-            threading.Timer(HEAD_START / 2, die, (manner, others)).start()
+            threading.Timer(HEAD_START / 2, die, [manner]).start()
         else:
             time.sleep(HEAD_START)
 
@@ -218,13 +217,10 @@ def main() -> None:
         if step == (1 if point == "registration" else STEPS):
             if is_victim and endless and point in ("registration", "step"):
                 report.put("death")
-                if manner == "stands still":
-                    stand_still(others)
-                else:
-                    die(manner, others)
-            if is_victim and point == "backward" and isinstance(framework, TorchRank):
-                framework.call_in_backward(lambda: die(manner, others))
-            if point == "waiting":
+                die(manner, others)
+            if is_victim and point == "backward":
+                framework.parameter.register_hook(lambda _: die(manner))
+            elif point == "waiting":
                 wait_with_the_victim()
             if is_victim and manner == "slow":
                 time.sleep(2.5)
@@ -244,15 +240,11 @@ def main() -> None:
         optimizer.drain()
     if point == "checkpoint":
         optimizer.cut()
-        optimizer.state_dict()
+    if point in ("checkpoint", "end"):
         if is_victim:
-            time.sleep(HEAD_START)  # (as if it wrote a file)
-            die(manner, others)
-        framework.hvd.barrier()
-    if point == "end":
-        if is_victim:
-            die(manner, others)
-        framework.hvd.shutdown()
+            time.sleep(HEAD_START)  # (as if it wrote a file; the others wait)
+            die(manner)
+        framework.hvd.barrier() if point == "checkpoint" else framework.hvd.shutdown()
     report.put("last step")
     if manner == "unequal" and rank == 0:
         optimizer.drain()

@@ -20,6 +20,8 @@ def shown(value: Any) -> Any:
     """Tensors as JSON: dtype, shape, values."""
     if isinstance(value, torch.Tensor):
         return [str(value.dtype), list(value.shape), value.detach().double().flatten().tolist()]
+    if isinstance(value, dict):
+        return {name: shown(one) for name, one in value.items()}
     return [shown(one) for one in value] if isinstance(value, list | tuple) else value
 
 
@@ -30,18 +32,16 @@ def ramp(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def reductions() -> dict[str, Any]:
-    found = {}
-    for op in OPERATIONS:
-        for dtype in DTYPES:
-            found[f"{op} {dtype}"] = shown(hvd.allreduce(ramp(4, 3, dtype=dtype), op=getattr(hvd, op)))
-    found["default"] = shown(hvd.allreduce(ramp(5), name="default"))
-    found["scaled"] = shown(hvd.allreduce(ramp(5), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0))
-    found["scaled integers"] = shown(hvd.allreduce(2 * ramp(5, dtype=torch.int32), op=hvd.Sum, prescale_factor=0.5))
-    found["scaled average"] = shown(hvd.allreduce(ramp(5), prescale_factor=2.0, postscale_factor=0.25))
-    found["fp16"] = shown(hvd.allreduce(ramp(5), compression=hvd.Compression.fp16))
-    found["scalar"] = shown(hvd.allreduce(torch.tensor(float(hvd.rank()))))
-    found["empty"] = shown(hvd.allreduce(torch.zeros(0)))
-    return found
+    return {
+        **{f"{op} {t}": hvd.allreduce(ramp(4, 3, dtype=t), op=getattr(hvd, op)) for op in OPERATIONS for t in DTYPES},
+        "default": hvd.allreduce(ramp(5), name="default"),
+        "scaled": hvd.allreduce(ramp(5), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0),
+        "scaled integers": hvd.allreduce(2 * ramp(5, dtype=torch.int32), op=hvd.Sum, prescale_factor=0.5),
+        "scaled average": hvd.allreduce(ramp(5), prescale_factor=2.0, postscale_factor=0.25),
+        "fp16": hvd.allreduce(ramp(5), compression=hvd.Compression.fp16),
+        "scalar": hvd.allreduce(torch.tensor(float(hvd.rank()))),
+        "empty": hvd.allreduce(torch.zeros(0)),
+    }
 
 
 def forms_of_reductions() -> dict[str, Any]:
@@ -56,24 +56,24 @@ def forms_of_reductions() -> dict[str, Any]:
     hvd.synchronize(handle)
     grouped = [ramp(2), ramp(3, 2)]
     return {
-        "in place": shown([own, returned]),
-        "asynchronous": shown(results),
-        "polled": shown(later),
-        "grouped": shown(hvd.grouped_allreduce(grouped, op=hvd.Sum)),
-        "grouped in place": shown([hvd.grouped_allreduce_(grouped), grouped]),
-        "grouped later": shown(hvd.synchronize(hvd.grouped_allreduce_async(grouped, name="grouped"))),
-        "unchanged": shown(hvd.synchronize(hvd.allreduce_async(later, name="unchanged")) * 0 + later),
+        "in place": [own, returned],
+        "asynchronous": results,
+        "polled": later,
+        "grouped": hvd.grouped_allreduce(grouped, op=hvd.Sum),
+        "grouped in place": [hvd.grouped_allreduce_(grouped), grouped],
+        "grouped later": hvd.synchronize(hvd.grouped_allreduce_async(grouped, name="grouped")),
+        "unchanged": hvd.synchronize(hvd.allreduce_async(later, name="unchanged")) * 0 + later,
     }
 
 
 def gathers() -> dict[str, Any]:
     rank = hvd.rank()
     return {
-        **{f"{dtype}": shown(hvd.allgather(ramp(2, 3, dtype=dtype))) for dtype in CARRIED},
-        "ragged": shown(hvd.allgather(ramp(rank + 1, 2))),
-        "nothing of rank 0": shown(hvd.allgather(ramp(2 * rank, 2))),
-        "grouped": shown(hvd.grouped_allgather([ramp(rank + 1), ramp(3, 1)])),
-        "asynchronous": shown(hvd.synchronize(hvd.allgather_async(ramp(2), name="later"))),
+        **{f"{dtype}": hvd.allgather(ramp(2, 3, dtype=dtype)) for dtype in CARRIED},
+        "ragged": hvd.allgather(ramp(rank + 1, 2)),
+        "nothing of rank 0": hvd.allgather(ramp(2 * rank, 2)),
+        "grouped": hvd.grouped_allgather([ramp(rank + 1), ramp(3, 1)]),
+        "asynchronous": hvd.synchronize(hvd.allgather_async(ramp(2), name="later")),
     }
 
 
@@ -83,11 +83,11 @@ def broadcasts() -> dict[str, Any]:
     hvd.broadcast_(own, last)
     handle = hvd.broadcast_async(ramp(2), last, name="later")
     return {
-        **{f"{dtype}": shown(hvd.broadcast(ramp(2, 2, dtype=dtype), last)) for dtype in CARRIED},
-        "new": shown(returned),
-        "in place": shown(own),
-        "asynchronous": shown(hvd.synchronize(handle)),
-        "scalar": shown(hvd.broadcast(torch.tensor(float(hvd.rank())), last)),
+        **{f"{dtype}": hvd.broadcast(ramp(2, 2, dtype=dtype), last) for dtype in CARRIED},
+        "new": returned,
+        "in place": own,
+        "asynchronous": hvd.synchronize(handle),
+        "scalar": hvd.broadcast(torch.tensor(float(hvd.rank())), last),
     }
 
 
@@ -95,20 +95,20 @@ def exchanges() -> dict[str, Any]:
     rank, size = hvd.rank(), hvd.size()
     splits = torch.tensor([(rank + to) % 3 for to in range(size)], dtype=torch.int32)
     return {
-        **{f"{dtype}": shown(hvd.alltoall(ramp(2 * size, 2, dtype=dtype))) for dtype in CARRIED},
-        "splits": shown(hvd.alltoall(ramp(int(splits.sum()), 2), splits=splits)),
-        "list": shown(hvd.alltoall(ramp(size), splits=[1] * size)),
-        "nothing": shown(hvd.alltoall(ramp(0, 2), splits=[0] * size)),
+        **{f"{dtype}": hvd.alltoall(ramp(2 * size, 2, dtype=dtype)) for dtype in CARRIED},
+        "splits": hvd.alltoall(ramp(int(splits.sum()), 2), splits=splits),
+        "list": hvd.alltoall(ramp(size), splits=[1] * size),
+        "nothing": hvd.alltoall(ramp(0, 2), splits=[0] * size),
     }
 
 
 def scatters() -> dict[str, Any]:
     size = hvd.size()
     return {
-        "even": shown(hvd.reducescatter(ramp(2 * size, 2))),
-        "uneven": shown(hvd.reducescatter(ramp(2 * size + 1, 2), op=hvd.Sum)),
-        "scaled": shown(hvd.reducescatter(ramp(size), op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)),
-        "grouped": shown(hvd.grouped_reducescatter([ramp(size), ramp(2 * size, 1)], op=hvd.Sum)),
+        "even": hvd.reducescatter(ramp(2 * size, 2)),
+        "uneven": hvd.reducescatter(ramp(2 * size + 1, 2), op=hvd.Sum),
+        "scaled": hvd.reducescatter(ramp(size), op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0),
+        "grouped": hvd.grouped_reducescatter([ramp(size), ramp(2 * size, 1)], op=hvd.Sum),
     }
 
 
@@ -118,7 +118,7 @@ def gradient(call: Callable[[torch.Tensor], Any], *shape: int) -> Any:
     result = call(tensor)
     result = result[0] if isinstance(result, tuple | list) else result
     (result * (torch.arange(result.numel()) + 1.0 + hvd.rank()).reshape(result.shape)).sum().backward()
-    return shown(tensor.grad)
+    return tensor.grad
 
 
 def gradients() -> dict[str, Any]:
@@ -143,11 +143,11 @@ def sets() -> dict[str, Any]:
         "ids": [rest.process_set_id, alone.process_set_id, hvd.global_process_set.process_set_id],
         "ranks": [rest.ranks, alone.ranks, hvd.global_process_set.ranks],
         "of": [rest.included(), alone.included(), own.rank(), own.size(), rest.size()],
-        "sum": shown(hvd.allreduce(ramp(3), op=hvd.Sum, process_set=own)),
-        "average": shown(hvd.allreduce(ramp(3), process_set=own)),
-        "gather": shown(hvd.allgather(ramp(rank + 1), process_set=own)),
-        "broadcast": shown(hvd.broadcast(ramp(3), own.ranks[-1], process_set=own)),
-        "scatter": shown(hvd.reducescatter(ramp(4), op=hvd.Sum, process_set=own)),
+        "sum": hvd.allreduce(ramp(3), op=hvd.Sum, process_set=own),
+        "average": hvd.allreduce(ramp(3), process_set=own),
+        "gather": hvd.allgather(ramp(rank + 1), process_set=own),
+        "broadcast": hvd.broadcast(ramp(3), own.ranks[-1], process_set=own),
+        "scatter": hvd.reducescatter(ramp(4), op=hvd.Sum, process_set=own),
     }
     hvd.barrier(process_set=own)
     hvd.barrier()
@@ -174,33 +174,32 @@ def objects() -> dict[str, Any]:
     return {
         "objects": hvd.allgather_object({"rank": rank, "text": "x" * rank}),
         "object": hvd.broadcast_object(["of", rank], root_rank=hvd.size() - 1),
-        "parameters": shown(list(model.parameters())),
+        "parameters": list(model.parameters()),
         "rates": [group["lr"] for group in state["param_groups"]],
-        "momentum": shown([one["momentum_buffer"] for one in state["state"].values()]),
+        "momentum": [one["momentum_buffer"] for one in state["state"].values()],
     }
 
 
 def joins() -> dict[str, Any]:
     """Rank r has r + 1 batches."""
-    sums = [shown(hvd.allreduce(ramp(2, 2), op=hvd.Sum, name=f"batch.{step}")) for step in range(hvd.rank() + 1)]
+    sums = [hvd.allreduce(ramp(2, 2), op=hvd.Sum, name=f"batch.{step}") for step in range(hvd.rank() + 1)]
     last = hvd.join()
-    return {"sums": sums, "last": last, "after": shown(hvd.allreduce(ramp(1), op=hvd.Sum, name="after"))}
+    return {"sums": sums, "last": last, "after": hvd.allreduce(ramp(1), op=hvd.Sum, name="after")}
 
 
 def errors() -> dict[str, Any]:
     rank = hvd.rank()
-
-    def mismatch(call: Callable[[], Any]) -> str:
-        return raised(call)["kind"]
-
+    calls = {
+        "shape": lambda: hvd.allreduce(ramp(2 + rank), name="shape"),
+        "dtype": lambda: hvd.allreduce(ramp(2, dtype=DTYPES[rank % 2]), name="dtype"),
+        "columns": lambda: hvd.allgather(ramp(2, 2 + rank), name="columns"),
+        "root": lambda: hvd.broadcast(ramp(2), rank, name="root"),
+        "both": lambda: hvd.allreduce(ramp(2), average=True, op=hvd.Sum),
+    }
     return {
-        "shape": mismatch(lambda: hvd.allreduce(ramp(2 + rank), name="shape")),
-        "dtype": mismatch(lambda: hvd.allreduce(ramp(2, dtype=DTYPES[rank % 2]), name="dtype")),
-        "columns": mismatch(lambda: hvd.allgather(ramp(2, 2 + rank), name="columns")),
-        "root": mismatch(lambda: hvd.broadcast(ramp(2), rank, name="root")),
-        "splits": mismatch(lambda: hvd.alltoall(ramp(2), splits=[9] * hvd.size(), name="splits")) != "",
-        "both": mismatch(lambda: hvd.allreduce(ramp(2), average=True, op=hvd.Sum)),
-        "goes on": shown(hvd.allreduce(ramp(2), op=hvd.Sum, name="goes on")),
+        **{name: raised(call)["kind"] for name, call in calls.items()},
+        "splits": raised(lambda: hvd.alltoall(ramp(2), splits=[9] * hvd.size(), name="splits"))["kind"] != "",
+        "goes on": hvd.allreduce(ramp(2), op=hvd.Sum, name="goes on"),
     }
 
 
@@ -221,7 +220,7 @@ def main() -> None:
     hvd.init(process_sets="dynamic")
     report = Report(hvd.rank())
     for case in CASES:
-        report.put(case.__name__, found=case())
+        report.put(case.__name__, found=shown(case()))
     hvd.shutdown()
     report.put("shut down", found=hvd.is_initialized())
 
