@@ -2,9 +2,9 @@
 
 All that travels waits in first-in-first-out queues: what a training thread posts to its engine, events to the
 coordinator, commands to the ranks. A collective that all its ranks have submitted may complete on each of them at any
-time, in any order. Each move takes one thing from one queue, or lets one training thread go on to where others may come
-between. So every interleaving that threads, a network and a scheduler can bring about can occur, and a run is repeated
-by its moves alone. Laws are checked by ledgers of their own and by values that vectors carry.
+time, in any order. Each move takes one item from one queue, or runs one training thread to its next pause. So every
+interleaving of threads, a network and a scheduler can occur, and a run is repeated by its moves alone.
+Laws are checked by independent ledgers and by the values that vectors carry.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import copy
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ import pytest
 
 from hvd_async.algorithms.eager.quorum import AutoQuorum, Grace
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.interfaces import Vector, Wait
+from hvd_async.runtime.interfaces import Vector, Wait, lane_of
 from hvd_async.runtime.machine import StateMachine
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.runtime.protocol import (
@@ -58,7 +58,7 @@ def programs(*texts: str) -> tuple[Program, ...]:
 
 
 def segments(steps: Sequence[Sequence[int]], cuts: frozenset[tuple[int, int]] = frozenset()) -> tuple[Program, ...]:
-    """Return the programs of ranks that take so many steps before each end, [ends][ranks]; ``cuts`` are (end, rank)."""
+    """Return the programs of ranks that take these steps before each end, [ends][ranks]; ``cuts`` are (end, rank)."""
     return tuple(
         tuple(
             token
@@ -75,7 +75,7 @@ class Job:
 
     Attributes:
         programs: of the ranks.
-        speeds: of their training threads; a rank of speed 0 moves only when nobody else can. Empty: 1.
+        speeds: of their training threads; a rank of speed 0 moves only when no other can. Empty: 1.
         ranks: their numbers; from 0 if empty.
         seed: of the order of moves.
         hasty: places of ranks that begin before they know of the others (with an end: a step waits).
@@ -110,7 +110,7 @@ class Rank:
 
     Attributes:
         place: its place among the job's ranks; ``rank`` is its number.
-        random: draws what its script does; so that depends on nobody else.
+        random: draws what its script does; so that depends on no other rank.
         worker: its optimizer.
         posts, outbox, inbox: what waits for its engine, for the coordinator, and for its engine again.
         landings: collectives that may complete here, by name.
@@ -182,16 +182,16 @@ class Rank:
 
 @dataclass
 class Book:
-    """What the coordinator was told and has commanded, whatever the family, kept apart from it."""
+    """The events and commands of the coordinator, whatever the family, recorded independently of it."""
 
     opened: set[int] = field(default_factory=set)
     done: dict[int, bool] = field(default_factory=dict)
     """Ranks that have finished, and whether they drain."""
     gone: set[int] = field(default_factory=set)
-    told: dict[int, list[int]] = field(default_factory=dict)
+    reported: dict[int, list[int]] = field(default_factory=dict)
     """What each rank has produced, as it said last."""
     settled: dict[int, list[int]] = field(default_factory=dict)
-    """``told`` at the last drain."""
+    """``reported`` at the last drain."""
     forced: bool = False
     """Whether a rank that went has left something behind."""
     calling: set[int] = field(default_factory=set)
@@ -202,11 +202,11 @@ class Book:
             case Registered():
                 self.opened.add(rank)
             case Finished(_, produced, flush):
-                self.done[rank], self.told[rank] = flush, produced
+                self.done[rank], self.reported[rank] = flush, produced
             case OptimizerDeleted(_, produced):
                 self.gone.add(rank)
                 self.calling.discard(rank)
-                self.done[rank], self.told[rank] = False, produced
+                self.done[rank], self.reported[rank] = False, produced
                 self.forced |= produced != self.settled.get(rank, [0] * len(produced))
             case CollectiveReady():
                 self.calling.add(rank)
@@ -232,9 +232,9 @@ class Book:
         assert set(drained.gone) == self.gone
         flushed = any(self.done.values()) or self.forced
         assert drained.flushed == flushed, "a drain is taken for a cut, or a cut for a drain"
-        assert drained.produced == [sum(counts) for counts in zip(*self.told.values(), strict=True)]
+        assert drained.produced == [sum(counts) for counts in zip(*self.reported.values(), strict=True)]
         if drained.flushed:
-            self.settled = dict(self.told)
+            self.settled = dict(self.reported)
         self.done, self.forced = dict.fromkeys(self.gone, False), False
 
 
@@ -253,7 +253,7 @@ class Drive(abc.ABC):
     Attributes:
         log: all commands.
         drains: the commands that ended each drain or cut.
-        moves: those that were made.
+        moves: the ones that were made.
         illegal_tried: events that the coordinator has refused, as it should.
     """
 
@@ -267,6 +267,10 @@ class Drive(abc.ABC):
         self.illegal_tried = 0
         self.book = Book()
         self._open: dict[tuple[str, Sequence[int]], dict[int, Part]] = {}
+        self._submitted: dict[tuple[str, Sequence[int]], list[str]] = {}
+        """The collectives of each lane, in the order in which the first rank has submitted each."""
+        self._places: Counter[tuple[str, Sequence[int], int]] = Counter()
+        """The number of collectives that each rank has submitted in a lane."""
         self.ranks = [Rank(place, self) for place in range(len(self.numbers))]
         for rank in self.ranks:
             rank.worker = self.worker(rank)
@@ -341,6 +345,7 @@ class Drive(abc.ABC):
         members = tuple(self.numbers) if len(members) >= len(self.numbers) else tuple(members)
         parts = self._open.setdefault((name, members), {})
         assert part.rank not in parts, f"rank {part.rank} has submitted {name} twice"
+        self._check_order(name, members, part.rank)
         parts[part.rank] = part
         if len(parts) == len(members):
             del self._open[name, members]
@@ -350,6 +355,15 @@ class Drive(abc.ABC):
                 assert name not in rank.landings, f"{name} is in flight twice on rank {each.rank}"
                 rank.landings[name] = Landing(name, lambda found, each=each: each.then(found), result)  # type: ignore[misc]
         return part
+
+    def _check_order(self, name: str, members: Sequence[int], rank: int) -> None:
+        """Check that all ranks submit the collectives of a lane in one order: some data planes match them by order."""
+        lane = lane_of(name), members
+        names, place = self._submitted.setdefault(lane, []), self._places[(*lane, rank)]
+        self._places[(*lane, rank)] += 1
+        if place == len(names):
+            names.append(name)
+        assert names[place] == name, f"rank {rank} submits {name} where another rank has submitted {names[place]}"
 
     # -- moves ----------------------------------------------------------------------------------------------------
 
@@ -425,7 +439,7 @@ class Drive(abc.ABC):
         """Move in a drawn order until every rank has finished; return this.
 
         Raises:
-            AssertionError: a law is broken, nobody can move (a deadlock), or all move without end.
+            AssertionError: a law is broken, no rank can move (a deadlock), or all move without end.
         """
         while not self.finished:
             self._probe()

@@ -187,7 +187,7 @@ class EagerDrive(Drive):
                 assert command.produced == [len(made) for made in self.produced]
 
     def _check_due(self) -> None:
-        """Check that each round that can start has, and that there is a deadline for those that wait for grace."""
+        """Check that each round that can start has, and that there is a deadline for the ones that wait for grace."""
         ledger, active, quorum = self.ledger, self.ledger.active(), self.config.quorum
         for bucket, fired in enumerate(ledger.fired):
             arrived = ledger.arrivals.get((bucket, fired + 1), {})
@@ -197,7 +197,7 @@ class EagerDrive(Drive):
             if late <= self.config.max_staleness:
                 assert self.config.grace, f"round {fired + 1} can start and has not"
                 assert set(arrived) != active, f"round {fired + 1} waits for more ranks although all are there"
-                assert self.machine.deadline() is not None, f"nobody will look when the grace of {fired + 1} is over"
+                assert self.machine.deadline() is not None, f"no rank will look when the grace of {fired + 1} is over"
 
     def illegal(self, rank: Rank) -> list[OptimizerEvent]:
         number, buckets = rank.rank, self.config.buckets
@@ -249,5 +249,5 @@ def driven(job: EagerJob, **changes: Any) -> EagerDrive:
 
 
 def uneven(steps: Sequence[int], **own: Any) -> EagerJob:
-    """Return a job of so many steps of each rank and a drain."""
+    """Return a job of this many steps of each rank and a drain."""
     return eager(*(f"{count} drain" for count in steps), **own)

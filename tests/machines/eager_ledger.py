@@ -1,4 +1,4 @@
-"""What the coordinator has been told and has commanded, kept apart from it, and checked against the promises."""
+"""Ledger of the events and commands of partial allreduce's coordinator, independent of it, checked against the laws."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Ledger:
         self.drain_rounds: set[int] = set()
         self.last_quorum = len(ranks)
         self.opened: Hyper | None = None
-        self._told: dict[tuple[int, int], Hyper] = {}
+        self._reported: dict[tuple[int, int], Hyper] = {}
         self._hyper: dict[int, Hyper] = {}
         self._in_step: dict[int, tuple[int, float]] = {}
         self._moments: list[list[Moment]] = [[] for _ in range(config.buckets)]
@@ -80,7 +80,7 @@ class Ledger:
             case StepEntered(_, step, hyper, buckets):
                 self._arrive(rank, buckets, step, now)
                 self._hyper[rank] = self._hyper[rank] if hyper is None else hyper
-                self._told[rank, step] = self._hyper[rank]
+                self._reported[rank, step] = self._hyper[rank]
                 self._in_step[rank] = (step, now)
                 self.steppers.setdefault(step, []).append(rank)
             case Finished(_, _, flush):
@@ -162,13 +162,13 @@ class Ledger:
             leader = self._check_go(bucket, start.round, trigger, ending, rank, now)
         assert start.held == held
         whole = min(self.fired) >= start.round
-        hyper = self._told_hyper(start.hyper) if start.settled else None
+        hyper = self._reported_hyper(start.hyper) if start.settled else None
         assert start.settled or start.hyper is None
         self._check_hyper(start.round, hyper, whole, leader)
 
-    def _told_hyper(self, hyper: Hyper | None) -> Hyper:
-        """What ranks take them for: None stands for those they were told last."""
-        assert hyper is None or hyper != self._sent, "told again"
+    def _reported_hyper(self, hyper: Hyper | None) -> Hyper:
+        """What ranks take them for: None means the last ones they received."""
+        assert hyper is None or hyper != self._sent, "reported again"
         self._sent = self._sent if hyper is None else hyper
         assert self._sent is not None
         return self._sent
@@ -221,17 +221,17 @@ class Ledger:
             return
         else:
             lead = leader if leader in self.steppers[round_] else self.steppers[round_][0]
-            assert hyper == self._told[lead, round_], f"round {round_} is led by rank {lead}"
+            assert hyper == self._reported[lead, round_], f"round {round_} is led by rank {lead}"
         if whole:
             assert hyper is not None
             self.hypers[round_] = hyper
 
     def _check_settle(self, settle: SetHyperparameters) -> None:
-        assert settle.round in self._unsettled, "SetHyperparameters that nobody waits for"
+        assert settle.round in self._unsettled, "SetHyperparameters that no rank waits for"
         self._unsettled.discard(settle.round)
         (first,) = self.steppers[settle.round]
-        hyper = self._told_hyper(settle.hyper)
-        assert hyper == self._told[first, settle.round]
+        hyper = self._reported_hyper(settle.hyper)
+        assert hyper == self._reported[first, settle.round]
         self.hypers[settle.round] = hyper
 
     def _check_all_done(self, drained: Drained, rank: int | None) -> None:

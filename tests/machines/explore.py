@@ -62,7 +62,7 @@ def explore(make: Callable[[], Drive], most: int) -> Found:
         most: states after which to stop.
 
     Raises:
-        BrokenLawError: a law is broken, or nobody can move.
+        BrokenLawError: a law is broken, or no rank can move.
     """
     seen: set[bytes] = set()
     todo: list[_Node | None] = [None]

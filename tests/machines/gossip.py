@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvd_async.algorithms.eager.config import GradientReady, StepEntered
+from hvd_async.algorithms.gossip.adpsgd import ADPSGDWorker
 from hvd_async.algorithms.gossip.config import (
     ALGORITHMS,
     AverageEntered,
@@ -58,6 +59,8 @@ class GossipDrive(Drive):
         self.plain = not hosts and not any({"leave", "sum"} & set(program) for program in job.programs)
         """Whether the ledger knows all that ranks do: it knows neither hosts nor ranks that leave."""
         self.whole = not any("leave" in program for program in job.programs)
+        self.cuts: dict[int, dict[int, Any]] = {}
+        """What each rank held at a cut: its weights times its push-sum weight."""
         super().__init__(job, GossipStateMachine(0, job.numbers), quick)
 
     def worker(self, rank: Rank) -> GossipWorker:
@@ -77,6 +80,9 @@ class GossipDrive(Drive):
         after[rank.place] += 1.0
         yield PAUSE
         rank.applied = yield from worker.mix_program(before, after)
+        if isinstance(worker, ADPSGDWorker):
+            pairing = worker._pairing
+            assert pairing._local <= self.config.max_local_steps or not pairing.left, "too many steps without a partner"
         rank.applied = rank.applied + 0
         yield PAUSE
         worker.publish(rank.applied)
@@ -89,6 +95,12 @@ class GossipDrive(Drive):
         steps = [self.programs_steps(place, rank.ends) for place in range(len(self.numbers))]
         if drained.flushed and self.whole and self.config.algorithm in MIXING:
             np.testing.assert_allclose(rank.applied, np.array(steps) / len(steps), rtol=1e-9, atol=1e-12)
+        elif self.plain and self.config.algorithm in MIXING and rank.worker.settled:
+            held = self.cuts.setdefault(rank.ends, {})
+            held[rank.place] = rank.applied * rank.worker.weight
+            if len(held) == len(steps):
+                total = sum(held.values())
+                np.testing.assert_allclose(total, steps, rtol=1e-9, atol=1e-9, err_msg="lost or twice in a cut")
 
     def programs_steps(self, place: int, end: int) -> int:
         """Return the steps of a rank until an end."""
@@ -156,13 +168,13 @@ class GossipDrive(Drive):
             Finished(0, [10**6, 10**6]),
             Finished(0, []),
             *(MessageQueued(0, key) for key, _ in ledger.offers[number]),
-            *(MessageComing(0, key) for key in (ledger.told.get(number), ledger.coming.get(number)) if key),
+            *(MessageComing(0, key) for key in (ledger.reported.get(number), ledger.coming.get(number)) if key),
         ]
         if ledger.bases[number]:
             moves.append(Finished(0, [ledger.bases[number] - 1]))
         if self.config.algorithm != "adpsgd":
             moves.append(PairRequested(0))
-        if not ledger.goes_on:
+        if not ledger.continues:
             moves.append(AverageEntered(0, ledger.average + 2, [1.0]))
         entered = ledger.entered.get(number, 0)
         moves += [AverageEntered(0, entered, [1.0]), AverageEntered(0, entered + 2, [1.0])]
@@ -175,7 +187,7 @@ class GossipDrive(Drive):
             ]
         if number in ledger.done:
             moves.append(Finished(0, [10**6]))
-        if number in ledger.waiting() and not ledger.goes_on:
+        if number in ledger.waiting() and not ledger.continues:
             moves += [AverageEntered(0, ledger.average + 1, [1.0]), Finished(0, [10**6])]
         return moves
 

@@ -1,4 +1,4 @@
-"""Ledger of all that gossip's coordinator was told and has commanded, apart from it, and checked against its laws."""
+"""Ledger of the events and commands of gossip's coordinator, independent of it, checked against the laws."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GossipLedger:
 
     Attributes:
         offers: rank -> (key, when) of what no exchange has taken yet.
-        wants: rank -> since when it wants to be averaged, those that have waited longest first.
+        wants: rank -> since when it wants to be averaged, the ones that have waited longest first.
         exchanges: that went.
         average: the number of the last average that went since the last drain.
         inside: by number, ranks that are in an average that has not started, and their push-sum weights.
@@ -55,7 +55,7 @@ class GossipLedger:
         self.exchanges = self.average = 0
         self.inside: dict[int, dict[int, float]] = {}
         self.entered: dict[int, int] = {}
-        self.goes_on = ALGORITHMS[config.algorithm].outer is not None
+        self.continues = ALGORITHMS[config.algorithm].outer is not None
         self.produced = dict.fromkeys(ranks, 0)
         self.bases = dict.fromkeys(ranks, 0)
         self.announced: set[int] = set()
@@ -65,7 +65,7 @@ class GossipLedger:
         self.starved: dict[int, int] = {}
         """Ranks that wait for a message, and how many exchanges they had seen."""
         self.gone: dict[int, int] = {}
-        self.told: dict[int, int] = {}
+        self.reported: dict[int, int] = {}
         """The last step of which a rank has offered something, or said that it has nothing."""
         self.coming: dict[int, int] = {}
         """Steps that ranks have announced, and offered nothing of yet."""
@@ -90,11 +90,11 @@ class GossipLedger:
             case MessageQueued(_, key):
                 self.coming.pop(rank, None)
                 self.offers[rank].append((key, now))
-                self.told[rank] = key
+                self.reported[rank] = key
                 self.starved.pop(rank, None)
             case NoMessage(_, key):
                 self.coming.pop(rank, None)
-                self.told[rank] = self.gone[rank] = key
+                self.reported[rank] = self.gone[rank] = key
                 self.starved.pop(rank, None)
             case WaitingForMessage(_, seen):
                 self.starved[rank] = seen
@@ -178,7 +178,7 @@ class GossipLedger:
         """Law 2: whether what could go now is too far beyond the slowest rank."""
         if not any(self.offers.values()) or self.hosts:
             return False
-        slowest = min((self.told.get(rank, 0) for rank in self.active()), default=inf)
+        slowest = min((self.reported.get(rank, 0) for rank in self.active()), default=inf)
         earliest = min(offers[0][0] for offers in self.offers.values() if offers)
         return earliest > slowest + AHEAD * self.config.period
 
@@ -210,7 +210,7 @@ class GossipLedger:
         if self._all_coming():
             assert (sorted(exchange.messages), exchange.pairs) == (sorted(self.coming.items()), [])
             self.early |= self.coming
-            self.told |= self.coming
+            self.reported |= self.coming
             self.gone |= self.coming
             self.coming.clear()
             self._flights[exchange.round] = now
@@ -250,7 +250,7 @@ class GossipLedger:
             assert all(self.met[other] <= self.met[peer] for peer in rivals), "another neighbour has met less"
             if other not in order:
                 free = [peer for peer in self.neighbours[asks] & order.keys() if partner.get(peer) not in order]
-                assert not free, "a rank that asks is averaged with one that does not, beside one that does"
+                assert not free, "a rank that asks is averaged with one that does not, although another rank does"
         for rank, place in order.items():
             if rank in partner:
                 continue
@@ -268,11 +268,11 @@ class GossipLedger:
         there = self.inside.pop(average.index)
         assert average.ranks == sorted(there)
         assert there.keys() >= self.active()
-        assert self.goes_on or there.keys() == self.active()
+        assert self.continues or there.keys() == self.active()
         assert average.weights == [sum(there[rank] for rank in average.ranks)]
 
     def _check_retired(self, retired: RankFinished) -> None:
-        assert self.agreed, "ranks are told of another before they know one another"
+        assert self.agreed, "ranks are reported of another before they know one another"
         assert retired.rank in self.done - self.announced
         assert retired.step == self.produced[retired.rank] - self.bases[retired.rank]
         self.announced.add(retired.rank)
@@ -291,7 +291,7 @@ class GossipLedger:
         self.announced.clear()
         self.wants.clear()
         self.gone.clear()
-        self.told.clear()
+        self.reported.clear()
         self.starved.clear()
         self.coming.clear()
         self.early.clear()

@@ -1,4 +1,4 @@
-"""What the coordinator of leader-pull has been told and has commanded, kept apart from it, and checked by its laws."""
+"""Ledger of the events and commands of leader-pull's coordinator, independent of it, checked against the laws."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fractions import Fraction
 from hvd_async.algorithms.leader.config import LeaderConfig, PullDone, PullProgress, StartPull, StepTaken
 from hvd_async.runtime.protocol import Accepted, Command, Drained, Finished, OptimizerEvent, Registered
 
-ALL, CENTRE, NOBODY = -1, -1, -2
+ALL, CENTRE, NO_RANK = -1, -1, -2
 
 
 class PullLedger:
@@ -18,9 +18,9 @@ class PullLedger:
     Attributes:
         taken: group -> the ranks whose steps count for its next pull, one entry a step.
         flights: group -> the pull that has not landed on its first rank.
-        told: rank -> the last mean that it has told.
+        reported: rank -> the last mean that it has reported.
         pulls: that went, those without a leader included.
-        leaderless: pulls that were due, and nobody could lead.
+        leaderless: pulls that were due, and no rank could lead.
         ended: whether the last event was an end, or came after one without a step or a new end.
     """
 
@@ -33,28 +33,28 @@ class PullLedger:
         self.members[ALL] = self.ranks
         self.periods = dict.fromkeys(self.members, config.local_period) | {ALL: config.global_period}
         self.taken: dict[int, list[int]] = {group: [] for group in self.members}
-        self.told: dict[int, float] = {}
+        self.reported: dict[int, float] = {}
         if config.progress is not None:
             for group, count in zip(self.members, config.progress.steps, strict=True):
                 self.taken[group] = [-1] * count
-            self.told = {rank: m for rank, m in zip(ranks, config.progress.means, strict=True) if m is not None}
+            self.reported = {rank: m for rank, m in zip(ranks, config.progress.means, strict=True) if m is not None}
         self.flights: dict[int, int] = {}
         self.done: set[int] = set()
         self.opened: set[int] = set()
         self.flush = self.agreed = False
         self.produced = dict.fromkeys(ranks, 0)
-        self.pulls = self.leaderless = self.nobody = 0
+        self.pulls = self.leaderless = self.no_rank = 0
         self.led: list[tuple[int, int]] = []
         """Group and leader of each."""
         self._moved = False
         self._by_steps: list[Command] = []
         """Pulls that the steps of the last event have made due."""
         self.clock = Fraction(0)
-        self.when = dict.fromkeys(self.told, Fraction(0))
+        self.when = dict.fromkeys(self.reported, Fraction(0))
         self.counted = {group: len(members) for group, members in self.members.items()}
 
     def there(self, members: Sequence[int]) -> set[int]:
-        """Those that are not done; in a cut all."""
+        """The ones that are not done; in a cut all."""
         return set(members) - (self.done if self.flush else set())
 
     def pulled(self, group: int) -> bool:
@@ -82,7 +82,7 @@ class PullLedger:
                 for _ in range(steps):
                     self.clock += Fraction(1, len(self.ranks) - len(self.done))
                     if loss is not None:
-                        self.told[rank], self.when[rank] = loss, self.clock
+                        self.reported[rank], self.when[rank] = loss, self.clock
                     for group, members in self.members.items():
                         self.taken[group] += [rank] if rank in members and self.pulled(group) else []
                     self._by_steps += self._due()
@@ -136,27 +136,27 @@ class PullLedger:
         return commands
 
     def _pull(self, group: int, members: tuple[int, ...]) -> list[Command]:
-        told = {rank: self.told[rank] for rank in members if rank in self.told}
+        reported = {rank: self.reported[rank] for rank in members if rank in self.reported}
         able = self.recent(members) & self.there(members)
-        best = sorted((loss, rank) for rank, loss in told.items() if math.isfinite(loss) and rank in able)
+        best = sorted((loss, rank) for rank, loss in reported.items() if math.isfinite(loss) and rank in able)
         if self.config.algorithm == "easgd":
             leader = CENTRE
         elif best:
             leader = best[0][1]
-        elif told:
+        elif reported:
             self.leaderless += 1
             return []
         else:
-            leader = NOBODY
-            self.nobody += 1
+            leader = NO_RANK
+            self.no_rank += 1
         self.pulls += 1
-        if leader != NOBODY:
+        if leader != NO_RANK:
             self.flights[group] = self.pulls
             self.led.append((group, leader))
         return [StartPull(0, self.pulls, group, leader)]
 
     def _drained(self, rank: int) -> Drained:
-        finite = {rank: loss for rank, loss in self.told.items() if math.isfinite(loss)}
+        finite = {rank: loss for rank, loss in self.reported.items() if math.isfinite(loss)}
         if self.flush:
             self.taken = {group: [] for group in self.members}
         able = {rank: loss for rank, loss in finite.items() if rank in self.recent(self.ranks)}

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from hvd_async.algorithms.eager.machine import EagerStateMachine
+from hvd_async.algorithms.gossip.adpsgd import Pairing
+from hvd_async.algorithms.gossip.averages import DifferenceAverages
 from hvd_async.algorithms.gossip.machine import GossipStateMachine, MessageQueues, PairRequests
-from hvd_async.algorithms.gossip.rank import PushSumWorker
+from hvd_async.algorithms.gossip.rank import MessageExchange, PushSumWorker
 from hvd_async.algorithms.leader import machine as leader
 from hvd_async.algorithms.leader.machine import LeaderStateMachine
 from hvd_async.algorithms.leader.rank import PullExecutor
@@ -98,7 +100,7 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "round_ is None or round_.hyper is not None or self._fired < event.step",
             "round_ is None or self._fired < event.step",
         ),
-        "late hyperparameters are not told": Mutant(
+        "late hyperparameters are not sent": Mutant(
             "opening",
             EagerStateMachine._stepped,
             "return [SetHyperparameters(self._optimizer, event.step, self._unsent(hyper))]",
@@ -119,10 +121,10 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
         "a quorum counts ranks that are done": Mutant(
             "all", EagerStateMachine._advance, "self._hosts.active", "self._hosts.number"
         ),
-        "a version that is taken frees nobody": Mutant(
+        "a version that is taken frees no rank": Mutant(
             "pace by rounds", EagerStateMachine._took, "return self._advance(rank, now)", "return []"
         ),
-        "a rank that is done frees nobody": Mutant(
+        "a rank that is done frees no rank": Mutant(
             "steps that differ",
             EagerStateMachine._on_rank_finished,
             "return [*self._gather(host, ready, now), *self._advance(rank, now)]",
@@ -140,7 +142,7 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "self._gathering.host_steps(index)",
             "Gathering(self._hosts, len(self._buckets)).host_steps(0)",
         ),
-        "a host is not told that its late step has ended": Mutant(
+        "a host does not learn that its late step has ended": Mutant(
             "two hosts",
             EagerStateMachine._gather,
             "return [EndStep(self._optimizer, self._hosts.number[host], whole, version)]",
@@ -152,7 +154,7 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "bucket.loaded = self._by_hosts and self._gathering.holds(index)",
             "bucket.loaded = False",
         ),
-        "a host's steps are not counted anew after an end": Mutant(
+        "a host's steps are not reset after an end": Mutant(
             "a host", EagerStateMachine._on_all_finished, "self._gathering.reset(self._hosts)", "pass"
         ),
         "a host waits for its first rank alone": Mutant(
@@ -164,12 +166,25 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
         "a rank that is done is too late": Mutant(
             "steps that differ", EagerStateMachine._on_rank_finished, "self._positions.leave(rank)", "pass"
         ),
-        "nobody is told when a grace ends": Mutant(
+        "no rank wakes when a grace ends": Mutant(
             "grace", EagerStateMachine._advance, "self._wakes[index] = until", "pass"
         ),
     },
     "gossip": {
+        "second stages of averages begin in another order": Mutant(
+            "averages in two stages",
+            DifferenceAverages.submit,
+            "self._parts_coming and self._parts_coming[0].index in self._parts_here",
+            "any(each.index in self._parts_here and not self._parts_coming.remove(each) and "
+            "not self._parts_coming.appendleft(each) for each in list(self._parts_coming))",
+        ),
         "a rank does not wait for messages": Mutant("sgp", PushSumWorker.mix_program, "not late", "False"),
+        "a rank exchanges messages before it has cut": Mutant(
+            "sgp, cuts", MessageExchange.pause, "self._last = last", "pass"
+        ),
+        "a rank takes too many steps without a partner": Mutant(
+            "adpsgd", Pairing.may_step, "self._local < self._most", "self._local <= self._most"
+        ),
         "two exchanges at once": Mutant(
             "sgp", GossipStateMachine._due_exchange, "self._flights[exchange.round] = now", "pass"
         ),
@@ -222,7 +237,7 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "own = self._neighbours[place]",
             "own = frozenset(range(len(self._neighbours)))",
         ),
-        "nobody is told who is done": Mutant(
+        "ranks do not learn which ranks have finished": Mutant(
             "opening",
             GossipStateMachine._on_rank_finished,
             "return [self._retired(rank), *self._advance(now)]",
@@ -234,7 +249,7 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "self._produced[rank][0] - self._bases[rank]",
             "self._produced[rank][0]",
         ),
-        "averages are not counted anew after a drain": Mutant(
+        "averages are not reset after a drain": Mutant(
             "averages",
             GossipStateMachine._on_all_finished,
             "(self._coming, self._coming_steps, self._granted, self._starved, self._entered)",
@@ -247,12 +262,12 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "self._inside[index] < len(self._readiness.active) - 1",
         ),
         "a rank that is done counts in an average": Mutant(
-            "averages that ranks go on from",
+            "averages that ranks continue from",
             GossipStateMachine._on_rank_finished,
             "self._inside[index] -= rank in there",
             "pass",
         ),
-        "nobody is told when an exchange goes": Mutant(
+        "no rank wakes when an exchange goes": Mutant(
             "sgp",
             GossipStateMachine._due_exchange,
             "self._wake_at = since + self._duration",
@@ -268,6 +283,9 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
         ),
         "a rank drains before its pulls are complete": Mutant(
             "easgd", PullExecutor.has_completed, "not any((number <= last for number in self._flying))", "True"
+        ),
+        "a pull starts although this rank has not seen the group's last one": Mutant(
+            "lsgd", PullExecutor._advance, "late or command.group in self._busy", "late"
         ),
         "two pulls of a group at once": Mutant(
             "lsgd",
@@ -320,7 +338,7 @@ def planted(family: str, name: str) -> Iterator[None]:
     """Within the block, the classes of the library have this fault.
 
     Raises:
-        AssertionError: the method does not have the code that the fault replaces exactly once: write the fault anew.
+        AssertionError: the method does not have the code that the fault replaces exactly once: write the fault again.
     """
     mutant = MUTANTS[family][name]
     *owner, attribute = mutant.method.__qualname__.split(".")

@@ -93,7 +93,7 @@ ZEROS = EagerJob(programs(*["drain drain"] * 3), (1.0, 0.0, 1.0), config=EagerCo
 LOADED = EagerJob(
     programs("drain 1 drain", "drain drain"), config=EagerConfig("solo", 1, 0.0, 0, 1), loaded=frozenset({1})
 )
-"""What an earlier run has left goes out although nobody steps."""
+"""What an earlier run has left goes out although no rank steps."""
 
 
 @settings(max_examples=examples(200))
@@ -203,7 +203,7 @@ def test_the_driver_of_gossip_has_teeth() -> None:
 
 @st.composite
 def leader_configs(draw: st.DrawFn, size: int) -> LeaderConfig:
-    """Draw a configuration of so many ranks."""
+    """Draw a configuration of this many ranks."""
     whole = draw(st.integers(1, 5))
     local = draw(st.integers(1, whole))
     group = draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
@@ -318,7 +318,7 @@ def test_a_planted_fault_is_found(family: str, name: str) -> None:
 
 def test_a_broken_law_comes_with_the_way_to_it() -> None:
     story = r"(?s:.*)\nafter\n  train \d (?s:.*)  deliver \d"
-    with mutants.planted("eager", "late hyperparameters are not told"), pytest.raises(BrokenLawError, match=story):
+    with mutants.planted("eager", "late hyperparameters are not sent"), pytest.raises(BrokenLawError, match=story):
         explore(lambda: drive_of(JOBS["eager"]["opening"], quick=True), most=20_000)
 
 

@@ -1,4 +1,4 @@
-"""Ranks as threads that are held up, and exchanges that come late, for tests of who waits for whom."""
+"""Ranks as threads that are held up, and exchanges that come late, for tests of which rank waits for which."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Watch:
         """Watch a rank."""
         waits = worker.engine.wait
 
-        def watched(ready: Callable[[], bool], *told: Any) -> None:
+        def watched(ready: Callable[[], bool], *reported: Any) -> None:
             with self._changed:
                 self._inside[worker._place] = worker
                 self._changed.notify_all()
             try:
-                waits(ready, *told)
+                waits(ready, *reported)
             finally:
                 with self._changed:
                     del self._inside[worker._place]
@@ -71,19 +71,6 @@ class Watch:
                 self._changed.wait(0.01)  # (what they wait for may change while they wait)
 
 
-class Held(MemoryCollectives):
-    """No exchange comes back before ``gate`` is set."""
-
-    gate: threading.Event
-
-    def alltoall(self, *args: Any) -> Any:
-        handle = super().alltoall(*args)
-        done = handle.done
-        handle.done = lambda: self.gate.is_set() and done()  # type: ignore[method-assign]
-        handle.seconds_to_poll = lambda: None if self.gate.is_set() else 0.002  # type: ignore[method-assign]
-        return handle
-
-
 def holding(size: int, lands: Callable[[Any, list[int]], bool], at_ends: bool = False) -> Cluster:
     """A cluster of one optimizer, on whose ranks an exchange comes back when ``lands(worker, its messages' keys)``, or
     when the rank is done (not with ``at_ends``)."""
@@ -101,7 +88,7 @@ def holding(size: int, lands: Callable[[Any, list[int]], bool], at_ends: bool = 
                 return (worker._announced and not at_ends) or lands(worker, keys)
 
             handle.done = lambda: done() and is_open()  # type: ignore[method-assign]
-            handle.seconds_to_poll = lambda: 0.002  # type: ignore[method-assign]  # (nobody says when ``lands`` would)
+            handle.seconds_to_poll = lambda: 0.002  # type: ignore[method-assign]  # (nothing says when ``lands`` would)
             return handle
 
         collectives.alltoall = alltoall  # type: ignore[method-assign]
@@ -109,14 +96,3 @@ def holding(size: int, lands: Callable[[Any, list[int]], bool], at_ends: bool = 
 
     cluster = Cluster(size, wrap=wrap)
     return cluster
-
-
-def held(gate: threading.Event) -> Callable[[MemoryCollectives], MemoryCollectives]:
-    """For ``Cluster(wrap=...)``."""
-
-    def wrap(collectives: MemoryCollectives) -> MemoryCollectives:
-        collectives.__class__ = Held
-        collectives.gate = gate  # type: ignore[attr-defined]
-        return collectives
-
-    return wrap

@@ -69,7 +69,7 @@ class Job:
 
 
 def job(steps: Sequence[Any], algorithm: str = "sgp", graph: Any = "ring", **options: Any) -> Job:
-    """Return a job of so many steps of each rank, or so many before each end; ``options`` of plan and ``Job``."""
+    """Return a job of this many steps of each rank, or this many before each end; ``options`` of plan and ``Job``."""
     segments = [steps] if isinstance(steps[0], int) else steps
     own = {name: options.pop(name) for name in ("cuts", "elements", "rank_group", "case", "saves") if name in options}
     plan = make_plan(len(segments[0]), algorithm, graph if ALGORITHMS[algorithm].has_graph else None, **options)
@@ -126,7 +126,7 @@ def work(
     """Return the function that ``Cluster.run`` calls for a rank.
 
     Args:
-        before_step: called with a rank's place, its step (from 1, never counted anew) and its worker.
+        before_step: called with a rank's place, its step (from 1, never counted again) and its worker.
         tweak: changes a rank's worker before it opens.
         resumed: checkpoints to begin with.
         before_end: called with a rank's place and its worker before each drain or cut.

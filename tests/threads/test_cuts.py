@@ -1,4 +1,4 @@
-"""Cuts of gossip by ranks as threads: they change nothing, and a job that begins with what was saved goes on alike."""
+"""Cuts of gossip by ranks as threads: they change nothing, and a job resumed from one continues alike."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def paths(records: Sequence[Record]) -> list[list[bytes]]:
 
 
 @pytest.mark.parametrize(("algorithm", "graph", "first", "more"), RESUMED, ids=str)
-def test_a_job_that_is_resumed_after_a_cut_goes_on_as_if_it_had_not_stopped(algorithm, graph, first, more):
+def test_a_job_that_is_resumed_after_a_cut_continues_as_if_it_had_not_stopped(algorithm, graph, first, more):
     if "local_size" in more and len(set(first)) > 1:
         more = {**more, "local_size": 4}  # with other hosts, whose messages wait, there is nothing to save
     rest = (9,) * len(first)
@@ -86,7 +86,7 @@ UNCHANGED: list[tuple[int, str, str | None, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("size", "algorithm", "graph", "more"), UNCHANGED, ids=str)
 def test_cuts_change_nothing(size, algorithm, graph, more):
-    """A graph of several phases does not begin anew, nor what is counted for ``average_every``."""
+    """A graph of several phases does not begin again, nor what is counted for ``average_every``."""
     steps, own = 11 if algorithm in OUTER else 7, {"cuts": frozenset(range(11)), **more}
     often = run(job(((1,) * size,) * steps, algorithm, graph, **own))
     assert paths(often) == paths(run(job(((steps,) * size,), algorithm, graph, **own)))

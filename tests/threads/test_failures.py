@@ -13,7 +13,7 @@ import hvd_async.runtime.coordinator
 import hvd_async.runtime.engine
 from hvd_async.algorithms.eager.config import EagerConfig, GradientReady, StepEntered
 from hvd_async.algorithms.eager.rank import EagerWorker
-from hvd_async.errors import CollectiveFailedError, EngineError, RankLostError, ReplicaMismatchError, WaitTimeoutError
+from hvd_async.errors import CollectiveFailedError, EngineError, RankLostError, WaitTimeoutError
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.runtime.protocol import Event
 from hvd_async.testing import Cluster, InjectedError, MemoryCollectives
@@ -54,42 +54,6 @@ class Arrivals:
     def wait(self) -> None:
         for _ in range(self._count):
             assert self._left.acquire(timeout=30)
-
-
-# -- ranks that do not fit together ---------------------------------------------------------------------------
-
-
-def test_different_weights_are_refused_on_all_ranks():
-    def train(rank: int) -> None:
-        worker, _ = make_worker()
-        worker.connect(["conv.weight (3,)", "fc.bias (2,)"], [1, 2 if rank != 2 else 3])
-
-    for outcome in Cluster(3).outcomes(train):
-        assert isinstance(outcome, ReplicaMismatchError)
-        assert "rank 2 from rank 0, first in 'fc.bias (2,)'" in str(outcome)
-        assert "hvd.broadcast_parameters(model.state_dict(), root_rank=0)" in str(outcome)
-
-
-def test_different_settings_are_refused_on_all_ranks():
-    def train(rank: int) -> None:
-        worker, _ = make_worker(EagerConfig("solo", 4 + rank, 0.0, 0, 1))
-        worker.connect(["w"], [1])
-
-    for outcome in Cluster(2).outcomes(train):
-        assert isinstance(outcome, ReplicaMismatchError)
-        assert "max_staleness=4" in str(outcome)
-        assert "rank 1 has" in str(outcome)
-        assert "max_staleness=5" in str(outcome)
-
-
-def test_different_parameters_are_refused_on_all_ranks():
-    def train(rank: int) -> None:
-        worker, _ = make_worker()
-        worker.connect(["w"] * (1 + rank), [1] * (1 + rank))
-
-    for outcome in Cluster(2).outcomes(train):
-        assert isinstance(outcome, ReplicaMismatchError)
-        assert "Build the same model on every rank" in str(outcome)
 
 
 # -- lost ranks -----------------------------------------------------------------------------------------------
@@ -140,19 +104,6 @@ def test_a_rank_that_leaves_without_a_goodbye_is_named(capfd):
     assert "rank 1 on host host1" in capfd.readouterr().err
 
 
-def test_ranks_that_wait_in_drain_learn_of_a_lost_one():
-    def train(rank: int) -> None:
-        worker, one = make_worker(EagerConfig("solo", 9, 0.0, 0, 1))
-        worker.connect(["w"], [1])
-        if rank == 1:
-            raise KeyError("no such file")
-        take_step(worker, one, 1)
-        worker.drain()
-
-    outcomes = Cluster(2).outcomes(train)
-    assert "rank 1 on host host1 failed: KeyError: 'no such file'" in str(outcomes[0])
-
-
 def test_ranks_that_wait_to_open_learn_of_a_lost_one():
     def train(rank: int) -> None:
         if rank == 1:
@@ -169,13 +120,13 @@ def test_after_a_failure_every_call_raises_it():
         worker, one = make_worker()
         if rank == 1:
             raise KeyError("boom")
-        told = []
+        reported = []
         for call in (lambda: worker.connect(["w"], [1]), lambda: take_step(worker, one, 1),
                      lambda: worker.drain()):  # fmt: skip
             with pytest.raises(InjectedError) as caught:
                 call()
-            told.append(str(caught.value))
-        raise LookupError("; ".join(told))
+            reported.append(str(caught.value))
+        raise LookupError("; ".join(reported))
 
     outcome = Cluster(2).outcomes(train)[0]
     assert str(outcome).count("rank 1 on host host1 failed") == 3
@@ -210,7 +161,7 @@ def _breaking(*ranks: int, on: Callable[[], object] = lambda: None) -> Callable[
     return wrap
 
 
-def test_where_horovod_fails_and_all_are_there_nobody_is_blamed(monkeypatch):
+def test_where_horovod_fails_and_all_are_there_no_rank_is_blamed(monkeypatch):
     monkeypatch.setattr(hvd_async.runtime.coordinator, "SETTLE", 0.05)
     one = plan("all", 0, [4, 4, 4])
     outcomes = Cluster(3, wrap=_breaking(1)).outcomes(work(one))
@@ -274,9 +225,9 @@ def test_a_slow_rank_is_only_warned_about(monkeypatch, capfd):
             worker.step = slow  # type: ignore[method-assign]
 
     check_promises(one, Cluster(3, warn_after=0.1).run(work(one, tweak)))
-    told = capfd.readouterr().err
-    assert "round 2 of optimizer 0" in told
-    assert "for rank(s) 1 (host1): alive, but slow or not calling step()/drain()" in told
+    reported = capfd.readouterr().err
+    assert "round 2 of optimizer 0" in reported
+    assert "for rank(s) 1 (host1): alive, but slow or not calling step()/drain()" in reported
 
 
 def test_a_rank_that_waits_for_others_to_begin_says_so(monkeypatch):
@@ -341,12 +292,6 @@ def test_a_rank_whose_engine_stands_still_is_named_though_its_round_has_fired(mo
     Cluster(3, warn_after=0.2).run(train)
 
 
-def test_nobody_is_warned_about_while_all_goes_well(capfd):
-    one = plan("all", 0, [3, 3, 3])
-    check_promises(one, run(one))
-    assert capfd.readouterr().err == ""
-
-
 def test_a_limit_on_waiting_is_opt_in(monkeypatch):
     monkeypatch.setenv("HVD_ASYNC_TIMEOUT", "0.1")
     over = threading.Event()
@@ -389,27 +334,3 @@ def test_a_stopped_engine_says_so():
         assert worker.engine.stopped
         with pytest.raises(EngineError, match="has been stopped"):
             worker.connect(["w"], [1])
-
-
-def test_two_optimizers_of_one_engine():
-    """As in a GAN, with uneven data: a rank that drains the first must not keep others waiting with the second."""
-    steps = [2, 4, 3]
-    one, two = plan("solo", 2, steps), plan("all", 0, steps)
-
-    def train(rank: int) -> tuple[list[Any], list[Any]]:
-        workers = [make_worker(one.config, one)[0], make_worker(two.config, two)[0]]
-        taken: tuple[list[Any], list[Any]] = ([], [])
-        for worker in workers:
-            worker.connect(["w"], [1])
-        for step in range(1, steps[rank] + 1):
-            for worker, rounds, each in zip(workers, taken, (one, two), strict=True):
-                worker.step(each.rows(rank, step), [{"lr": 1.0}], rounds.append)
-        for worker, rounds in zip(workers, taken, strict=True):
-            worker.apply = rounds.append
-        workers[rank % 2].engine.drain()
-        return taken
-
-    for taken in Cluster(3).run(train):
-        for each, rounds in zip((one, two), taken, strict=True):
-            total = sum(round_.sums[0] for round_ in rounds)
-            assert total[: each.total].tolist() == [1.0] * each.total

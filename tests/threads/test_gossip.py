@@ -1,228 +1,138 @@
-"""Gossip of ranks as threads: every step equals the reference's, and sums move by local updates alone."""
+"""Gossip of ranks as threads: every step equals the float64 reference's, and sums move by local updates alone.
+
+Two tables of jobs cross the options: graphs with numbers of ranks and ends; messages with hosts, averages and steps
+that do not send. What holds in any order of events, whatever the ranks' speeds, is in ``tests/machines``.
+"""
 
 from __future__ import annotations
-
-import threading
-from collections import Counter
 
 import networkx
 import numpy as np
 import pytest
 
-from hvd_async import topology
+from hvd_async.algorithms.gossip.config import COMPRESSIONS
 from hvd_async.algorithms.gossip.error_feedback import SHARED
 from hvd_async.algorithms.gossip.rank import PushSumWorker
+from hvd_async.errors import GradientLossError, ReplicaStateError
 from hvd_async.testing import Cluster
-from tests.conformance.cases import Case
-from tests.conformance.gossip_reference import on_time
-from tests.threads.gossip_holdups import GATE_TIMEOUT, as_late_as_allowed, holding
-from tests.threads.gossip_workload import check, check_sums, job, run, work
+from tests.conftest import LONG_RUN
+from tests.covering import covering
+from tests.threads.gossip_holdups import as_late_as_allowed
+from tests.threads.gossip_workload import Job, check, check_sums, job, run, work
 
-SIZES = [1, 2, 3, 4, 5, 8]
 GRAPHS = {
-    "sgp": ["ring", "exponential", "star", "complete"],
-    "osgp": ["ring", "exponential", "star", "complete"],
-    "dpsgd": ["ring", "bipartite-exponential", "star", "complete"],
+    "sgp": ["ring", "exponential", "star", "complete", "base"],
+    "osgp": ["ring", "exponential", "star", "complete", "base"],
+    "dpsgd": ["ring", "bipartite-exponential", "star", "complete", "base"],
     "adpsgd": ["ring", "bipartite-exponential", "star", "complete"],
     "exact-diffusion": ["ring", "complete"],
     "allreduce": [None],
 }
-PUSHES = ["sgp", "osgp", "dpsgd"]
-MIXED = [*PUSHES, "exact-diffusion"]
-SCHEMES = {"base": "uniform", "bipartite-exponential": "metropolis"}
-STILL = Case("still", "sgd", 0.0)
-UNEVEN = [((5, 0, 3, 8),), ((0, 0, 0, 0), (6, 2, 2, 1), (0, 3, 0, 0)), ((4, 4, 4, 4), (1, 7, 3, 2))]
+SIZES = [1, 2, 3, 4, 5, 7]
+ENDS = {
+    "even": [(10,)],
+    "uneven": [(5, 0, 3, 8)],
+    "drains": [(0,), (6, 2, 2, 1), (0, 3, 0, 0)],
+}
+"""Steps of the ranks before each end, repeated for further ranks."""
 
 
-def options(algorithm: str, graph: str | None = None) -> dict[str, object]:
-    """Return options of a plan: those that the algorithm needs, and that bring about most."""
-    return {
-        "graph": graph or GRAPHS[algorithm][0],
-        "weights": "metropolis" if algorithm in ("dpsgd", "exact-diffusion") else "uniform",
-        "max_staleness": 2 if algorithm == "osgp" else None,
-        "max_local_steps": 2 if algorithm == "adpsgd" else 4,
-    }
+def steps_of(size: int, ends: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the steps of each rank before each end."""
+    return [tuple(counts[rank % len(counts)] for rank in range(size)) for counts in ends]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("algorithm", "graph"), [(name, graph) for name, own in GRAPHS.items() for graph in own])
-def test_every_step_equals_the_reference(algorithm, graph, size):
-    one = job([10] * size, algorithm, **options(algorithm, graph))
-    records = run(one)
+@pytest.mark.parametrize(
+    ("kind", "size", "ends", "peers"),
+    covering(
+        ([(name, graph) for name, own in GRAPHS.items() for graph in own], SIZES, list(ENDS), (1, 2)),
+        3 if LONG_RUN else 2,
+    ),
+    ids=str,
+)
+def test_every_step_equals_the_reference(kind, size, ends, peers):
+    algorithm, graph = kind
+    one = job(
+        steps_of(size, ENDS[ends]),
+        algorithm,
+        graph,
+        weights="metropolis" if algorithm in ("dpsgd", "exact-diffusion") and graph != "base" else "uniform",
+        max_staleness=2 if algorithm == "osgp" else None,
+        max_local_steps=2 if algorithm == "adpsgd" else 4,
+        peers=min(peers, max(1, size - 1)) if graph == "base" else 1,
+        average_every=0 if algorithm == "adpsgd" else 3 if ends == "uneven" else 1 if algorithm == "allreduce" else 0,
+    )
+    records = run(one, jitter=0.0 if ends == "even" else 0.001)
     check(one, records)
-    if algorithm in ("sgp", "dpsgd"):  # nothing is late, so nothing is left to chance
+    if algorithm in ("sgp", "dpsgd") and ends == "even":  # nothing is late, so nothing is left to chance
         assert all(set(record.stats.staleness) <= {0} for record in records)
         assert all(len(segment.log[-1][1]) == 0 for record in records for segment in record.segments)
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("algorithm", GRAPHS)
-def test_with_commands_that_come_late(algorithm, seed):
-    for graph in ("star", "complete"):
-        one = job([7, 7, 7, 7], algorithm, **options(algorithm, graph))
-        check(one, run(one, jitter=0.003, seed=seed))
+PUSHES = (("sgp", "star", 0), ("osgp", "star", 1), ("osgp", "exponential", 2), ("dpsgd", "ring", 0))
+"""With a graph and a staleness. On a star of 3 hosts push-sum weights are not 1."""
+HOSTS = ((1, 1), (4, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 2))
+"""Hosts, and ranks of each."""
+CROSSED = covering((PUSHES, tuple(COMPRESSIONS), (0, 3), (1, 2), HOSTS), 4 if LONG_RUN else 2)
+"""Any two options in all their values: an algorithm, a compression, ``average_every``, ``gossip_every``, hosts."""
 
 
-@pytest.mark.parametrize("late", [1, 2])
-def test_osgp_in_a_fixed_schedule(late):
-    """Nobody sees a message before ``late`` steps later, and then the rank waits for it."""
-    one, together = job([20] * 3, "osgp", "ring-right", max_staleness=late), threading.Barrier(3)
-    cluster = holding(3, lambda worker, keys: max(keys, default=0) <= worker._step - late)
-    records = cluster.run(work(one, before_step=lambda *_: together.wait(GATE_TIMEOUT)))  # type: ignore[arg-type]
-    taken = [[here for _, here in record.segments[0].log[:20]] for record in records]
-    assert taken == on_time(one.plan.matrices, 20, late, late)
-    for record in records:
-        assert record.stats.staleness == Counter(min(late, 20 - step) for step in range(late, 21, late))
+def crossed(row: tuple, ends: list[tuple[int, ...]], **more: object) -> Job:
+    """Return the job of a row whose ranks take these steps; 7 weights cannot be shared out evenly in a host."""
+    (algorithm, graph, late), compression, average_every, gossip_every, (hosts, local) = row
+    return job(
+        steps_of(hosts * local, ends), algorithm, graph, max_staleness=late, compression=compression,
+        average_every=average_every, gossip_every=gossip_every, local_size=local,
+        weights="metropolis" if algorithm == "dpsgd" else "uniform", elements=7, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("row", CROSSED, ids=str)
+def test_crossed_options_equal_the_reference(row):
+    local, one = row[-1][1], crossed(row, [(7,), (4,)])
+    records = run(one, tweak=as_late_as_allowed if local > 1 else lambda worker: None)
     check(one, records)
+    for place, record in enumerate(records):
+        first = records[place - place % local]
+        for own, others in zip(record.segments, first.segments, strict=True):
+            np.testing.assert_array_equal(own.path, others.path)
+        assert record.stats.averagings == (7 // 3 + 4 // 3 if one.plan.config.average_every else 0)
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
-@pytest.mark.parametrize(
-    ("algorithm", "graph"),
-    [("sgp", "star"), ("osgp", "star"), ("osgp", "exponential"), ("dpsgd", "bipartite-exponential")],
-)
-def test_equal_weights_stay_equal_whatever_comes_late_or_stays_out(algorithm, graph, hosts):
-    """A rank whose x and w did not belong together would show it: without gradients nothing may move."""
-    one = job([9, 14, 4, 2, 7, 7, 12, 1], algorithm, **options(algorithm, graph), local_size=hosts, case=STILL)
-    for record in run(one, jitter=0.002, seed=1):
-        path = np.array(record.segments[0].path)
-        np.testing.assert_allclose(path, np.tile(one.problem.start[0], (len(path), 1)), rtol=1e-12)
-
-
-@pytest.mark.parametrize("peers", [1, 2])
-@pytest.mark.parametrize("algorithm", PUSHES)
-def test_graphs_with_weights_of_their_own(algorithm, peers):
-    """At sizes that are no power: messages that are late, compressed, of ranks that end early."""
-    for size in (5, 6, 7):
-        own = {"peers": peers, "average_every": 4, "max_staleness": 2 if algorithm == "osgp" else None}
-        for more in ({}, {"gossip_every": 2, "compression": "int8"}):
-            steps = ((12,) * size, tuple(3 + rank % 4 for rank in range(size)))
-            one = job(steps, algorithm, "base", **own, **more)
-            check(one, run(one, jitter=0.001))
-    hosts = job([9] * 6, algorithm, "base", local_size=2, max_staleness=0)
-    check(hosts, run(hosts))
-
-
-@pytest.mark.parametrize("size", [3, 5, 6, 7])
-@pytest.mark.parametrize("algorithm", ["sgp", "dpsgd"])
-def test_ranks_on_a_base_graph_agree_after_a_period(algorithm, size):
-    """Ranks apart, that move no more; on the one-peer exponential graph they are far from it then."""
-    first = job([60] * size, algorithm, "complete", cuts=frozenset({0}), gossip_every=61)  # (whole periods of all)
-    saved = [record.saved[0] for record in run(first)]
-    left = {}
-    for graph in ("base", "bipartite-exponential"):
-        second = job([topology.base(size).period] * size, algorithm, graph, case=STILL, weights=SCHEMES[graph])
-        models = np.array([record.segments[0].path[-1] for record in run(second, resumed=saved)])
-        left[graph] = np.abs(models - models.mean(axis=0)).max()
-    assert left["base"] < 1e-14 < 1e-4 < left["bipartite-exponential"]
-
-
-@pytest.mark.parametrize("local", [1, 2])
-@pytest.mark.parametrize("every", [2, 3])
-@pytest.mark.parametrize("algorithm", PUSHES)
-def test_local_steps_between_sending_steps(algorithm, every, local):
-    """Each ``every``-th step sends; after the last of them a rank's neighbours have what it had."""
-    sent = len(range(every, 13, every))
-    for graph in (GRAPHS[algorithm][1], "complete"):
-        one = job([12] * 4, algorithm, graph, gossip_every=every, local_size=local, elements=8)
-        records = run(one, tweak=as_late_as_allowed if local > 1 else lambda worker: None)
-        check(one, records)
-        out = sum(len(one.plan.out_edges(0, step)) for step in range(1, 13))
-        inside = 12 * 2 * (local - 1)  # a part to, and one from, each other rank of the host
-        assert {record.stats.messages_sent for record in records} == {out + inside}
-        assert out == (sent if graph != "complete" or local == 2 else 3 * sent)
-
-
-@pytest.mark.parametrize("every", [2, 3])
-@pytest.mark.parametrize("steps", UNEVEN)
-@pytest.mark.parametrize("algorithm", MIXED)
-def test_local_steps_of_ranks_that_are_uneven_and_cut(algorithm, steps, every):
-    one = job(steps, algorithm, **options(algorithm, "star"), gossip_every=every, average_every=4)
-    check(one, run(one, jitter=0.001))
-    cuts = frozenset(range(len(steps) - 1))
-    one = job(steps, algorithm, **options(algorithm, "star"), gossip_every=every, compression="int8", cuts=cuts)
+@pytest.mark.parametrize("row", CROSSED, ids=str)
+def test_ranks_that_end_early_cut_and_drain_lose_nothing(row):
+    """Hosts whose ranks all finish first, and hosts of which one rank continues."""
+    one = crossed(row, [(4,), (5, 0, 3, 8), (2, 6, 1), (6, 6, 2, 2, 4)], cuts=frozenset({0, 1}), saves=False)
     check_sums(one, run(one, jitter=0.001))
 
 
-@pytest.mark.parametrize("steps", UNEVEN)
-@pytest.mark.parametrize("algorithm", GRAPHS)
-def test_uneven_steps_and_several_drains(algorithm, steps):
-    one = job(steps, algorithm, **options(algorithm, "star"))
-    check(one, run(one, jitter=0.001))
-
-
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("algorithm", [*MIXED, "allreduce"])
-def test_averages_over_all_ranks_that_are_left(algorithm, every):
-    one = job(((7, 3, 5, 9), (2, 4, 4, 4)), algorithm, **options(algorithm, "star"), average_every=every)
-    records = run(one)
-    check(one, records)
-    for place, record in enumerate(records):
-        assert record.stats.averagings == sum(counts[place] // every for counts in one.steps)
-    for step in range(every, 4, every):  # all four are there
-        assert len({record.segments[0].path[step - 1].tobytes() for record in records}) == 1
-
-
-@pytest.mark.parametrize("graph", ["ring", "bipartite-exponential"])
-def test_differences_for_no_step_are_read_after_those_for_one(graph):
-    """Rank 0 stops one step early, and is sent messages of the step after the last before others know: they add to what
-    it has not read yet."""
-    one = job((5, 6, 6, 6), "dpsgd", graph, compression="int8", weights="metropolis")
+@pytest.mark.parametrize(("algorithm", "last"), [("dpsgd", 7), ("exact-diffusion", 6)])
+def test_differences_for_no_step_are_read_after_those_for_one(algorithm, last):
+    """Rank 0 stops one step early, and is sent messages of the step after its last one before others know: they add to
+    what it has not read yet."""
+    one = job(((5, 6, 6, 6), (6, 6, 6, 6)), algorithm, "ring", compression="int8", weights="metropolis")
+    ended = list[int]()
 
     def before_end(place: int, worker: PushSumWorker) -> None:
-        if place == 0:
-            senders = {sender for sender, _ in worker._into(0, 7)}
-            worker.engine.wait(lambda: all((sender, 7) in worker._receive_buffer.received for sender in senders))
+        if place == 0 and not ended:
+            ended.append(place)
+            senders = {sender for sender, _ in worker._into(0, last)}
+            worker.engine.wait(lambda: all((sender, last) in worker._receive_buffer.received for sender in senders))
 
     records = run(one, before_end=before_end)
     check(one, records)
     assert records[0].stats.messages_left > 0
 
 
-def test_messages_of_8_bits_reach_consensus():
-    """The next difference has what rounding left out: ranks apart agree as closely as float32 scales allow."""
-    first = job([10] * 4, "dpsgd", compression="int8", cuts=frozenset({0}))
-    saved = [record.saved[0] for record in run(first)]
-    second = job([40] * 4, "dpsgd", compression="int8", case=STILL)
-    models = np.array([record.segments[0].path for record in run(second, resumed=saved)])
-    apart = np.abs(models - models.mean(axis=0)).max(axis=(0, 2))
-    assert apart[0] > 0.01
-    assert apart[-1] < 1e-5 * apart[0]
-
-
-def test_int8_of_more_than_one_chunk():
-    one = job((4, 4, 4), compression="int8", elements=2500)
-    records = run(one)
-    check(one, records)
-    assert records[0].stats.bytes_sent == 2 * 4 * (2 * (2048 + 4) + 16)
-
-
-# -- cuts -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("compression", ["none", "int8"])
-@pytest.mark.parametrize("steps", [((3, 3, 3), (4, 4, 4), (2, 2, 2)), ((9, 3, 6), (5, 2, 0), (0, 4, 1))])
-@pytest.mark.parametrize("algorithm", [*MIXED, "adpsgd"])
-def test_cuts_lose_nothing_and_training_goes_on(algorithm, steps, compression):
-    if (algorithm, compression) == ("adpsgd", "int8"):
-        compression = "bf16"
-    for graph in ("star", "complete", GRAPHS[algorithm][1]):
-        one = job(steps, algorithm, **options(algorithm, graph), compression=compression, cuts=frozenset({0, 1}))
-        records = run(one, jitter=0.001)
-        check_sums(one, records)
-        for record in records:  # what both ends of an edge know is kept, unless they may know different things
-            copies = record.saved[0].kept.copies if record.saved[0] is not None else {}
-            copies = {name: copy for name, copy in copies.items() if not name.startswith("difference to")}
-            assert (len(copies) > 1) == (compression == "int8" and len(set(steps[0])) == 1)
-        if algorithm not in ("osgp", "adpsgd") and len(set(steps[0])) == 1:  # nothing was on its way
-            for record in records:
-                np.testing.assert_array_equal(record.segments[0].z, record.segments[0].path[-1])
-
-
-@pytest.mark.parametrize("compression", ["none", "int8"])
 @pytest.mark.parametrize(
-    ("graph", "hosts"),
-    [(networkx.path_graph(4), (1, 1)), ("exponential", (1, 1)), ("star", (4, 1)), ("star", (1, 2)), ("star", (2, 1))],
+    ("graph", "hosts", "compression"),
+    [
+        (networkx.path_graph(4), (1, 1), "int8"),
+        ("exponential", (1, 1), "none"),
+        ("star", (4, 1), "int8"),
+        ("star", (1, 2), "int8"),
+        ("star", (2, 1), "none"),
+    ],
     ids=str,
 )
 def test_a_job_may_be_resumed_on_another_graph_and_with_another_compression(graph, hosts, compression):
@@ -245,22 +155,31 @@ def test_a_job_may_be_resumed_on_another_graph_and_with_another_compression(grap
             np.testing.assert_allclose(segment.z, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_pairs_are_resumed_with_their_own_weights():
-    first = job((5, 2, 4), "adpsgd", cuts=frozenset({0}))
-    records = run(first)
-    saved = [record.saved[0] for record in records]
-    second = job((3, 3, 3), "adpsgd")
-    segments = [record.segments[0] for record in run(second, resumed=saved)]
-    mean = sum(record.segments[0].z for record in records) / 3 + sum(segment.moved for segment in segments) / 3
-    np.testing.assert_allclose(segments[0].z, mean, rtol=1e-12, atol=1e-12)
+def test_weights_that_are_lost_are_noticed_at_the_drain():
+    def tweak(worker: PushSumWorker) -> None:
+        if worker._place == 1:
+            deliver = worker._exchanges._deliver
+            worker._exchanges._deliver = lambda sender, key, weight, data: deliver(sender, key, weight / 2, data)
+
+    for outcome in Cluster(3).outcomes(work(job([3, 3, 3]), tweak=tweak)):
+        assert isinstance(outcome, GradientLossError)
+        assert "push-sum weights of 3 ranks sum to" in str(outcome)
 
 
-# -- some of the ranks ----------------------------------------------------------------------------------------
+def test_a_worker_is_used_in_its_order():
+    def train(rank: int) -> None:
+        for algorithm in ("sgp", "adpsgd"):
+            one: Job = job([1, 1], algorithm)
+            worker = one.worker(rank, lambda flush: None)
+            z = one.problem.start[rank]
+            worker.begin(z.copy())
+            with pytest.raises(ReplicaStateError, match="before it was registered"):
+                worker.mix(z.copy(), z.copy())
+            worker.connect(["w"], [1])
+            worker.announce_finished(True)
+            with pytest.raises(ReplicaStateError, match="was interrupted: call it again"):
+                worker.mix(z.copy(), z.copy())
+            worker.drain()
+            assert worker.settled
 
-
-@pytest.mark.parametrize("algorithm", GRAPHS)
-def test_a_process_set_gossips_by_itself(algorithm):
-    one = job(((5, 2, 4), (1, 1, 2)), algorithm, **options(algorithm), rank_group=(0, 2, 3))
-    train = work(one)
-    records = Cluster(4).run(lambda rank: None if rank == 1 else train(rank))
-    check(one, [record for record in records if record is not None])
+    Cluster(2).run(train)

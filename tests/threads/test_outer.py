@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from hvd_async.algorithms.gossip.config import ALGORITHMS as ALL
 from hvd_async.algorithms.gossip.message_format import NumpyMessageFormat
 from hvd_async.algorithms.gossip.outer import Rhythm
-from hvd_async.testing import Cluster
+from hvd_async.algorithms.gossip.outer_worker import OuterWorker
 from tests.conformance.outer_reference import Compress, Outer, TwoStages, due, of_config, train
-from tests.conftest import examples
-from tests.threads.gossip_holdups import GATE_TIMEOUT, Watch, held, pass_gate
-from tests.threads.gossip_workload import EXACT, Job, Record, check_sums, job, run, work
+from tests.conftest import LONG_RUN, examples
+from tests.covering import covering
+from tests.threads.gossip_holdups import GATE_TIMEOUT
+from tests.threads.gossip_workload import EXACT, Job, Record, check_sums, job, run
 
 OUTER = [name for name, algorithm in ALL.items() if algorithm.outer is not None]
-UNEVEN = [((13, 0, 3, 8),), ((0, 0, 0, 0), (9, 2, 2, 1), (0, 3, 0, 0)), ((9, 9, 9, 9), (1, 7, 12, 2), (8, 8, 8, 8))]
 
 
 def compress_of(one: Job) -> Compress | None:
@@ -47,29 +47,43 @@ def check(one: Job, records: list[Record], within: dict[str, float] = EXACT) -> 
         problem.start[:] = segments[0].z
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize(
-    "more",
-    [{"max_staleness": 0}, {}, {"max_staleness": 2, "fragments": 2}, {"fragments": 3}, {"fragments": 4}],
-    ids=str,
+RHYTHMS: dict[str, dict[str, Any]] = {
+    "on time": {"max_staleness": 0},
+    "late": {},
+    "two fragments": {"max_staleness": 2, "fragments": 2},
+    "three fragments": {"max_staleness": 2, "fragments": 3},
+    "four fragments": {"fragments": 4},
+}
+STEPS = (
+    ((13,),),
+    ((13,) * 2,),
+    ((13, 0, 3, 8),),
+    ((0, 0, 0, 0), (9, 2, 2, 1), (0, 3, 0, 0)),
+    ((9,) * 5, (1, 7, 12, 2, 9), (8,) * 5),
 )
-@pytest.mark.parametrize("algorithm", OUTER)
-def test_every_step_equals_the_reference(algorithm: str, more: dict[str, Any], size: int):
-    one = job([13] * size, algorithm, None, average_every=4, **more)
-    records = run(one)
+"""Of the ranks, before each end."""
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rhythm", "steps"), covering((OUTER, tuple(RHYTHMS), STEPS), 3 if LONG_RUN else 2), ids=str
+)
+def test_every_step_equals_the_reference(algorithm: str, rhythm: str, steps: Any):
+    one = job(steps, algorithm, None, average_every=4, **RHYTHMS[rhythm])
+    records = run(one, jitter=0.001)
     check(one, records)
-    for record in records:
-        late = one.plan.config.max_staleness
-        rhythm = Rhythm(4, one.plan.config.fragments)
-        assert all(step - rhythm.step(number) == late for step, number in record.segments[0].log if step < 13)
+    late, due_at = one.plan.config.max_staleness, Rhythm(4, one.plan.config.fragments)
+    for record in records if len(steps) == 1 else ():
+        last = len(record.segments[0].path)
+        assert all(step - due_at.step(number) == late for step, number in record.segments[0].log if step < last)
 
 
-@pytest.mark.parametrize("compression", ["fp16", "bf16", "int8"])
-@pytest.mark.parametrize("more", [{"max_staleness": 0}, {"max_staleness": 2, "fragments": 3}], ids=str)
-@pytest.mark.parametrize("algorithm", OUTER)
-def test_compressed_differences_equal_the_reference(algorithm: str, more: dict[str, Any], compression: str):
+@pytest.mark.parametrize(
+    ("algorithm", "rhythm", "compression"),
+    covering((OUTER, ("on time", "three fragments"), ("fp16", "bf16", "int8")), 3 if LONG_RUN else 2),
+)
+def test_compressed_differences_equal_the_reference(algorithm: str, rhythm: str, compression: str):
     """Several chunks of 8 bits, parts that are not full, and a rank that finishes early but still adds up its part."""
-    steps = ((9, 9, 9), (9, 4, 9))
+    steps, more = ((9, 9, 9), (9, 4, 9)), RHYTHMS[rhythm]
     one = job(steps, algorithm, None, average_every=4, compression=compression, elements=6500, **more)
     check(one, run(one, jitter=0.001), {"rtol": 1e-6, "atol": 1e-6})
 
@@ -84,28 +98,6 @@ def test_what_a_rank_that_has_finished_leaves_out_does_not_pile_up(compression: 
     train(one.problem, one.steps[0], of_config(one.plan.config), compress)
     gone, *others = np.abs(compress.errors).reshape(3, 3, 4)[[0, 1, 2], [0, 1, 2]].max(axis=1)
     assert gone <= 2 * max(others)
-
-
-@pytest.mark.parametrize(("before", "after"), [("int8", "none"), ("none", "int8"), ("bf16", "int8"), ("int8", "fp16")])
-def test_a_cut_that_is_resumed_with_another_compression_loses_nothing(before: str, after: str):
-    """What the messages before had left out is in those after it."""
-    more = {"average_every": 2, "elements": 11}
-    first = job((6,) * 3, "local", None, cuts=frozenset({0}), compression=before, **more)
-    records = run(first)
-    resumed = run(
-        job((7,) * 3, "local", None, compression=after, **more), resumed=[record.saved[0] for record in records]
-    )
-    moved = sum(record.segments[0].moved for record in (*records, *resumed)) / 3
-    for record in resumed:
-        np.testing.assert_allclose(record.segments[0].z, first.problem.start.mean(axis=0) + moved, rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("steps", UNEVEN)
-@pytest.mark.parametrize("late", [0, 1, 3])
-@pytest.mark.parametrize("algorithm", OUTER)
-def test_uneven_steps_and_several_drains(algorithm: str, late: int, steps: Any):
-    one = job(steps, algorithm, None, average_every=4, max_staleness=late, fragments=2)
-    check(one, run(one, jitter=0.001))
 
 
 def test_slow_momentum_is_in_units_of_a_whole_periods_gradients():
@@ -164,59 +156,6 @@ def test_averages_have_numbers_in_the_order_of_their_steps(every, fragments, unt
     assert [(rhythm.step(n), rhythm.fragment(n)) for n in range(rhythm.until(until))] == expected
 
 
-# -- cuts -------------------------------------------------------------------------------------------------------
-
-
-# -- who waits ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("late", [0, 1, 3])
-def test_a_rank_waits_only_for_an_average_that_is_too_late(late: int):
-    """No average comes back before all ranks wait for it: they have taken so many steps since, and no more."""
-    more = {"average_every": 4, "max_staleness": late, "compression": "bf16"}
-    one, gate, watch, seen = job((9, 9, 9), "local", None, **more), threading.Event(), Watch(), list[bool]()
-
-    def open_gate() -> None:
-        try:
-            watch.until(dict.fromkeys(range(3), 4 + late), lambda worker: worker._step)
-            seen.append(True)
-        finally:
-            gate.set()
-
-    opener = threading.Thread(target=open_gate)
-    opener.start()
-    records = Cluster(3, wrap=held(gate)).run(work(one, tweak=watch.tweak))
-    opener.join(GATE_TIMEOUT)
-    assert seen, "a rank waited elsewhere, or not at all"
-    check(one, records, {"rtol": 1e-6, "atol": 1e-6})
-
-
-def test_a_slow_rank_holds_nobody_up_for_as_long_as_an_average_may_be_late():
-    """The others are at their sixth step, two after they have sent, before the slow one begins its fourth."""
-    one, ahead = job((8, 8, 8), "local", None, average_every=4, max_staleness=2), [threading.Event(), threading.Event()]
-
-    def before_step(place: int, step: int, worker: Any) -> None:
-        if (place, step) == (0, 4):
-            for event in ahead:
-                pass_gate(event)
-        elif place and step == 6:
-            ahead[place - 1].set()
-
-    check(one, run(one, before_step=before_step))
-
-
-# -- some of the ranks ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("compression", ["none", "int8"])
-@pytest.mark.parametrize("algorithm", OUTER)
-def test_a_process_set_averages_by_itself(algorithm, compression):
-    one = job(((9, 5, 7), (1, 4, 6)), algorithm, None, average_every=4, rank_group=(0, 2, 3), compression=compression)
-    train_one = work(one)
-    records = Cluster(4).run(lambda rank: None if rank == 1 else train_one(rank))
-    check(one, [record for record in records if record is not None], {"rtol": 1e-6, "atol": 1e-6})
-
-
 def test_bytes_are_those_of_two_stages():
     """Each stage sends all parts but a rank's own."""
     for compression, part in (("none", 8 * 2), ("bf16", 2 * 2), ("int8", 2048 + 4)):
@@ -225,3 +164,70 @@ def test_bytes_are_those_of_two_stages():
             assert record.stats.bytes_sent == 2 * 2 * 2 * (part + (16 if compression != "none" else 0))
             assert record.stats.averagings == 2
     check_sums(one, run(one))
+
+
+STEPS, MORE = 4, 40
+"""Steps of a rank that finishes early, and of the others."""
+
+
+class Waits:
+    """The others step only while no more than this many averages wait on rank 0, once it has finished.
+
+    Args:
+        most: averages.
+
+    Attributes:
+        followed: averages that rank 0 has taken in ends.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._taken = most, threading.Condition()
+        self._first: Any = None
+        self.followed = 0
+
+    def tweak(self, worker: Any) -> None:
+        """Watch rank 0's worker."""
+        assert isinstance(worker, OuterWorker)
+        if worker.engine.rank:
+            return
+        self._first, take = worker, worker._take
+
+        def taken(*args: Any) -> None:
+            take(*args)
+            with self._taken:
+                self.followed += worker._moved is not None
+                self._taken.notify_all()
+
+        worker._take = taken  # type: ignore[method-assign]
+
+    def before_step(self, place: int, step: int, worker: Any) -> None:
+        """Wait for rank 0 to take averages."""
+        if place and step > STEPS:
+            with self._taken:
+                assert self._taken.wait_for(lambda: len(self._first._averages.results()) <= self._most, GATE_TIMEOUT), (
+                    "averages pile up on a rank that has finished"
+                )
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "more", "cut"),
+    [
+        (algorithm, RHYTHMS[rhythm], cut)
+        for algorithm, rhythm, cut in covering((OUTER, ("late", "three fragments", "on time"), (False, True)), 2)
+    ],
+    ids=str,
+)
+def test_averages_do_not_pile_up_on_a_rank_that_has_finished(
+    algorithm: str, more: dict[str, Any], cut: bool, monkeypatch: Any
+) -> None:
+    """No more wait than a rank that continues may have under way; what comes out is as if all were taken last."""
+    ends = ((STEPS, MORE, MORE), (9, 9, 9))
+    one = job(ends, algorithm, None, average_every=4, cuts=frozenset({0} if cut else ()), **more)
+    waits = Waits(one.plan.config.fragments)
+    records = run(one, tweak=waits.tweak, before_step=waits.before_step)
+    assert waits.followed >= (MORE - STEPS) // 4 - 1
+    monkeypatch.setattr(OuterWorker, "_follows", False)
+    for record, last in zip(records, run(one), strict=True):
+        for segment, other in zip(record.segments, last.segments, strict=True):
+            np.testing.assert_allclose(np.array(segment.path), np.array(other.path), **EXACT)
+            np.testing.assert_allclose(segment.z, other.z, **EXACT)

@@ -28,7 +28,7 @@ from tests.threads.prompt_ends import PromptChannel, PromptHub
 from tests.threads.test_control import WAIT, on_ranks, until
 
 SILENT = [f"192.0.2.{number}" for number in range(1, 11)]
-"""Addresses of nobody (RFC 5737)."""
+"""Addresses that belong to no host (RFC 5737)."""
 
 
 @contextlib.contextmanager
@@ -132,7 +132,7 @@ def test_where_all_ranks_are_on_one_machine_no_other_can_knock(local):
         hub.close()
 
 
-def test_nobody_is_listened_to_before_the_keys_are_known():
+def test_no_rank_is_listened_to_before_the_keys_are_known():
     hub = PromptHub(CODEC)
     try:
         with pytest.raises(ConnectionRefusedError):
@@ -164,7 +164,7 @@ def test_addresses_of_both_kinds_are_known_the_better_ones_first(monkeypatch):
 
 
 class OldCard(msgspec.Struct):
-    """What version 0.1.0 told."""
+    """What version 0.1.0 reported."""
 
     public: bytes
     host: str
@@ -194,7 +194,7 @@ def meet_with(other: bytes) -> list[Any]:
         (b"\xc1", "another on rank 2"),
     ],
 )
-def test_versions_that_differ_are_told_on_every_rank(monkeypatch, other, said):
+def test_versions_that_differ_are_reported_on_every_rank(monkeypatch, other, said):
     monkeypatch.setattr("hvd_async.__version__", "9.9.9")
     for outcome in meet_with(other)[:2]:
         assert isinstance(outcome, EngineError)
@@ -203,14 +203,14 @@ def test_versions_that_differ_are_told_on_every_rank(monkeypatch, other, said):
 
 
 def test_an_older_version_reads_a_newer_card():
-    """So that it ends too: it finds nobody at the port, and says so."""
+    """So that it ends too: it finds nothing at the port, and says so."""
     card = meeting.Card(b"k", "h", b"s", 5, ["a"], "place", "9.9.9")
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(card), type=OldCard).port == 5
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])
 @pytest.mark.parametrize("name", ["dead_after", "connect_timeout", "warn_after", "timeout"])
-def test_a_setting_that_is_no_number_of_seconds_is_refused(monkeypatch, name, text):
+def test_a_setting_that_is_not_a_number_of_seconds_is_refused(monkeypatch, name, text):
     variable = f"HVD_ASYNC_{name.upper()}"
     monkeypatch.setenv(variable, text)
     with pytest.raises(ValueError, match=f"{variable} must be a positive number of seconds, got '{text}'"):
@@ -241,8 +241,8 @@ def test_the_limit_of_the_start_can_be_chosen(monkeypatch):
 
 
 def test_a_coordinator_that_has_died_since_the_ranks_met_is_lost_in_an_elastic_job(monkeypatch):
-    """As of a rank that has died: the others go on without it. Elsewhere the address may be wrong, and the error says
-    how to name another."""
+    """The others continue without it, as without any lost rank. In other jobs the address may be wrong, and the
+    error says how to name another."""
     monkeypatch.setenv("HVD_ASYNC_CONNECT_TIMEOUT", "0.3")
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""Horovod fails where a rank has stopped: that rank is named, by real heartbeats over ZeroMQ, or nobody."""
+"""Horovod fails where a rank has stopped: that rank is named by real heartbeats over ZeroMQ, or none is."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ channel = ZmqChannel(CODEC, "127.0.0.1", int(port), server.encode(), (public.enc
 channel.send(Hello("there", 1))
 channel.flush()
 print("said hello", flush=True)
-while not isinstance(told := channel.receive(60.0), Gone):
-    if isinstance(told, CallRoll):
+while not isinstance(reported := channel.receive(60.0), Gone):
+    if isinstance(reported, CallRoll):
         channel.send(Present())
-print(told.reason, flush=True)
+print(reported.reason, flush=True)
 channel.close()
 """
 
@@ -62,7 +62,7 @@ class Job:
 
 @contextlib.contextmanager
 def job(monkeypatch: pytest.MonkeyPatch, dead_after: float) -> Iterator[Job]:
-    """Heartbeats that take so many seconds."""
+    """Heartbeats that take this many seconds."""
     monkeypatch.setenv("HVD_ASYNC_DEAD_AFTER", str(dead_after))
     made = Wire(2)
     one = Job(made, dead_after)
@@ -98,7 +98,7 @@ def test_where_horovod_gives_up_sooner_the_rank_that_has_stopped_is_named(monkey
         assert lost.rank == 1
 
 
-def test_where_all_answer_nobody_is_named(monkeypatch):
+def test_where_all_answer_no_rank_is_named(monkeypatch):
     with job(monkeypatch, 20.0) as one:
         one.channel.send(TIMED_OUT)
         assert one.hear() == CallRoll()
@@ -123,7 +123,7 @@ def test_a_rank_that_is_ended_by_horovods_error_is_not_lost(monkeypatch):
 
 
 class Stage:
-    """A hub whose events, and their times, are told beforehand."""
+    """A hub whose events, and their times, are given beforehand."""
 
     has_more = False
 
@@ -149,7 +149,7 @@ class Stage:
         return None
 
     def wake(self) -> None:
-        """Nobody waits."""
+        """No rank waits."""
 
     def close(self) -> None:
         """Nothing is open."""
