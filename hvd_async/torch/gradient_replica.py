@@ -13,7 +13,7 @@ import sys
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from hvd_async.torch import hyperparameters, streams
 from hvd_async.torch.gradient_format import MIB, Layout, differentiable, make_wire, memory_order, slots
 from hvd_async.torch.streams import record_ready
 from hvd_async.torch.tensors import NamedBuffers, checksum, flat_double, signature, take_over
-from hvd_async.torch.update import Extrapolation, StepHooks
+from hvd_async.torch.update import LEADS, Extrapolation, StepHooks
 
 # -- hooks that hand buckets over during the backward pass -------------------------------------------------------------
 # They do so only from ``zero_grad()`` to ``step()`` of the optimizer that has these parameters, and not after a drain,
@@ -78,13 +78,8 @@ class Overlap:
         self._handed = [False] * len(layout)
         """Whether the hooks have handed over each bucket of this step."""
 
-    @property
-    def passes(self) -> int:
-        """Backward passes per step."""
-        return self._passes
-
-    @passes.setter
-    def passes(self, passes: int) -> None:
+    def set_passes(self, passes: int) -> None:
+        """Set the number of backward passes per step."""
         self._passes = passes
         self._all_due = [passes if due else 0 for due in self._all_due]
         self._due[:] = [passes if due else 0 for due in self._due]
@@ -326,7 +321,9 @@ class Watch:
         handed = {bucket: one for bucket, one in self._handed.items() if bucket in buckets}
         self._steps += bool(handed)
         for bucket, one in handed.items():
-            moved = self._moved(bucket, one)
+            now = [p.grad for p in self._layout.buckets[bucket].parameters]
+            versions = [0 if gradient is None else gradient._version for gradient in now]
+            moved = versions != one.versions or any(map(operator.is_not, now, one.gradients))
             if one.fingerprint is None:
                 changed = moved
             else:
@@ -343,11 +340,6 @@ class Watch:
     def clear(self) -> None:
         """Drop references to the gradients of a step that is over."""
         self._handed.clear()
-
-    def _moved(self, bucket: int, one: _Handed) -> bool:
-        now = [p.grad for p in self._layout.buckets[bucket].parameters]
-        versions = [0 if gradient is None else gradient._version for gradient in now]
-        return versions != one.versions or any(map(operator.is_not, now, one.gradients))
 
 
 def fingerprint(vector: torch.Tensor, thorough: bool) -> torch.Tensor:
@@ -420,36 +412,28 @@ class GradientReplica(eager.GradientReplica):
         self, rank_group: RankGroup, named: dict[int, str] | None, config: dict[str, Any], options: dict[str, Any]
     ) -> None:
         self.named, self._rank_group, self._config = named, rank_group, config
-        self.layout = Layout([])
+        self._options = options
         self.tail = Tail()
         self.recorded: list[int] = []
-        self.overlap: Overlap | None = None
-        self.watch = Watch(self.layout)
-        self.checks = Checks(len(self.layout))
         self.passes: int = options["backward_passes_per_step"]
-        self._bucket_cap_mb: float = options["bucket_cap_mb"]
-        self._groups: Any = options["groups"]
-        self._compression: Any = options["compression"]
         self.before, self.after = options["scales"]
         self.round_transform: RoundTransform | None = options["round_transform"]
         self.scaler: Any = options["scaler"]
         self._nonfinite: str = options["nonfinite"]
-        self.named_buffers: NamedBuffers = options["named_buffers"]
         self.shown: ReducedRound | None = None
         self.skip = self.one_by_one = False
         self.unshown = self.stepped = 0
         self.counters: set[str] = set()
         self.extrapolation = Extrapolation()
+        self._use(Layout([]), early=False)
 
     def attach(self, optimizer: Any) -> None:
-        """Become the replica of a wrapped optimizer."""
         super().attach(optimizer)
-        self.lay_out()
+        self.prepare()
 
     def detach(self) -> None:
         super().detach()
-        if self.overlap is not None:
-            self.overlap.remove()
+        self.overlap.remove()
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -470,6 +454,9 @@ class GradientReplica(eager.GradientReplica):
     def extra_state(self) -> dict[str, Any]:
         return self.extrapolation.saved(self.optimizer)
 
+    def take_extra_state(self, state: Mapping[str, Any]) -> None:
+        self.extrapolation.load(self.optimizer, state[LEADS])
+
     def settings_in_force(self) -> dict[str, Any]:
         return {"backward_passes_per_step": self.passes, "counters": sorted(self.counters)}
 
@@ -480,37 +467,58 @@ class GradientReplica(eager.GradientReplica):
     def set_passes(self, passes: int) -> None:
         """Set the number of backward passes per step."""
         self.passes = passes
-        if self.overlap is not None:
-            self.overlap.passes = passes
+        self.overlap.set_passes(passes)
 
     @property
     def open_passes(self) -> int:
-        return 0 if self.overlap is None else self.overlap.passed
+        return self.overlap.passed
 
     # -- buckets ----------------------------------------------------------------------------------------------
 
-    def lay_out(self) -> None:
+    def prepare(self) -> None:
         """Split the parameters into buckets, and hook them."""
         parameters = self.parameters
-        count = slots(self._compression, parameters, self._rank_group.size, self._config["max_staleness"])
+        count = slots(self._options["compression"], parameters, self._rank_group.size, self._config["max_staleness"])
         self.tail = Tail(count, self._rank_group.index % count, self._config["weighting"] == "samples")
-        self.layout = Layout(parameters, self._bucket_cap_mb * MIB, self._groups, self.tail)
-        if self.overlap is not None:
-            self.overlap.remove()
         # (an overflow of a scaled step is known at its end only; an error must come before anything is handed over)
         scaled = self.scaler is not None and self.scaler.is_enabled()
-        early = not scaled and self._nonfinite == "skip"
-        self.overlap = Overlap(self.layout, self.passes, early, self._bucket_ready)
-        self.watch = Watch(self.layout)
-        self.checks = Checks(len(self.layout))
+        cap, groups = self._options["bucket_cap_mb"] * MIB, self._options["groups"]
+        layout = Layout(parameters, cap, groups, self.tail)
+        self.overlap.remove()
+        self._use(layout, early=not scaled and self._nonfinite == "skip")
+
+    def _use(self, layout: Layout, early: bool) -> None:
+        """Hand gradients over in these buckets, ``early`` in the backward pass."""
+        self.layout, self.watch, self.checks = layout, Watch(layout), Checks(len(layout))
+        self.overlap = Overlap(layout, self.passes, early, self._bucket_ready)
         self.emptied = self.checks.emptied
 
-    def gradient_format(self) -> GradientFormat:
-        self.lay_out()  # (groups may have been added since the optimizer was wrapped)
-        return make_wire(self.layout, self._compression, self.tail, self._rank_group)
+    @property
+    def nbytes(self) -> tuple[int, ...]:
+        return self.layout.nbytes
 
-    def extrapolate(self, rounds: float) -> None:
-        self.extrapolation.rounds = rounds
+    def placed(self, share: dict[str, Any]) -> dict[str, Any]:
+        """Return a rank's share of a checkpoint with its pending gradients on the devices of their buckets.
+
+        Raises:
+            ValueError: pending gradients have another memory order.
+        """
+        layout, vectors = self.layout, share.get("vectors", [])
+        if list(share.get("nbytes", ())) != list(layout.nbytes):
+            return share  # (``take_share`` refuses pending gradients of other buckets)
+        pending = any(vector is not None for vector in vectors)
+        if pending and share.get("orders", [""] * len(layout.parameters)) != layout.orders:
+            raise ValueError(
+                "this state has gradients pending of parameters that lie in memory otherwise than this model's: bring "
+                "it into the same memory format (torch.channels_last) before loading, or save after drain()"
+            )
+        pairs = zip(vectors, layout.buckets, strict=False)
+        return {**share, "vectors": [None if v is None else v.to(bucket.device) for v, bucket in pairs]}
+
+    def gradient_format(self) -> GradientFormat:
+        self.prepare()  # (groups may have been added since the optimizer was wrapped)
+        self.extrapolation.rounds = self.optimizer._async.config_for(self.layout.nbytes).weight_prediction
+        return make_wire(self.layout, self._options["compression"], self.tail, self._rank_group)
 
     # -- gradients out ----------------------------------------------------------------------------------------
 
@@ -523,11 +531,10 @@ class GradientReplica(eager.GradientReplica):
         Raises:
             ReplicaStateError: a gradient was changed after it had been handed over, or its samples were not recorded.
         """
-        passed = 1 if self.overlap is None else max(1, self.overlap.passed)
+        passed = max(1, self.overlap.passed)
         # (a step that ends an interrupted one brings no gradient)
         samples = self._samples(passed if worker.ready else 0) if self.tail.weighted else None
-        if self.overlap is not None:
-            self.overlap.disarm()
+        self.overlap.disarm()
         try:
             self.watch.check(worker.gone, lambda index: self.layout.vector(index, self.before, samples))
         except ReplicaStateError as error:
@@ -693,7 +700,8 @@ class GradientReplica(eager.GradientReplica):
         return flat_double(self.parameters)
 
     def buffers(self) -> Buffers | None:
-        return self.named_buffers.buffers()
+        named_buffers: NamedBuffers = self._options["named_buffers"]
+        return named_buffers.buffers()
 
     def finish(self, worker: EagerWorker, flush: bool) -> None:
         left, self.unshown, self.shown, self.stepped = self.unshown, 0, None, 0
@@ -708,17 +716,16 @@ class GradientReplica(eager.GradientReplica):
             warnings.warn(
                 f"drain() applied {left} round(s) that synchronize() never showed: {INSTEAD}", stacklevel=users_line()
             )
-        passed = 0 if self.overlap is None else self.overlap.passed
+        passed = self.overlap.passed
         if flush:
             outcome = "stay in p.grad and are added to the next step, unless zero_grad() is called first"
             warn_of_open_passes(passed, self.passes, outcome)
-        if self.overlap is not None and not passed:
+        if not passed:
             self.overlap.disarm()  # (until zero_grad() the next backward pass may belong to another optimizer)
 
     def stop_hooks(self) -> None:
-        if self.overlap is not None:
-            self.overlap.remove()
-            self.overlap.disarm()
+        self.overlap.remove()
+        self.overlap.disarm()
 
     def _take_over(self, worker: EagerWorker, rank: int) -> None:
         """Take over a rank's weights and optimizer state. A collective."""
