@@ -76,6 +76,27 @@ def unique_keys(names: Iterable[str]) -> list[str]:
     return keys
 
 
+def kept_buffers(buffers: Callable[[], Buffers | None]) -> Callable[[], None]:
+    """Return a function that restores the present values of buffers.
+
+    Args:
+        buffers: returns the buffers at the time of the call.
+    """
+
+    def writable() -> dict[tuple[str, str], Buffer]:
+        held = buffers()
+        return {} if held is None else {(one.key, one.kind): one for one in held.every if one.is_writable}
+
+    kept = {key: one.data() for key, one in writable().items()}
+
+    def put_back() -> None:
+        for key, one in writable().items():
+            if key in kept:
+                one.put_data(kept[key])
+
+    return put_back
+
+
 def unify_buffers(worker: Worker, buffers: Buffers | None, policy: str, root: int) -> None:
     """Make each buffer agree separately. A collective of the ranks that still have the optimizer.
 

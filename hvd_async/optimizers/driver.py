@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from hvd_async.errors import NotInitializedError, ReplicaMismatchError, ReplicaStateError
+from hvd_async.optimizers.agreement import consensus_distance, unify_buffers
 from hvd_async.optimizers.replica import Replica
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.lifecycle import Lifecycle, local_engine
@@ -79,6 +80,8 @@ class Driver(abc.ABC):
         lifecycle: the binding's lifecycle.
         rank_group: the ``size`` ranks that share the optimizer; this rank's position among them is ``index``.
         replica: the binding's replica.
+        buffers: how batch-norm statistics agree: "average", "local", or "root".
+        nothing: statistics without any step, the initial value of ``stats()``.
 
     Attributes:
         engine: this thread's engine, in tests with ranks as threads; None if the process has a single engine.
@@ -86,18 +89,23 @@ class Driver(abc.ABC):
         broken: the reason why this rank cannot continue to train; None while it can.
         discarded: whether ``discard()`` was called.
         rounds_before: rounds of earlier workers and runs.
+        stats_before: statistics of earlier workers.
+        restored: state that an earlier run has left on this rank, until the ranks have registered; None if there is
+            none.
         steps_ended: steps of the most advanced rank at the last membership change.
         make: function that makes a driver for the same optimizer and arguments among the present ranks.
     """
 
-    worker: Any
     make: Callable[[], Any]
 
-    def __init__(self, lifecycle: Lifecycle, rank_group: RankGroup, replica: Replica) -> None:
-        self.lifecycle, self.replica = lifecycle, replica
+    def __init__(
+        self, lifecycle: Lifecycle, rank_group: RankGroup, replica: Replica, buffers: str, nothing: Any
+    ) -> None:
+        self.lifecycle, self.replica, self.buffers, self.stats_before = lifecycle, replica, buffers, nothing
         self.engine = local_engine()
         self.rank_group, self.size, self.index = rank_group, rank_group.size, rank_group.index
-        self.worker = None
+        self.worker: Any = None
+        self.restored: Any = None
         self.broken: str | None = None
         self.discarded = False
         self.rounds_before = self.steps_ended = 0
@@ -184,12 +192,8 @@ class Driver(abc.ABC):
         """The algorithm in force and its settings."""
 
     @abc.abstractmethod
-    def stats(self) -> Any:
-        """Return what this rank's optimizer has done so far."""
-
-    @abc.abstractmethod
-    def names(self) -> list[str]:
-        """Return the names, equal on all ranks, that identify the optimizer: those of its parameters and settings."""
+    def fingerprint(self) -> tuple[list[str], list[int]]:
+        """Return names and checksums of everything that must be the same on all ranks, of parameters and settings."""
 
     @abc.abstractmethod
     def make_worker(self, engine: Any, finish: Callable[[bool], None]) -> Any:
@@ -233,9 +237,14 @@ class Driver(abc.ABC):
         if self.worker is not None:
             self.worker.check_outside_consensus(what)
 
-    @abc.abstractmethod
     def consensus_distance(self) -> float:
         """Return the root mean square distance of the ranks' weights from their mean. A collective."""
+        return consensus_distance(self.worker_now(), self.replica.read_double())
+
+    def unify_buffers(self) -> None:
+        """Make batch-norm statistics agree by the policy. A collective."""
+        if self.buffers != "local":
+            unify_buffers(self.worker_now(), self.replica.buffers(), self.buffers, self.rank_group.ranks[0])
 
     # -- the present worker -------------------------------------------------------------------------------------
 
@@ -244,6 +253,10 @@ class Driver(abc.ABC):
         """Number of rounds that this rank's weights have seen, including those before a resumed checkpoint."""
         worker = self.worker
         return self.rounds_before + (0 if worker is None else int(worker.version))
+
+    def stats(self) -> Any:
+        """Return what this rank's optimizer has done so far."""
+        return self.stats_before if self.worker is None else self.stats_before + self.worker.stats()
 
     @property
     def is_registered(self) -> bool:
@@ -292,7 +305,7 @@ class Driver(abc.ABC):
         other = self.is_registered or self.discarded or self.engine not in (None, engine)
         if other or list(self.rank_group.members) != asked.members:
             return False
-        return self.names() == asked.names or None
+        return self.fingerprint()[0] == asked.names or None
 
     def count_from(self, rounds: int) -> None:
         """Set the number of rounds that have been applied to this rank's weights so far."""
@@ -313,7 +326,12 @@ class Driver(abc.ABC):
         worker = self.make_worker(engine, finish)
         worker.kind = type(optimizer).__name__
         delete = weakref.WeakMethod(worker.delete)  # (the engine holds it as long as other ranks need it)
-        weakref.finalize(optimizer, _call, delete).atexit = False
+
+        def forget() -> None:
+            if (method := delete()) is not None:
+                method()
+
+        weakref.finalize(optimizer, forget).atexit = False
         return worker
 
     # -- ends ---------------------------------------------------------------------------------------------------
@@ -364,10 +382,3 @@ def derived(optimizer: Any, methods: type) -> Any:
     wrapped: Any = object.__new__(made)
     vars(wrapped).update(vars(optimizer))
     return wrapped
-
-
-def _call(reference: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Call a method if its object is still alive."""
-    method = reference()
-    if method is not None:
-        method()

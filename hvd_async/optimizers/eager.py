@@ -6,14 +6,13 @@ import abc
 import dataclasses
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvd_async.algorithms.eager.config import EagerConfig, EagerOptions
 from hvd_async.algorithms.eager.gradient_format import SAMPLE_DIGITS, GradientFormat, PendingGradient, ReducedRound
 from hvd_async.algorithms.eager.rank import EagerWorker, Remains
 from hvd_async.errors import RankLostError, ReplicaStateError
-from hvd_async.optimizers.agreement import consensus_distance, unify_buffers
 from hvd_async.optimizers.driver import Driver, GradientCounts, Standing
 from hvd_async.optimizers.replica import Replica
 from hvd_async.runtime.lifecycle import Lifecycle
@@ -32,12 +31,14 @@ class GradientReplica(Replica):
 
     emptied: Callable[[], Sequence[int]] = tuple
 
+    @property
+    @abc.abstractmethod
+    def nbytes(self) -> tuple[int, ...]:
+        """Bytes of each bucket's vector."""
+
     @abc.abstractmethod
     def gradient_format(self) -> GradientFormat:
         """Return the format of the present parameters' gradients, before a worker is made."""
-
-    def extrapolate(self, rounds: float) -> None:
-        """Extrapolate later updates by a number of rounds."""
 
     @abc.abstractmethod
     def fingerprint(self) -> tuple[list[str], list[int]]:
@@ -73,8 +74,6 @@ class EagerDriver(Driver):
 
     Attributes:
         options: the user's options.
-        restored: gradients that an earlier run has left pending on this rank; None if no state was loaded.
-        stats_before: statistics from before the last membership change.
         remains: this rank's gradients from before a membership change, until the ranks have registered; None if there
             are none.
     """
@@ -90,11 +89,10 @@ class EagerDriver(Driver):
         options: EagerOptions,
         local_size: int = 1,
     ) -> None:
-        super().__init__(lifecycle, rank_group, replica)
+        super().__init__(lifecycle, rank_group, replica, options.buffers, Stats())
         self.options = options
         self.restored: list[PendingGradient] | None = None
         self.remains: Remains | None = None
-        self.stats_before = Stats()
         self._gradients: GradientCounts | None = None
         """Counts from before a membership change, until the ranks have agreed."""
         self._parties = 1 if rank_group.size == 1 else rank_group.named // local_size
@@ -139,14 +137,6 @@ class EagerDriver(Driver):
         names = [name for name in config.__struct_fields__ if name != "buckets"]
         return {"algorithm": "eager", **{name: getattr(config, name) for name in names}}
 
-    def stats(self) -> Stats:
-        """Return what this rank's optimizer has done so far."""
-        return self.stats_before if self.worker is None else self.stats_before + self.worker.stats()
-
-    def consensus_distance(self) -> float:
-        """Return the root mean square distance of the ranks' weights from their mean. A collective."""
-        return consensus_distance(self.worker_now(), self.replica.read_double())
-
     @property
     def weighted(self) -> bool:
         """Whether rounds are weighted by samples."""
@@ -190,9 +180,8 @@ class EagerDriver(Driver):
 
     # -- registration, drains and cuts ------------------------------------------------------------------------------
 
-    def names(self) -> list[str]:
-        """Return the names, equal on all ranks, that identify the optimizer: those of its parameters and settings."""
-        return self.replica.fingerprint()[0]
+    def fingerprint(self) -> tuple[list[str], list[int]]:
+        return self.replica.fingerprint()
 
     def worker_now(self) -> EagerWorker:
         """Return the worker, as in ``Driver``. Also raises if a round was applied only in part on this rank."""
@@ -211,7 +200,6 @@ class EagerDriver(Driver):
         return worker
 
     def make_worker(self, engine: Any, finish: Callable[[bool], None]) -> EagerWorker:
-        """Return a worker for the optimizer's present parameters."""
         reference = weakref.ref(self.replica.optimizer)
 
         def apply(round_: ReducedRound) -> None:
@@ -220,17 +208,14 @@ class EagerDriver(Driver):
                 optimizer._async.replica.apply(round_)
 
         wire = self.replica.gradient_format()
-        config = self.config_for(wire.nbytes)
-        self.replica.extrapolate(config.weight_prediction)
-        return EagerWorker(engine, config, wire, finish, apply, self.replica.emptied)
+        return EagerWorker(engine, self.config_for(wire.nbytes), wire, finish, apply, self.replica.emptied)
 
     def register_worker(self, worker: EagerWorker, number: int | None) -> None:
-        """Announce this optimizer to the other ranks by a new worker."""
         if self.remains is not None:
             worker.take_over(self.remains.counted_from(-self.rounds_before, 0))
         elif self.restored is not None:
             worker.restore(self.restored)
-        worker.register(*self.replica.fingerprint(), self.replica.hyperparameters(), number)
+        worker.register(*self.fingerprint(), self.replica.hyperparameters(), number)
 
     def on_registered(self) -> None:
         """Drop the loaded or kept gradients, which the worker has taken over."""
@@ -246,9 +231,8 @@ class EagerDriver(Driver):
         """
         self.replica.finish(worker, flush)
         if flush:
-            if self.options.buffers != "local":
-                unify_buffers(worker, self.replica.buffers(), self.options.buffers, self.rank_group.ranks[0])
-            worker.compare(*self.replica.fingerprint(), "drain()")
+            self.unify_buffers()
+            worker.compare(*self.fingerprint(), "drain()")
 
     def discard(self) -> None:
         super().discard()
@@ -301,11 +285,8 @@ class EagerDriver(Driver):
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    def share(self, nbytes: Sequence[int]) -> dict[str, Any]:
+    def share(self) -> dict[str, Any]:
         """Return this rank's share of a checkpoint in addition to the wrapped optimizer's state: pending gradients.
-
-        Args:
-            nbytes: bytes of each bucket's vector.
 
         Raises:
             ReplicaStateError: gradients may be in flight, on this rank or another.
@@ -322,17 +303,13 @@ class EagerDriver(Driver):
             "size": self.size,
             "index": self.index,
             "rounds": self.rounds,
-            "nbytes": list(nbytes),
+            "nbytes": list(self.replica.nbytes),
             "vectors": [vector for vector, _ in held],
             "versions": [[v - version for v in versions] for _, versions in held],
         }
 
-    def take_share(self, share: dict[str, Any], nbytes: Sequence[int]) -> None:
+    def take_share(self, share: Mapping[str, Any]) -> None:
         """Load what ``share`` returned, before the ranks register.
-
-        Args:
-            share: this rank's share.
-            nbytes: present bytes of each bucket's vector.
 
         Raises:
             ValueError: it holds gradients and belongs to another rank, another number of ranks or other buckets.
@@ -344,7 +321,7 @@ class EagerDriver(Driver):
                 "an EagerOptimizer are identical: save it after drain()"
             )
         lost = max((len(versions) for versions in share.get("versions", ())), default=0)
-        if self.worker is not None and not (self.worker.settled and self._nothing_pending(self.worker)):
+        if self.worker is not None and (not self.worker.settled or any(at for _, at in self.worker.pending())):
             raise ReplicaStateError("gradients of this run are on their way: call drain() before loading a state")
         if lost and (share["size"], share["index"]) != (self.size, self.index):
             raise ValueError(
@@ -352,10 +329,10 @@ class EagerDriver(Driver):
                 f"pending; on rank {self.index} of {self.size} they would be lost. Load each rank's own file at the "
                 f"same size, or save after drain()."
             )
-        if lost and list(share["nbytes"]) != list(nbytes):
+        if lost and list(share["nbytes"]) != list(self.replica.nbytes):
             raise ValueError(
                 f"this state has {lost} gradient(s) pending in buckets of {share['nbytes']} bytes, and this optimizer "
-                f"has buckets of {list(nbytes)}: wrap it with the same bucket_cap_mb, groups, compression "
+                f"has buckets of {list(self.replica.nbytes)}: wrap it with the same bucket_cap_mb, groups, compression "
                 f"and weighting"
             )
         if self.worker is not None and lost:
@@ -364,10 +341,6 @@ class EagerDriver(Driver):
         if lost:
             pairs = zip(share["vectors"], share["versions"], strict=True)  # (copied: the worker adds to its vectors)
             self.restored = [PendingGradient(None if vector is None else vector + 0, list(at)) for vector, at in pairs]
-
-    @staticmethod
-    def _nothing_pending(worker: EagerWorker) -> bool:
-        return not any(versions for _, versions in worker.pending())
 
 
 def _would_be_lost(own: int) -> str:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.driver import GradientCounts, Standing
-from hvd_async.optimizers.local import LocalDriver
 from hvd_async.runtime import time_limits
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.lifecycle import LOST, Lifecycle, drivers
@@ -239,8 +238,8 @@ class Exchange(abc.ABC):
         """Set the hyperparameters that ``hyperparameters`` returned on another rank."""
 
 
-class Received:
-    """State of an optimizer, received from its source. The constructor is a collective.
+def _receive(exchange: Exchange, optimizer: Any, agreed: Agreed, position: int, name: str) -> Callable[[], None]:
+    """Receive the state of an optimizer from its source. A collective.
 
     Args:
         exchange: the binding's exchange.
@@ -249,40 +248,40 @@ class Received:
         position: the rank whose settings and hyperparameters all ranks take. They belong to its position in the data,
             as do the schedules that ranks take from it.
         name: prefix of the collectives' names.
+
+    Returns:
+        A function that loads the state, as far as this rank lacks it. It does not communicate.
     """
+    driver, lacks = optimizer._async, exchange.rank in agreed.takers
+    own = driver.settings_in_force(), exchange.hyperparameters(optimizer)
+    settings, hyperparameters = exchange.object_of(position, own, f"{name}.settings")
+    weights: list[Any] = []
+    state: Any = None
+    if agreed.takers:
+        weights = exchange.tensors_of(agreed.source, exchange.weights(optimizer), f"{name}.weights")
+        state = exchange.state_of(agreed.source, optimizer, f"{name}.state")
+    shared: dict[str, Vector] = {}
+    if agreed.shared:
+        driver.replica.prepare()
+        known = {} if driver.kept is None else driver.kept.shared
+        for place, one in enumerate(agreed.shared):
+            vector = known[one] if one in known else driver.replica.read()
+            shared[one] = exchange.vector_of(agreed.source, vector, f"{name}.shared.{place}")
 
-    def __init__(self, exchange: Exchange, optimizer: Any, agreed: Agreed, position: int, name: str) -> None:
-        self._exchange, self._optimizer, self._agreed = exchange, optimizer, agreed
-        own = optimizer._async.settings_in_force(), exchange.hyperparameters(optimizer)
-        self._settings, self._hyperparameters = exchange.object_of(position, own, f"{name}.settings")
-        self._weights: list[Any] = []
-        self._state: Any = None
-        if agreed.takers:
-            self._weights = exchange.tensors_of(agreed.source, exchange.weights(optimizer), f"{name}.weights")
-            self._state = exchange.state_of(agreed.source, optimizer, f"{name}.state")
-        self._shared: dict[str, Vector] = {}
-        if agreed.shared:
-            driver: LocalDriver = optimizer._async
-            driver.replica.prepare()
-            known = {} if driver.kept is None else driver.kept.shared
-            for place, one in enumerate(agreed.shared):
-                own = known[one] if one in known else driver.replica.read()
-                self._shared[one] = exchange.vector_of(agreed.source, own, f"{name}.shared.{place}")
-
-    def take(self) -> None:
-        """Load the state, as far as this rank lacks it. Does not communicate."""
-        agreed, driver = self._agreed, self._optimizer._async
-        driver.take_settings(self._settings)
-        if self._exchange.rank in agreed.takers:
-            self._exchange.put(self._exchange.weights(self._optimizer), self._weights)
-            self._exchange.put_state(self._optimizer, self._state)
-        self._exchange.put_hyperparameters(self._optimizer, self._hyperparameters)
-        if self._exchange.rank in agreed.takers:
+    def take() -> None:
+        driver.take_settings(settings)
+        if lacks:
+            exchange.put(exchange.weights(optimizer), weights)
+            exchange.put_state(optimizer, state)
+        exchange.put_hyperparameters(optimizer, hyperparameters)
+        if lacks:
             driver.count_from(agreed.seen)
         if agreed.shared:
-            driver.share_vectors(self._shared, agreed.rounds)
+            driver.share_vectors(shared, agreed.rounds)
         driver.go_on(agreed.rounds, agreed.ended, agreed.apart)
         driver.count_lost(agreed.lost or 0)
+
+    return take
 
 
 def sync(
@@ -308,7 +307,7 @@ def sync(
     reports = exchange.everyones(report, "hvd_async.elastic.reports")
     found = plan(reports)
     received = [
-        Received(exchange, optimizer, agreed, found.position, f"hvd_async.elastic.{number}")
+        _receive(exchange, optimizer, agreed, found.position, f"hvd_async.elastic.{number}")
         for number, (optimizer, agreed) in enumerate(zip(optimizers, found.optimizers, strict=True))
     ]
     values = exchange.tensors_of(found.position, others, "hvd_async.elastic.others") if found.newcomers else []
@@ -317,8 +316,8 @@ def sync(
         _warn_of_change(found, exchange.size)
 
     def take() -> None:
-        for one in received:
-            one.take()
+        for take_one in received:
+            take_one()
         if exchange.rank in found.newcomers:
             exchange.put(others, values)
 

@@ -101,7 +101,6 @@ class GossipDriver(LocalDriver):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The present algorithm, by ``schedule`` and ``switch()``, and its settings."""
         names = ["algorithm", "max_staleness", "gossip_every", "max_local_steps", "average_every", "compression"]
         own = ALGORITHMS[self.plan.config.algorithm].options
         names += [name for name in (*OUTER_BOUNDS, "quasi_global") if name in own]
@@ -242,12 +241,16 @@ class GossipDriver(LocalDriver):
     # -- workers ----------------------------------------------------------------------------------------------------
 
     def make_local_worker(self, engine: Any, finish: Callable[[bool], None]) -> GossipWorker:
-        """Return a worker for the present plan."""
         if self.worker is not None:
             self._common = self.worker.common_state()
         plan, config = self.plan, self.plan.config
         post = self.replica.message_format(
-            config.compression, self.rank_group, plan.parts, plan.max_messages, plan.plain_messages, plan.max_received
+            plan.max_received,
+            compression=config.compression,
+            messages=plan.max_messages,
+            rank_group=self.rank_group,
+            parts=plan.parts,
+            plain=plan.plain_messages,
         )
         worker: GossipWorker = rank_class(config)(engine, plan, post, finish)
         worker.learning_rates = lambda: self._rates
@@ -264,7 +267,6 @@ class GossipDriver(LocalDriver):
         super().replace_worker()
 
     def begin_worker(self, worker: GossipWorker) -> None:
-        """Pass the present weights to a new worker."""
         worker.begin(self.replica.read())
 
     # -- membership changes (elastic training) ------------------------------------------------------------------------
@@ -289,7 +291,6 @@ class GossipDriver(LocalDriver):
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def pack(self, kept: SavedState | None) -> dict[str, Any]:
-        """Return the state that a worker has ``kept``, in the form of a checkpoint."""
         if kept is None:
             common = self._common if self.worker is None else self.worker.common_state()
             return {"weight": 1.0, "copies": dict(common), "base": 0}
@@ -302,7 +303,6 @@ class GossipDriver(LocalDriver):
         return found | {"copies": copies, RATES: correction.rates} | units
 
     def take_share(self, share: Mapping[str, Any]) -> None:
-        """Load what ``share`` returned, as in ``LocalDriver``."""
         super().take_share(share)
         self._common = {} if self.restored is not None else dict(share.get("copies", {}))
         self._correction = Correction(SMOOTHING)
@@ -311,7 +311,6 @@ class GossipDriver(LocalDriver):
             self._correction.vector, self._correction.rates = share["copies"][CORRECTION], list(share[RATES])
 
     def unpack(self, share: Mapping[str, Any]) -> SavedState:
-        """Return the state that ``pack`` was called with."""
         copies = {name: copy for name, copy in share["copies"].items() if name != CORRECTION}
         return SavedState(share["weight"], copies, share["base"])
 

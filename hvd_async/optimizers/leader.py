@@ -158,7 +158,6 @@ class LeaderDriver(LocalDriver):
         worker.begin(self.replica.read(), self.replica.statistics())
 
     def finish(self, worker: LeaderWorker, flush: bool) -> None:
-        """End a drain (``flush``) or a cut."""
         super().finish(worker, flush)
         if flush:
             worker.executor.publish_statistics(self.replica.statistics())
@@ -204,7 +203,6 @@ class LeaderDriver(LocalDriver):
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def pack(self, kept: SavedState | None) -> dict[str, Any]:
-        """Return the state that a worker has ``kept``, in the form of a checkpoint."""
         if kept is None:
             steps = self.steps_before if self.worker is None else self.worker.steps
             return {"copies": {}, "steps": steps}
@@ -222,7 +220,6 @@ class LeaderDriver(LocalDriver):
         }
 
     def take_share(self, share: Mapping[str, Any]) -> None:
-        """Load what ``share`` returned. Raises as in ``LocalDriver``."""
         super().take_share(share)
         self.steps_before = int(share.get("steps", 0))
 
@@ -232,7 +229,6 @@ class LeaderDriver(LocalDriver):
         return config.algorithm if self._centered else f"{config.algorithm} in groups {config.groups}"
 
     def unpack(self, share: Mapping[str, Any]) -> SavedState:
-        """Return the state that ``pack`` was called with."""
         copies, follows = share["copies"], share["follows"]
         if follows != self._follows():
             raise ValueError(

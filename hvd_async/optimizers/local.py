@@ -6,67 +6,20 @@ import abc
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
+from hvd_async.algorithms.gossip.rank import GossipWorker
 from hvd_async.algorithms.kept import Kept
-from hvd_async.algorithms.leader.rank import Statistics
+from hvd_async.algorithms.leader.rank import LeaderWorker, Statistics
 from hvd_async.errors import ReplicaStateError
-from hvd_async.optimizers.agreement import consensus_distance, unify_buffers
+from hvd_async.optimizers.agreement import kept_buffers
 from hvd_async.optimizers.driver import Driver, Standing
 from hvd_async.optimizers.replica import WeightReplica
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.lifecycle import Lifecycle
 from hvd_async.runtime.process_sets import RankGroup
 
-
-class WeightWorker(Protocol):
-    """Worker of an algorithm whose ranks have weights of their own: the members that a ``Worker`` does not have.
-
-    Attributes:
-        keep: object that must stay alive until the next drain.
-        defers_sends: whether constraints or post-step hooks may change the weights that ``mix`` returns.
-    """
-
-    keep: object
-    defers_sends: bool
-
-    @property
-    def weight(self) -> float:
-        """The factor by which the model's weights are multiplied while the wrapped optimizer updates them: the push-sum
-        weight, else 1."""
-
-    @property
-    def wants_before(self) -> bool:
-        """Whether ``mix`` needs the weights from before the update: D-PSGD."""
-
-    @property
-    def settled(self) -> bool:
-        """Whether no step was taken since the last drain or cut."""
-
-    def check_step(self) -> None:
-        """Raise if no step can be taken at present; called before a step changes any weight."""
-
-    def mix(self, before: Vector, after: Vector) -> Vector:
-        """Mix other ranks' weights into this rank's, and return the model's weights."""
-
-    def publish(self, weights: Vector) -> None:
-        """Send what later steps of other ranks mix in; ``weights`` are the model's at the end of the step."""
-
-    def consensus(self, weights: Vector) -> Vector:
-        """Return the consensus of all ranks' weights. A collective."""
-
-    def gather(self, weights: Vector, flush: bool) -> Vector:
-        """Return the weights to continue with after a drain (``flush``) or a cut."""
-
-    def saved_state(self) -> Any:
-        """Return the state that a checkpoint needs in addition to the weights, after a cut; None if there is none."""
-
-    def stats(self) -> Any:
-        """Return a snapshot of the statistics."""
-
-    def leave(self, weights: Vector) -> Kept:
-        """Return the state that this rank keeps at a membership change; ``weights`` are its model's."""
+WeightWorker: TypeAlias = GossipWorker | LeaderWorker
 
 
 class StepStart(NamedTuple):
@@ -106,15 +59,11 @@ class LocalDriver(Driver):
     the mixed weights, ``publish``.
 
     Args:
-        lifecycle, rank_group, replica: as in ``Driver``.
-        buffers: how batch-norm statistics agree: "average", "local", or "root".
-        nothing: statistics without any step, the initial value of ``stats()``.
+        lifecycle, rank_group, replica, buffers, nothing: as in ``Driver``.
 
     Attributes:
         lr_factor: factor of this rank's learning rate within a step.
         corrects_momentum: whether any of its steps may end with a correction of the momentum.
-        stats_before: statistics of earlier workers.
-        restored: state loaded from a checkpoint after a cut; None if there is none.
         begun: whether settings were chosen by the epoch, or switched, since the start or since a state was loaded.
     """
 
@@ -125,9 +74,7 @@ class LocalDriver(Driver):
     def __init__(
         self, lifecycle: Lifecycle, rank_group: RankGroup, replica: WeightReplica, buffers: str, nothing: Any
     ) -> None:
-        super().__init__(lifecycle, rank_group, replica)
-        self.buffers, self.stats_before = buffers, nothing
-        self.restored: Any = None
+        super().__init__(lifecycle, rank_group, replica, buffers, nothing)
         self.begun = False
         self._in_step = False
         """Whether a step has begun whose weights were not mixed yet."""
@@ -179,7 +126,7 @@ class LocalDriver(Driver):
         """Process the loss of the step that begins; arguments as for ``begin_step``."""
 
     def end_step(self, before: Vector | None, after: Vector, statistics: Statistics | None = None) -> StepEnd:
-        """Mix other ranks' weights into this rank's.
+        """Mix other ranks' weights into this rank's, inside ``updating()``.
 
         Args:
             before: the model's weights before the update, shape (n,), if the step needs them.
@@ -190,20 +137,19 @@ class LocalDriver(Driver):
             FloatingPointError: a weight is NaN or infinite; it was not sent.
         """
         worker: WeightWorker = self.worker
-        with self.updating():
-            if not self.replica.is_finite(after):
-                raise FloatingPointError(self.replica.describe_nonfinite())
-            merged = self.merged_statistics(statistics)
-            weight = worker.weight
-            if weight != 1.0:
-                after *= weight
-                if before is not None:
-                    before *= weight
-            mixed = worker.mix(after if before is None else before, after)
-        return StepEnd(mixed, merged)
+        if not self.replica.is_finite(after):
+            raise FloatingPointError(self.replica.describe_nonfinite())
+        merged = self.merged_statistics(statistics)
+        weight = worker.weight
+        if weight != 1.0:
+            after *= weight
+            if before is not None:
+                before *= weight
+        return StepEnd(worker.mix(after if before is None else before, after), merged)
 
     def publish(self, weights: Vector) -> None:
-        """End the step: send what later steps of other ranks mix in, after constraints and post-step hooks.
+        """End the step, inside ``updating()``: send what later steps of other ranks mix in, after constraints and
+        post-step hooks.
 
         Args:
             weights: the model's weights at the end of the step, shape (n,); must not be changed afterwards.
@@ -211,10 +157,9 @@ class LocalDriver(Driver):
         Raises:
             FloatingPointError: constraints or hooks have made a weight NaN or infinite.
         """
-        with self.updating():
-            if self.worker.defers_sends and not self.replica.is_finite(weights):
-                raise FloatingPointError(self.replica.describe_nonfinite())
-            self.worker.publish(weights)
+        if self.worker.defers_sends and not self.replica.is_finite(weights):
+            raise FloatingPointError(self.replica.describe_nonfinite())
+        self.worker.publish(weights)
         self._in_step, self._ended = False, self._begun
         self._own_steps += 1
 
@@ -222,13 +167,16 @@ class LocalDriver(Driver):
         """Return the batch-norm statistics to continue with; None for this rank's own."""
         return None
 
-    def updating(self) -> _Updating:
-        """Return a context for a step or a part of one; an exception in it marks the rank as broken."""
-        return _Updating(self)
-
-    def break_off(self, error: BaseException) -> None:
-        """Mark the rank as broken after an interrupted step: its weights differ from what other ranks assume."""
-        self.broken, self._in_step = f"a step was broken off: {type(error).__name__}: {error}", False
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Return a context for a step or a part of one. An exception in it marks the rank as broken, since its weights
+        differ from what other ranks assume."""
+        self.pin()
+        try:
+            yield
+        except BaseException as error:
+            self.broken, self._in_step = f"a step was broken off: {type(error).__name__}: {error}", False
+            raise
 
     def check_usable(self) -> None:
         """Raise ReplicaStateError if this rank cannot continue to train with the optimizer."""
@@ -245,10 +193,6 @@ class LocalDriver(Driver):
 
     # -- consensus ------------------------------------------------------------------------------------------------
 
-    def stats(self) -> Any:
-        """Return what this rank's optimizer has done so far."""
-        return self.stats_before if self.worker is None else self.stats_before + self.worker.stats()
-
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
         """Return a context in which the model holds the consensus; on exit it gets its weights back. A collective."""
@@ -260,7 +204,7 @@ class LocalDriver(Driver):
     def consensus_after_cut(self) -> Iterator[None]:
         """Return the context of ``consensus``, after a cut. A collective."""
         worker: WeightWorker = self.worker_now()
-        own, put_back = self.replica.read(), self.replica.keep_buffers()
+        own, put_back = self.replica.read(), kept_buffers(self.replica.buffers)
         forgotten = False
         try:
             self.replica.write(self.replica.constrained(worker.consensus(own * worker.weight)))
@@ -280,12 +224,7 @@ class LocalDriver(Driver):
     def consensus_distance(self) -> float:
         """Return the root mean square distance of the ranks' weights from their mean. A collective, with a cut."""
         self.end(False)
-        return consensus_distance(self.worker_now(), self.replica.read_double())
-
-    def unify_buffers(self) -> None:
-        """Make batch-norm statistics agree by the policy, to match the consensus weights. A collective."""
-        if self.buffers != "local":
-            unify_buffers(self.worker_now(), self.replica.buffers(), self.buffers, self.rank_group.ranks[0])
+        return super().consensus_distance()
 
     def united(self, vector: Vector, what: str) -> Vector:
         """Return the consensus of all ranks' vectors after a drain: their mean. A collective."""
@@ -298,12 +237,10 @@ class LocalDriver(Driver):
 
     # -- registration, drains and cuts ----------------------------------------------------------------------------
 
-    def names(self) -> list[str]:
-        """Return the names, equal on all ranks, that identify the optimizer: those of its parameters and settings."""
-        return self.replica.fingerprint(self.restored is not None)[0]
+    def fingerprint(self) -> tuple[list[str], list[int]]:
+        return self.replica.fingerprint(self.restored is not None)
 
     def make_worker(self, engine: Any, finish: Callable[[bool], None]) -> Any:
-        """Return a worker for the optimizer's present parameters."""
         self.replica.prepare()
         if self.worker is not None:  # (it belongs to an engine that was drained and shut down)
             self.stats_before = self.stats()
@@ -314,17 +251,15 @@ class LocalDriver(Driver):
         """Return a worker; the replica is prepared."""
 
     def register_worker(self, worker: Any, number: int | None) -> None:
-        """Announce this optimizer to the other ranks by a new worker."""
         self.pin()
         self.begin_worker(worker)
-        worker.register(*self.replica.fingerprint(self.restored is not None), number=number)
+        worker.register(*self.fingerprint(), number=number)
 
     def on_registered(self) -> None:
         """Drop the loaded or kept state, which the worker has taken over."""
         self.restored = self.kept = None
 
     def finish(self, worker: Any, flush: bool) -> None:
-        """End a drain (``flush``) or a cut."""
         if self._set_aside is not None:  # (in a cut at the start of another optimizer's consensus())
             self._set_aside = worker.gather(self._set_aside, flush)
             return
@@ -450,20 +385,3 @@ class LocalDriver(Driver):
             ) from None
         self.replace_worker()
         self.rounds_before, self.begun, self.restored = share["rounds"], False, restored
-
-
-class _Updating:
-    """Context of a step. (A class, since a step enters three of them, and a generator would need three times the
-    calls.)"""
-
-    def __init__(self, driver: LocalDriver) -> None:
-        self._driver = driver
-
-    def __enter__(self) -> None:
-        self._driver.pin()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._driver.break_off(error)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvd_async.algorithms.gossip.message_format import MessageFormat
@@ -18,7 +18,6 @@ from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.interfaces import RankRuntime, Vector
 from hvd_async.runtime.log import users_line
-from hvd_async.runtime.process_sets import RankGroup
 
 STALE = (
     "this step was traced, as a tf.function, before ranks were lost or joined, and cannot run with the present ranks: "
@@ -87,6 +86,9 @@ class Replica(abc.ABC):
         """Return state in addition to the wrapped optimizer's own, by its keys in ``state_dict()``."""
         return {}
 
+    def take_extra_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027  some have none
+        """Take the state that ``extra_state`` returned."""
+
     def bind(self, engine: RankRuntime) -> None:  # noqa: B027  on a CPU there is nothing to bind
         """Order the engine's later work on vectors after this thread's."""
 
@@ -133,18 +135,12 @@ class WeightReplica(Replica):
         weights."""
 
     @abc.abstractmethod
-    def message_format(
-        self, compression: str, rank_group: RankGroup, parts: int, messages: int, plain: int, received: int
-    ) -> MessageFormat:
+    def message_format(self, received: int, **options: Any) -> MessageFormat:
         """Return the format of messages with weights.
 
         Args:
-            compression: name of the compression.
-            rank_group: the ranks that gossip.
-            parts: number of parts of a vector; a message holds one part.
-            messages: number of messages that a rank sends in an exchange, at most.
-            plain: number of these that may be sent uncompressed, at most.
             received: number of messages that a rank receives in an exchange, at most; 0 if unknown.
+            options: as in ``MessageFormat``.
         """
 
     @abc.abstractmethod
@@ -169,10 +165,6 @@ class WeightReplica(Replica):
         return []
 
     # -- state other than the weights -------------------------------------------------------------------------
-
-    @abc.abstractmethod
-    def keep_buffers(self) -> Callable[[], None]:
-        """Return a function that restores the present values of buffers."""
 
     @abc.abstractmethod
     def statistics(self) -> Statistics | None:
@@ -228,9 +220,6 @@ class WeightReplica(Replica):
             rates: learning rates as in ``learning_rates``, as numbers.
         """
         return momentum
-
-    def add_to_momentum(self, correction: Vector) -> None:
-        """Add a vector, in the optimizer's units, to the momentum of parameters that had a gradient in this step."""
 
     # -- optional parts -------------------------------------------------------------------------------------------
 

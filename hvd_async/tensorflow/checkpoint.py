@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_async.tensorflow.variables import own_name
+from hvd_async.tensorflow.variables import own_name, raw
 
 PREFIX = "hvd_async."
 COPY = "copy."
@@ -21,79 +21,79 @@ def is_share(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
-def own_variables(optimizer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a wrapped optimizer's variables by name.
-
-    Raises:
-        ValueError: ``state``, arrays by name, has others.
-    """
-    names = {name for name in state if not is_share(name)}
-    own = {own_name(variable): variable for variable in optimizer.variables}
-    if own.keys() != names:
-        differing = ", ".join(sorted(own.keys() ^ names)[:3])
-        raise ValueError(f"the state is of another optimizer, or this one is not built: {differing} ...")
-    return own
-
-
 def pack(share: Mapping[str, Any]) -> Arrays:
-    """Return ``EagerDriver.share`` as arrays."""
-    arrays = {f"{PREFIX}{key}": np.asarray(share[key], np.int64) for key in ("size", "index", "rounds", "nbytes")}
-    for bucket, (vector, versions) in enumerate(zip(share["vectors"], share["versions"], strict=True)):
+    """Return a driver's ``share`` as arrays: numbers, lists of numbers and text; vectors by name; pending gradients."""
+    apart = {"copies", "vectors", "versions"}
+    arrays = {f"{PREFIX}{name}": np.asarray(value) for name, value in share.items() if name not in apart}
+    arrays |= {f"{PREFIX}{COPY}{name}": np.array(copy) for name, copy in share.get("copies", {}).items()}
+    pending = zip(share.get("vectors", ()), share.get("versions", ()), strict=True)
+    for bucket, (vector, versions) in enumerate(pending):
         if vector is not None:
-            arrays[f"{PREFIX}pending.{bucket}"] = np.asarray(vector).copy()
+            arrays[f"{PREFIX}pending.{bucket}"] = np.array(vector)
             arrays[f"{PREFIX}versions.{bucket}"] = np.asarray(versions, np.int64)
     return arrays
 
 
-def unpack(state: Mapping[str, Any], dtypes: Sequence[tf.DType]) -> dict[str, Any] | None:
-    """Return the share in ``state`` that ``pack`` has packed, for ``EagerDriver.take_share``; None if there is none.
+def unpack(state: Mapping[str, Any], dtypes: Sequence[tf.DType] = ()) -> dict[str, Any] | None:
+    """Return the share in ``state`` that ``pack`` has packed, for a driver's ``take_share``; None if there is none.
 
     Args:
         state: arrays by name, others among them.
-        dtypes: of the buckets' vectors now.
-    """
-    if f"{PREFIX}size" not in state:
-        return None
-    share: dict[str, Any] = {key: int(state[f"{PREFIX}{key}"]) for key in ("size", "index", "rounds")}
-    share["cut"] = bool(state.get(f"{PREFIX}cut", False))
-    share["nbytes"] = np.asarray(state.get(f"{PREFIX}nbytes", [])).tolist()  # (a gossiping optimizer has none)
-    share["vectors"], share["versions"] = [], []
-    for bucket in range(len(share["nbytes"])):
-        vector = state.get(f"{PREFIX}pending.{bucket}")
-        dtype = dtypes[bucket] if bucket < len(dtypes) else None
-        share["vectors"].append(None if vector is None else tf.convert_to_tensor(vector, dtype))
-        share["versions"].append(np.asarray(state.get(f"{PREFIX}versions.{bucket}", [])).astype(int).tolist())
-    return share
-
-
-def pack_leads(leads: Sequence[tf.Variable]) -> Arrays:
-    """Return the leads of extrapolated updates as arrays."""
-    return {f"{PREFIX}lead.{place}": lead.numpy() for place, lead in enumerate(leads)}
-
-
-def unpack_leads(state: Mapping[str, Any], count: int) -> list[Any]:
-    """Return ``count`` leads that ``pack_leads`` made, None for each that ``state`` does not have."""
-    return [state.get(f"{PREFIX}lead.{place}") for place in range(count)]
-
-
-def pack_local(share: Mapping[str, Any]) -> Arrays:
-    """Return ``LocalDriver.share`` as arrays: numbers, lists of numbers and text, and vectors by name ("copies")."""
-    numbers = {name: value for name, value in share.items() if name != "copies"}
-    arrays = {f"{PREFIX}{name}": np.asarray(value) for name, value in numbers.items()}
-    return arrays | {f"{PREFIX}{COPY}{name}": np.array(copy) for name, copy in share["copies"].items()}
-
-
-def unpack_local(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the share in ``state`` that ``pack_local`` has packed, for ``LocalDriver.take_share``; None if none.
-
-    Args:
-        state: arrays by name, others among them; or the result of ``pack``.
+        dtypes: present dtypes of the buckets' vectors, if gradients travel.
     """
     if f"{PREFIX}size" not in state:
         return None
     own = {name.removeprefix(PREFIX): np.asarray(value) for name, value in state.items() if is_share(name)}
-    copies = {name.removeprefix(COPY): np.array(own.pop(name)) for name in list(own) if name.startswith(COPY)}
-    pending = [own.pop(name).tolist() for name in list(own) if name.startswith("versions.")]
-    return {"copies": copies, "versions": pending} | {
-        name: value.tolist() for name, value in own.items() if not name.startswith(("pending.", "lead."))
-    }
+    share = {name: value.tolist() for name, value in own.items() if "." not in name}
+    share["copies"] = {name.removeprefix(COPY): np.array(own[name]) for name in own if name.startswith(COPY)}
+    share["vectors"], share["versions"] = [], []
+    for bucket in range(len(share.setdefault("nbytes", []))):  # (a state of weights has none)
+        vector = own.get(f"pending.{bucket}")
+        dtype = dtypes[bucket] if bucket < len(dtypes) else None
+        share["vectors"].append(None if vector is None else tf.convert_to_tensor(vector, dtype))
+        share["versions"].append([] if vector is None else own[f"versions.{bucket}"].astype(int).tolist())
+    return share
+
+
+class StateMethods:
+    """Methods of every wrapped Keras optimizer that save and restore its state."""
+
+    def get_state(self: Any) -> Arrays:
+        """Return the wrapped optimizer's variables (iterations, learning rate, velocities ...) by name, and this rank's
+        share of the state between ranks.
+
+        After a ``drain()`` the share is little more than a count. After a ``cut()`` it is this rank's pending
+        gradients, or, where ranks exchange weights, all of the rank's own state.
+
+        Raises:
+            ReplicaStateError: gradients may be in flight, on this rank or another; or, where ranks exchange weights, a
+                step was taken since the last drain or cut.
+        """
+        replica = self._async.replica
+        replica.prepare()
+        own = {own_name(v): raw(v).numpy() for v in self.variables}
+        leads = {f"{PREFIX}lead.{place}": lead.numpy() for place, lead in enumerate(replica.leads)}
+        return own | pack(self._async.share()) | leads
+
+    def set_state(self: Any, state: Arrays) -> None:
+        """Restore what ``get_state`` returned, before the first step or after a ``drain()``; the optimizer must be
+        built. Load the model's weights too: before the next step, in either order.
+
+        Raises:
+            ValueError: the state is of another optimizer, of another rank after a cut, or holds gradients of another
+                rank.
+            ReplicaStateError: gradients or messages of this run are in flight.
+        """
+        replica = self._async.replica
+        replica.prepare()
+        own, names = {own_name(v): v for v in self.variables}, {name for name in state if not is_share(name)}
+        if own.keys() != names:
+            differing = ", ".join(sorted(own.keys() ^ names)[:3])
+            raise ValueError(f"the state is of another optimizer, or this one is not built: {differing} ...")
+        share = unpack(state, replica.dtypes)
+        if share is not None:
+            self._async.take_share(share)
+        for name, variable in own.items():
+            variable.assign(state[name])
+        for place, lead in enumerate(replica.leads):
+            lead.assign(state.get(f"{PREFIX}lead.{place}", tf.zeros_like(lead)))

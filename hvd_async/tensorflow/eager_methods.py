@@ -6,20 +6,19 @@ import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 import tensorflow as tf
 
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import methods
 from hvd_async.optimizers.eager import EagerDriver
-from hvd_async.tensorflow import checkpoint
+from hvd_async.tensorflow.checkpoint import StateMethods
 from hvd_async.tensorflow.gradient_format import accumulated
 from hvd_async.tensorflow.gradient_replica import GradientReplica
 from hvd_async.tensorflow.ops import as_op
-from hvd_async.tensorflow.variables import own_name, raw, signature
+from hvd_async.tensorflow.variables import signature
 
 
-class EagerMethods(methods.EagerMethods):
+class EagerMethods(StateMethods, methods.EagerMethods):
     """Methods of a wrapped Keras optimizer whose gradients travel."""
 
     _async: EagerDriver
@@ -59,34 +58,6 @@ class EagerMethods(methods.EagerMethods):
             ValueError: no such number; or rounds are not weighted by samples.
         """
         note_samples(self._async, samples)
-
-    def get_state(self: Any) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the wrapped optimizer's variables (iterations, learning rate, velocities ...) by name, and this rank's
-        pending gradients: none after a ``drain()``.
-
-        Raises:
-            ReplicaStateError: gradients may be in flight, on this rank or another.
-        """
-        replica = self._async.replica
-        share = checkpoint.pack(self._async.share(replica.prepare().nbytes))
-        own = {own_name(v): raw(v).numpy() for v in self.variables}
-        return own | share | checkpoint.pack_leads(replica.leads)
-
-    def set_state(self: Any, state: dict[str, np.ndarray[Any, Any]]) -> None:
-        """Restore what ``get_state`` returned, before the first step; the optimizer must be built.
-
-        Raises:
-            ValueError: the state is of another optimizer, or holds gradients of another rank.
-        """
-        layout = self._async.replica.prepare()
-        share = checkpoint.unpack(state, layout.dtypes)
-        own, leads = checkpoint.own_variables(self, state), self._async.replica.leads
-        if share is not None:
-            self._async.take_share(share, layout.nbytes)
-        for name, variable in own.items():
-            variable.assign(state[name])
-        for lead, value in zip(leads, checkpoint.unpack_leads(state, len(leads)), strict=True):
-            lead.assign(tf.zeros_like(lead) if value is None else value)
 
     # -- methods that Keras calls by name -----------------------------------------------------------------------
 
@@ -148,7 +119,7 @@ def take_step(optimizer: Any, grads: list[Any], trainable_variables: Any, scale:
         return tf.constant(True)
     replica: GradientReplica = optimizer._async.replica
     variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
-    layout = replica.set_up(variables)
+    layout = replica.prepare(variables)
     gradients = _indexed(optimizer, grads, variables, scale)
     frozen = [i for i, v in enumerate(optimizer._trainable_variables) if not v.trainable and not _among(v, variables)]
     vectors = {b: layout.flatten(b, gradients) for b in range(len(layout)) if layout.has_any(b, gradients)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
@@ -90,34 +89,23 @@ def _by_size(variables: Sequence[Any], order: Sequence[int], cap_bytes: float) -
     return [[order[place] for place in part] for part in by_size(sizes, cap_bytes)]
 
 
-@dataclass(frozen=True)
-class Terms:
-    """Parameters of a layout, besides the variables.
-
-    Attributes:
-        before, after: factors of a gradient before, and of a sum after, the ranks' gradients are added up.
-        tail: counting elements at a vector's end.
-        device: device on which vectors are concatenated; "": TensorFlow decides.
-    """
-
-    before: float = 1.0
-    after: float = 1.0
-    tail: Tail = field(default_factory=Tail)
-    device: str = ""
-
-
 class Layout:
     """The place of each variable's gradient in the buckets.
 
     Args:
         variables: in the same order on all ranks.
         buckets: of these variables.
-        terms: see ``Terms``.
+        factors: factors of a gradient before, and of a sum after, the ranks' gradients are added up.
+        tail: counting elements at a vector's end.
+        device: device on which vectors are concatenated; "": TensorFlow decides.
     """
 
-    def __init__(self, variables: Sequence[Any], buckets: Sequence[Bucket], terms: Terms) -> None:
+    def __init__(
+        self, variables: Sequence[Any], buckets: Sequence[Bucket], factors: tuple[float, float], tail: Tail, device: str
+    ) -> None:
         self._variables = [raw(v) for v in variables]
-        self.buckets, self._terms = list(buckets), terms
+        self.buckets, self._tail, self._device = list(buckets), tail, device
+        self._before, self._after = factors
 
     def __len__(self) -> int:
         return len(self.buckets)
@@ -130,12 +118,12 @@ class Layout:
     @property
     def elements(self) -> list[int]:
         """Elements of each bucket's vector."""
-        return [sum(bucket.sizes) + len(self._terms.tail) for bucket in self.buckets]
+        return [sum(bucket.sizes) + len(self._tail) for bucket in self.buckets]
 
     @property
     def weighted(self) -> bool:
         """Whether rounds are weighted by samples."""
-        return self._terms.tail.weighted
+        return self._tail.weighted
 
     @property
     def nbytes(self) -> tuple[int, ...]:
@@ -161,15 +149,15 @@ class Layout:
             Shape (elements,); its tail counts one gradient, without samples.
         """
         dtype, indices, sizes = self.buckets[bucket]
-        with tf.device(self._terms.device or None):
+        with tf.device(self._device or None):
             parts = []
             for index, size in zip(indices, sizes, strict=True):
                 if index not in gradients:
                     parts.append(tf.zeros([size], dtype))
                     continue
                 part = tf.reshape(tf.cast(gradients[index], dtype), [-1])
-                parts.append(part if self._terms.before == 1.0 else part * tf.constant(self._terms.before, dtype))
-            return tf.concat([*parts, self._tail(dtype, 0)], axis=0)
+                parts.append(part if self._before == 1.0 else part * tf.constant(self._before, dtype))
+            return tf.concat([*parts, self._tail_of(dtype, 0)], axis=0)
 
     def nothing(self, bucket: int) -> tf.Tensor:
         """Return a vector of one gradient that is zero."""
@@ -178,16 +166,16 @@ class Layout:
     def recounted(self, bucket: int, vector: tf.Tensor, factor: float, samples: int) -> tf.Tensor:
         """Return ``vector`` x ``factor`` as one gradient of ``samples`` samples, whatever its tail counts."""
         dtype = self.dtypes[bucket]
-        gradients = vector[: -len(self._terms.tail)] * tf.constant(factor, dtype)
-        return tf.concat([gradients, self._tail(dtype, samples)], axis=0)
+        gradients = vector[: -len(self._tail)] * tf.constant(factor, dtype)
+        return tf.concat([gradients, self._tail_of(dtype, samples)], axis=0)
 
     def relaid(self, bucket: int, vector: tf.Tensor, layout: Layout) -> tf.Tensor:
         """Return gradients of a bucket of ``layout``, the same layout among other ranks, as a vector of this one."""
-        gradients = vector[: -len(layout._terms.tail)]
-        return tf.concat([gradients, self._tail(self.dtypes[bucket], 1)], axis=0)
+        gradients = vector[: -len(layout._tail)]
+        return tf.concat([gradients, self._tail_of(self.dtypes[bucket], 1)], axis=0)
 
-    def _tail(self, dtype: tf.DType, samples: int) -> tf.Tensor:
-        return tf.constant(self._terms.tail.of(samples), dtype)
+    def _tail_of(self, dtype: tf.DType, samples: int) -> tf.Tensor:
+        return tf.constant(self._tail.of(samples), dtype)
 
     def without(self, indices: Sequence[int], sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Return a round's sums, with zeros instead of the gradients of these variables."""
@@ -197,7 +185,7 @@ class Layout:
         for vector, bucket in zip(sums, self.buckets, strict=True):
             left_out = np.isin(bucket.indices, indices)
             if left_out.any():
-                mask = np.append(np.repeat(left_out, bucket.sizes), np.zeros(len(self._terms.tail), bool))
+                mask = np.append(np.repeat(left_out, bucket.sizes), np.zeros(len(self._tail), bool))
                 vector = tf.where(mask, tf.zeros([], bucket.dtype), vector)
             changed.append(vector)
         return changed
@@ -212,7 +200,7 @@ class Layout:
         """
         gradients: dict[int, tf.Tensor] = {}
         for number, (vector, (dtype, indices, sizes)) in enumerate(zip(sums, self.buckets, strict=True)):
-            flat, after = tf.reshape(vector, [sum(sizes) + len(self._terms.tail)]), self._terms.after
+            flat, after = tf.reshape(vector, [sum(sizes) + len(self._tail)]), self._after
             factor = tf.constant(after, dtype) if weights is None else tf.cast(weights[number] * after, dtype)
             starts = itertools.accumulate(sizes, initial=0)
             for index, start, size in zip(indices, starts, sizes, strict=False):

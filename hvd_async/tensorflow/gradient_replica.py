@@ -20,15 +20,17 @@ from hvd_async.runtime.machine import STATE
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.runtime.protocol import Hyper
 from hvd_async.tensorflow.apply_round import Extrapolation, RoundTransform, Update, settings
-from hvd_async.tensorflow.gradient_format import Codec, Layout, Terms, accumulated, partition
+from hvd_async.tensorflow.gradient_format import Codec, Layout, accumulated, partition
 from hvd_async.tensorflow.variables import (
     buffers_of,
+    build,
     checksum,
     constant,
     flat_double,
     is_finite,
     own_name,
     raw,
+    refuse_overwritten,
     signature,
 )
 
@@ -229,26 +231,11 @@ class GradientReplica(eager.GradientReplica):
 
     # -- buckets ----------------------------------------------------------------------------------------------
 
-    def prepare(self) -> Layout:
-        """Build the optimizer if necessary; return the layout of its buckets.
-
-        Raises:
-            ValueError: it is not built, and there is no model to build it with.
-        """
+    def prepare(self, variables: list[Any] | None = None) -> Layout:
+        """Build the wrapped optimizer if necessary, and return the layout of its buckets; arguments as in ``build``."""
         optimizer = self.optimizer
-        if not optimizer.built and self.model is not None:
-            optimizer.build(self.model.trainable_variables)
-        if not optimizer.built:
-            raise ValueError("the optimizer is not built yet: call optimizer.build(model.trainable_variables) first")
-        return self.set_up(optimizer._trainable_variables)
-
-    def set_up(self, variables: list[Any]) -> Layout:
-        """Build the wrapped optimizer, once, outside of any graph."""
-        optimizer = self.optimizer
+        build(optimizer, self.model, variables)
         with tf.init_scope():
-            if not optimizer.built:
-                optimizer.build(variables)
-                optimizer.built = True
             if self.layout is None:
                 self._lay_out(optimizer)
             assert self.layout is not None
@@ -267,26 +254,30 @@ class GradientReplica(eager.GradientReplica):
         return self.layout
 
     def _lay_out(self, optimizer: Any) -> None:
+        refuse_overwritten(optimizer, "averaged with late ones")
         variables = optimizer._trainable_variables
-        overwritten = [v for v in variables if optimizer._overwrite_variable_with_gradient(v)]
-        if overwritten:
-            raise ValueError(
-                f"{signature(overwritten[0])} is overwritten by its gradient (float8 training), which cannot be "
-                f"averaged with late ones: use another dtype policy"
-            )
         given, group = self._given, self._rank_group
         buckets = partition([raw(v) for v in variables], given.bucket_cap_mb * 2**20, self._groups)
         dtypes = dict.fromkeys(accumulated(v) for v in variables)
         before, after = self.scales
         codec = Codec(given.compression, dtypes, group.size, given.max_staleness, after, group.index, self.weighted)
-        terms = Terms(before, after / codec.scale, codec.tail, self.devices[0])
-        self.codec, self.layout = codec, Layout(variables, buckets, terms)
+        factors = before, after / codec.scale
+        self.codec, self.layout = codec, Layout(variables, buckets, factors, codec.tail, self.devices[0])
         self.feed = Feed(self.layout, self.passes, given.average_aggregated_gradients, self.nonfinite)
         if self._feed_before is not None:
             self.feed.continue_from(self._feed_before)
             self._feed_before = None
         config = optimizer._async.config_for(self.layout.nbytes)
         self.extrapolation = Extrapolation(optimizer, config.weight_prediction, self.extrapolation)
+
+    @property
+    def nbytes(self) -> tuple[int, ...]:
+        return self.prepare().nbytes
+
+    @property
+    def dtypes(self) -> Sequence[tf.DType]:
+        """Dtypes of the buckets' vectors, in which a checkpoint's pending gradients are restored."""
+        return self.prepare().dtypes
 
     def gradient_format(self) -> GradientFormat:
         layout, codec, rank_group = self.prepare(), self.codec, self._rank_group

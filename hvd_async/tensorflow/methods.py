@@ -15,16 +15,14 @@ from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import methods
 from hvd_async.optimizers.leader import LeaderDriver
 from hvd_async.optimizers.local import LocalDriver
-from hvd_async.tensorflow import checkpoint
+from hvd_async.tensorflow.checkpoint import StateMethods
 from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.ops import as_op, call_or_op
-from hvd_async.tensorflow.variables import Flat, constant, own_name, raw, signature, with_finite
+from hvd_async.tensorflow.variables import Flat, constant, raw, signature, with_finite
 from hvd_async.tensorflow.weight_replica import WeightReplica
 
-Arrays = dict[str, np.ndarray[Any, Any]]
 
-
-class WeightMethods(methods.OptimizerMethods):
+class WeightMethods(StateMethods, methods.OptimizerMethods):
     """Methods of a wrapped Keras optimizer whose ranks have weights of their own."""
 
     _async: LocalDriver
@@ -63,34 +61,6 @@ class WeightMethods(methods.OptimizerMethods):
                 f"first step"
             )
         self._async.replica.keep_local(variable)  # type: ignore[attr-defined]
-
-    def get_state(self: Any) -> Arrays:
-        """Return the wrapped optimizer's variables (iterations, learning rate, velocities ...) by name, and this rank's
-        share of the state between ranks: little more than a count after a ``drain()``, all of the rank's own state
-        after a ``cut()``.
-
-        Raises:
-            ReplicaStateError: a step was taken since the last drain or cut.
-        """
-        self._async.replica.prepare()
-        own = {own_name(v): raw(v).numpy() for v in self.variables}
-        return own | checkpoint.pack_local(self._async.share())
-
-    def set_state(self: Any, state: Arrays) -> None:
-        """Restore what ``get_state`` returned; the optimizer must be built. Load the model's weights too: before the
-        next step, in either order.
-
-        Raises:
-            ValueError: the state is of another optimizer, or of another rank after a cut.
-            ReplicaStateError: messages of this run are in flight.
-        """
-        self._async.replica.prepare()
-        share = checkpoint.unpack_local(state)
-        own = checkpoint.own_variables(self, state)
-        if share is not None:
-            self._async.take_share(share)
-        for name, variable in own.items():
-            variable.assign(state[name])
 
     # -- methods that Keras calls by name -----------------------------------------------------------------------
 
@@ -175,7 +145,7 @@ def take_step(optimizer: Any, grads: Sequence[Any], variables: list[Any]) -> Non
         ValueError: no variable has a gradient.
     """
     replica: WeightReplica = optimizer._async.replica
-    replica.set_up(variables)
+    replica.prepare(variables)
     optimizer._check_variables_are_known(variables)
     if all(gradient is None for gradient in grads):
         raise ValueError("no variable has a gradient: does the loss depend on the model's weights?")
@@ -300,13 +270,8 @@ def _step(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
         for one, vector in zip(written, results, strict=False):
             one.write(vector)
         if corrected:  # (not in Python: nothing would order it after the update, which has written them too)
-            replica.add_to_momentum(results[-1], _with_gradient(replica, grads, variables))
-
-
-def _with_gradient(replica: WeightReplica, grads: list[Any], variables: list[Any]) -> set[int]:
-    """Return the indices, among the variables that are mixed, of those with a gradient."""
-    given = {id(raw(v)) for gradient, v in zip(grads, variables, strict=True) if gradient is not None}
-    return {index for index, variable in enumerate(replica.mixed().variables) if id(variable) in given}
+            given = {id(raw(v)) for gradient, v in zip(grads, variables, strict=True) if gradient is not None}
+            replica.add_to_momentum(results[-1], {i for i, v in enumerate(flat.variables) if id(v) in given})
 
 
 def _apply_unless_done(optimizer: Any, grads: list[Any], variables: list[Any], due: tf.Tensor) -> None:
@@ -378,16 +343,10 @@ def note_loss(driver: LeaderDriver, loss: Any) -> None:
 def _loss_recorded(replica: WeightReplica) -> list[tf.Operation]:
     """Return what a step of a graph must wait for, so that its loss is recorded."""
     op, replica.recorded = replica.recorded, None
-    return [op] if op is not None and op.graph in _around(tf.compat.v1.get_default_graph()) else []
-
-
-def _around(graph: Any) -> list[Any]:
-    """Return a graph and those in which it is being built."""
-    graphs = []
-    while graph is not None:
-        graphs.append(graph)
+    graph: Any = tf.compat.v1.get_default_graph()
+    while op is not None and graph is not None and graph is not op.graph:  # (it may be one around this one)
         graph = getattr(graph, "outer_graph", None)
-    return graphs
+    return [] if op is None or graph is None else [op]
 
 
 # -- the Python side of a step ------------------------------------------------------------------------------------
@@ -419,9 +378,10 @@ def _end(driver: LocalDriver, flats: Sequence[Flat], before: tf.Tensor, *values:
     """
     rest = iter(values)
     after, *own = (flat.vector(list(itertools.islice(rest, len(flat.variables)))) for flat in flats)
-    end = driver.end_step(before.numpy(), after, with_finite(own[0], flats[1].sizes) if own else None)
-    weights = driver.replica.constrained(end.weights)
-    driver.publish(weights)
+    with driver.updating():
+        end = driver.end_step(before.numpy(), after, with_finite(own[0], flats[1].sizes) if own else None)
+        weights = driver.replica.constrained(end.weights)
+        driver.publish(weights)
     settled: list[Any] = own
     if end.statistics is not None:
         averaged, known = np.asarray(end.statistics).reshape(2, -1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -110,6 +110,36 @@ def _other_variables(model: Any) -> list[Any]:
     ]
 
 
+def build(optimizer: Any, model: Any, variables: Sequence[Any] | None = None) -> None:
+    """Build an optimizer if it is not, outside of any graph.
+
+    Args:
+        optimizer: a wrapped optimizer.
+        model: the model that it trains; None if it is not known.
+        variables: variables to build it with; None: the model's.
+
+    Raises:
+        ValueError: it is not built, and there is nothing to build it with.
+    """
+    if optimizer.built:
+        return
+    if variables is None and model is None:
+        raise ValueError("the optimizer is not built yet: call optimizer.build(model.trainable_variables) first")
+    with tf.init_scope():
+        optimizer.build(model.trainable_variables if variables is None else variables)
+        optimizer.built = True
+
+
+def refuse_overwritten(optimizer: Any, action: str) -> None:
+    """Raise ValueError if an optimizer trains variables in float8; ``action`` names what is impossible with them."""
+    overwritten = [v for v in optimizer._trainable_variables if optimizer._overwrite_variable_with_gradient(v)]
+    if overwritten:
+        raise ValueError(
+            f"{signature(overwritten[0])} is overwritten by its gradient (float8 training), which cannot be {action}: "
+            f"use another dtype policy"
+        )
+
+
 def buffers_of(model: Any) -> Buffers:
     """Return the variables of a model besides its weights, by position.
 
@@ -118,17 +148,6 @@ def buffers_of(model: Any) -> Buffers:
     """
     variables = [] if model is None else _other_variables(model)
     return Buffers([_KerasBuffer(str(place), v) for place, v in enumerate(variables)], lambda array: array)
-
-
-def keep_buffers(model: Any) -> Callable[[], None]:
-    """Return a function that restores the present values of a model's variables besides the weights."""
-    kept = [(raw(v), raw(v).numpy()) for v in ([] if model is None else _other_variables(model))]
-
-    def put_back() -> None:
-        for variable, value in kept:
-            variable.assign(value)
-
-    return put_back
 
 
 class _KerasBuffer(agreement.Buffer):

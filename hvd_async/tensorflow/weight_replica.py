@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -12,19 +12,18 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_async.algorithms.gossip.message_format import MessageFormat, NumpyMessageFormat
-from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import replica
 from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.memory import ReusedBlocks
-from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.tensorflow.variables import (
     Flat,
     buffers_of,
+    build,
     checksum,
     flat_double,
     is_finite,
-    keep_buffers,
     raw,
+    refuse_overwritten,
     signature,
     statistics,
     with_finite,
@@ -58,10 +57,11 @@ class WeightReplica(replica.WeightReplica):
         summed: indices of the variables that ever had a gradient.
         done: backward passes since the last step; None if a pass is a step.
         recorded: in a graph that is being built: the op that records a loss which belongs to the next step.
-        leads: none; see ``GradientReplica.leads``.
+        leads, dtypes: none; see ``GradientReplica``.
     """
 
     leads: Sequence[Any] = ()
+    dtypes: Sequence[tf.DType] = ()
 
     def __init__(
         self,
@@ -123,29 +123,12 @@ class WeightReplica(replica.WeightReplica):
 
     # -- weights ----------------------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
-        optimizer = self.optimizer
-        if not optimizer.built and self.model is not None:
-            optimizer.build(self.model.trainable_variables)
-        if not optimizer.built:
-            raise ValueError("the optimizer is not built yet: call optimizer.build(model.trainable_variables) first")
-        self.set_up(optimizer._trainable_variables)
-
-    def set_up(self, variables: list[Any]) -> None:
-        """Build the wrapped optimizer, once, outside of any graph."""
-        optimizer = self.optimizer
+    def prepare(self, variables: list[Any] | None = None) -> None:
+        """Build the wrapped optimizer if necessary; arguments and errors as in ``build``."""
+        build(self.optimizer, self.model, variables)
         with tf.init_scope():
-            if not optimizer.built:
-                optimizer.build(variables)
-                optimizer.built = True
             if self.flat is None:
-                every = optimizer._trainable_variables
-                overwritten = [v for v in every if optimizer._overwrite_variable_with_gradient(v)]
-                if overwritten:
-                    raise ValueError(
-                        f"{signature(overwritten[0])} is overwritten by its gradient (float8 training), which cannot "
-                        f"be mixed with other ranks': use another dtype policy"
-                    )
+                refuse_overwritten(self.optimizer, "mixed with other ranks'")
                 self.flat = Flat(self._trained(), self._memory)
         if self.averaged is None and self.model is not None and self._averages_statistics:
             averaged = statistics(self.model)
@@ -153,8 +136,7 @@ class WeightReplica(replica.WeightReplica):
 
     def mixed(self) -> Flat:
         """Return the weights that are mixed; the optimizer is built."""
-        if self.flat is None:
-            raise ReplicaStateError("the optimizer's weights were read before it was built: a bug in the binding")
+        assert self.flat is not None
         return self.flat
 
     def read(self) -> Array:
@@ -222,12 +204,9 @@ class WeightReplica(replica.WeightReplica):
         sums = [0 if resumed else checksum(v) for v in mixed]
         return [*kinds, *(signature(v) for v in mixed)], [0] * len(kinds) + sums
 
-    def message_format(
-        self, compression: str, rank_group: RankGroup, parts: int, messages: int, plain: int, received: int
-    ) -> MessageFormat:
+    def message_format(self, received: int, **options: Any) -> MessageFormat:
         flat = self.mixed()
-        kind = flat.dtype.as_numpy_dtype
-        return NumpyMessageFormat(flat.elements, kind, compression, messages, rank_group, parts, self._memory, plain)
+        return NumpyMessageFormat(flat.elements, flat.dtype.as_numpy_dtype, memory=self._memory, **options)
 
     def is_finite(self, weights: Array) -> bool:
         return is_finite(weights)
@@ -297,9 +276,6 @@ class WeightReplica(replica.WeightReplica):
 
     def buffers(self) -> Buffers:
         return buffers_of(self.model)
-
-    def keep_buffers(self) -> Callable[[], None]:
-        return keep_buffers(self.model)
 
     def statistics(self) -> Array | None:
         if self.averaged is None:

@@ -5,7 +5,7 @@ A ``LossScaleOptimizer`` stays around a wrapped optimizer: ``ScaleMethods`` and 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
@@ -19,6 +19,7 @@ from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.eager_methods import take_step
 from hvd_async.tensorflow.gradient_format import Compression
+from hvd_async.tensorflow.methods import LeaderMethods
 from hvd_async.tensorflow.variables import own_name, raw
 
 
@@ -156,16 +157,7 @@ class LeaderScaleMethods(ScaleMethods, methods.LeaderMethods):
     """Methods of ``LeaderOptimizer`` on a ``LossScaleOptimizer`` whose inner one is a LeaderOptimizer too. A
     step that overflows on a rank is none of its steps."""
 
-    _wrapped_class: ClassVar[type[Any]]
-
-    def record_loss(self, loss: Any) -> None:
-        """Call the inner optimizer's method."""
-        self.inner_optimizer.record_loss(loss)
-
-    def scale_loss(self: Any, loss: Any) -> Any:
-        """Take the loss of each training step, which Keras gives it."""
-        self.inner_optimizer.record_loss(loss)
-        return self._wrapped_class.scale_loss(self, loss)
+    record_loss, scale_loss = LeaderMethods.record_loss, LeaderMethods.scale_loss
 
 
 def _scale(optimizer: Any) -> dict[str, Any]:

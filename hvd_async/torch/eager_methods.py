@@ -14,7 +14,6 @@ from hvd_async.optimizers.eager import EagerDriver
 from hvd_async.runtime.nested_calls import unfinished_until_it_returns
 from hvd_async.torch.gradient_replica import GradientReplica
 from hvd_async.torch.methods import OptimizerMethods, refuse_a_step_for_state
-from hvd_async.torch.update import LEADS
 
 SCALING = ("grad_scale", "found_inf")
 """Attributes by which a GradScaler passes its scale and overflows to ``step()``."""
@@ -41,12 +40,11 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
         """
         replica = self._async.replica
         replica.recorded.clear()
-        if replica.overlap is not None:
-            replica.overlap.disarm()
-            if (met := self._async.met) is not None:
-                replica.bind(met.engine)
-                replica.overlap.arm(met.gone)
-                replica.watch.clear()
+        replica.overlap.disarm()
+        if (met := self._async.met) is not None:
+            replica.bind(met.engine)
+            replica.overlap.arm(met.gone)
+            replica.watch.clear()
         super().zero_grad(set_to_none)
 
     @unfinished_until_it_returns
@@ -140,25 +138,8 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
             ReplicaStateError: gradients are in flight.
         """
         replica = self._async.replica
-        share = {**self._async.share(replica.layout.nbytes), "orders": replica.layout.orders}
+        share = {**self._async.share(), "orders": replica.layout.orders}
         return {**super().state_dict(), "hvd_async": share, **replica.extra_state()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, also a plain optimizer's; on every rank, before the first step or after a ``drain()``.
-
-        Raises:
-            ValueError: the state has pending gradients that this rank cannot load; the message gives their number.
-            ReplicaStateError: gradients of this run are in flight.
-        """
-        state_dict = dict(state_dict)
-        share, leads = state_dict.pop("hvd_async", None), state_dict.pop(LEADS, None)
-        if share is not None:
-            if self._async.worker is None:
-                self._async.replica.lay_out()
-            layout = self._async.replica.layout
-            self._async.take_share(layout.placed(share), layout.nbytes)
-        super().load_state_dict(state_dict)
-        self._async.replica.extrapolation.load(self, leads)
 
 
 @contextlib.contextmanager

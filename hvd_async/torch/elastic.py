@@ -115,27 +115,30 @@ def _is_extra(name: str) -> bool:
     return name.rpartition(".")[2] == EXTRA_STATE
 
 
-def _of_rank_0(value: Any) -> Any:
-    return object_of(0, value, "hvd_async.elastic.commit")
-
-
 class _Exchange(elastic.Exchange):
-    """Collectives that send one rank's torch tensors to others."""
+    """Collectives that send one rank's torch tensors to others.
+
+    They sleep while they wait. Horovod's own poll without a pause: where ranks share cores, this keeps the threads that
+    they wait for from running, sometimes for many seconds.
+    """
 
     def __init__(self) -> None:
-        self.rank, self.size = hvd.rank(), hvd.size()
+        self._collectives = PlaneCollectives()
+        self.rank, self.size = self._collectives.rank, self._collectives.size
 
     def everyones(self, value: Any, name: str) -> list[Any]:
-        return gather_objects(value, name)
+        return [pickle.loads(one) for one in self._collectives.allgather_bytes(pickle.dumps(value), name)]
 
     def object_of(self, root: int, value: Any, name: str) -> Any:
-        return object_of(root, value, name)
+        return self.everyones(value if self.rank == root else None, name)[root]
 
     def tensors_of(self, root: int, tensors: Sequence[Any], name: str) -> list[Any]:
-        return list(tensors_of(root, list(tensors), name))
+        copies = [bytes_of(tensor) for tensor in tensors]  # (Horovod does not carry all dtypes)
+        handles = [self._collectives.broadcast(copy, root, f"{name}.{place}") for place, copy in enumerate(copies)]
+        return [from_bytes(_result(handle), tensor) for handle, tensor in zip(handles, tensors, strict=True)]
 
     def vector_of(self, root: int, vector: torch.Tensor, name: str) -> torch.Tensor:
-        (received,) = tensors_of(root, [vector], name)
+        (received,) = self.tensors_of(root, [vector], name)
         return received
 
     def put(self, tensors: Sequence[Any], values: Sequence[Any]) -> None:
@@ -146,7 +149,7 @@ class _Exchange(elastic.Exchange):
         return [p for group in optimizer.param_groups for p in group["params"]]
 
     def state_of(self, root: int, optimizer: Any, name: str) -> Any:
-        return receive_state(optimizer, root, name, object_of, tensors_of)
+        return receive_state(optimizer, root, name, self.object_of, self.tensors_of)
 
     def put_state(self, optimizer: Any, state: Any) -> None:
         optimizer.load_state_dict(state)
@@ -158,29 +161,8 @@ class _Exchange(elastic.Exchange):
         hyperparameters.write(optimizer.param_groups, values)
 
 
-# -- collectives of objects and single tensors -------------------------------------------------------------------------
-# They sleep while they wait. Horovod's own poll without a pause: where ranks share cores, this keeps the threads that
-# they wait for from running, sometimes for many seconds.
-
-
-def gather_objects(value: Any, name: str) -> list[Any]:
-    """Return the picklable values of all ranks, in order. A collective."""
-    every = PlaneCollectives().allgather_bytes(pickle.dumps(value), name)
-    return [pickle.loads(one) for one in every]
-
-
-def object_of(root: int, value: Any, name: str) -> Any:
-    """Return the picklable value of a rank. A collective."""
-    own = value if PlaneCollectives().rank == root else None
-    return gather_objects(own, name)[root]
-
-
-def tensors_of(root: int, tensors: list[torch.Tensor], name: str) -> list[torch.Tensor]:
-    """Return a rank's tensors; those of this rank are not changed. A collective."""
-    collectives = PlaneCollectives()
-    copies = [bytes_of(tensor) for tensor in tensors]  # (Horovod does not carry all dtypes)
-    handles = [collectives.broadcast(copy, root, f"{name}.{number}") for number, copy in enumerate(copies)]
-    return [from_bytes(_result(handle), tensor) for handle, tensor in zip(handles, tensors, strict=True)]
+def _of_rank_0(value: Any) -> Any:
+    return _Exchange().object_of(0, value, "hvd_async.elastic.commit")
 
 
 def _result(handle: Handle) -> torch.Tensor:

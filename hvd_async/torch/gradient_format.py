@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -118,24 +119,6 @@ class Layout:
     def __len__(self) -> int:
         return len(self.buckets)
 
-    def placed(self, share: dict[str, Any]) -> dict[str, Any]:
-        """Return a rank's share of a checkpoint with its pending gradients on the devices of their buckets.
-
-        Raises:
-            ValueError: pending gradients have another memory order.
-        """
-        vectors = share.get("vectors", [])
-        if list(share.get("nbytes", ())) != list(self.nbytes):
-            return share  # (``take_share`` refuses pending gradients of other buckets)
-        pending = any(vector is not None for vector in vectors)
-        if pending and share.get("orders", [""] * len(self.parameters)) != self.orders:
-            raise ValueError(
-                "this state has gradients pending of parameters that lie in memory otherwise than this model's: bring "
-                "it into the same memory format (torch.channels_last) before loading, or save after drain()"
-            )
-        pairs = zip(vectors, self.buckets, strict=False)
-        return {**share, "vectors": [None if v is None else v.to(bucket.device) for v, bucket in pairs]}
-
     def vector(self, index: int, scale: float | torch.Tensor, samples: int | None = None) -> torch.Tensor:
         """Return a bucket's ``p.grad`` x ``scale``, copied once; a missing gradient counts as zero, as in Horovod.
 
@@ -215,29 +198,28 @@ def strides(parameter: torch.Tensor) -> tuple[int, ...]:
     return (parameter if memory_order(parameter) else torch.empty(parameter.shape, device="meta")).stride()
 
 
-class Zeros:
-    """Read-only vectors without a gradient, one per bucket. They do not reference parameters, since the engine may
-    outlive the model.
+def zeros_of(
+    nbytes: Sequence[int], devices: Sequence[torch.device], dtypes: Sequence[torch.dtype]
+) -> Callable[[int], torch.Tensor]:
+    """Return a function that returns the read-only vector of a bucket without a gradient, the same one each time.
+
+    It does not reference parameters, since the engine may outlive the model.
 
     Args:
         nbytes, devices, dtypes: of the buckets' vectors.
     """
 
-    def __init__(self, nbytes: Sequence[int], devices: Sequence[torch.device], dtypes: Sequence[torch.dtype]) -> None:
-        self._kinds = list(zip(nbytes, devices, dtypes, strict=True))
-        self._made: dict[int, torch.Tensor] = {}
+    @functools.cache
+    def zeros(index: int) -> torch.Tensor:
+        if streams.gpu.has_allocator(devices[index]):
+            return record_ready(
+                torch.zeros(nbytes[index], dtype=torch.uint8, device=devices[index]).view(dtypes[index])
+            )
+        # (no memory: private pages that are never written to share one physical page)
+        memory = mmap.mmap(-1, nbytes[index], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(memory, dtype=dtypes[index])
 
-    def __call__(self, index: int) -> torch.Tensor:
-        """Return the vector of a bucket. On a CPU it takes no memory: private pages that are never written to share
-        one physical page."""
-        if index not in self._made:
-            nbytes, device, dtype = self._kinds[index]
-            if not streams.gpu.has_allocator(device):
-                memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                self._made[index] = torch.frombuffer(memory, dtype=dtype)
-            else:
-                self._made[index] = record_ready(torch.zeros(nbytes, dtype=torch.uint8, device=device).view(dtype))
-        return self._made[index]
+    return zeros
 
 
 def kind(parameter: torch.Tensor) -> tuple[torch.device, torch.dtype]:
@@ -357,7 +339,7 @@ def make_wire(layout: Layout, compression: Any, tail: Tail, rank_group: RankGrou
         return streams.use_here(decompressed)
 
     return GradientFormat(
-        zeros=Zeros(layout.nbytes, [b.device for b in layout.buckets], [b.dtype for b in layout.buckets]),
+        zeros=zeros_of(layout.nbytes, [b.device for b in layout.buckets], [b.dtype for b in layout.buckets]),
         nbytes=layout.nbytes,
         tail=tail,
         encode=encode,

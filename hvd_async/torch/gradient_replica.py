@@ -13,7 +13,7 @@ import sys
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,7 +34,7 @@ from hvd_async.torch import hyperparameters, streams
 from hvd_async.torch.gradient_format import MIB, Layout, differentiable, make_wire, memory_order, slots
 from hvd_async.torch.streams import record_ready
 from hvd_async.torch.tensors import NamedBuffers, checksum, flat_double, signature, take_over
-from hvd_async.torch.update import Extrapolation, StepHooks
+from hvd_async.torch.update import LEADS, Extrapolation, StepHooks
 
 if TYPE_CHECKING:
     from hvd_async.torch.factories import EagerArguments
@@ -81,13 +81,8 @@ class Overlap:
         self._handed = [False] * len(layout)
         """Whether the hooks have handed over each bucket of this step."""
 
-    @property
-    def passes(self) -> int:
-        """Backward passes per step."""
-        return self._passes
-
-    @passes.setter
-    def passes(self, passes: int) -> None:
+    def set_passes(self, passes: int) -> None:
+        """Set the number of backward passes per step."""
         self._passes = passes
         self._all_due = [passes if due else 0 for due in self._all_due]
         self._due[:] = [passes if due else 0 for due in self._due]
@@ -329,7 +324,9 @@ class Watch:
         handed = {bucket: one for bucket, one in self._handed.items() if bucket in buckets}
         self._steps += bool(handed)
         for bucket, one in handed.items():
-            moved = self._moved(bucket, one)
+            now = [p.grad for p in self._layout.buckets[bucket].parameters]
+            versions = [0 if gradient is None else gradient._version for gradient in now]
+            moved = versions != one.versions or any(map(operator.is_not, now, one.gradients))
             if one.fingerprint is None:
                 changed = moved
             else:
@@ -346,11 +343,6 @@ class Watch:
     def clear(self) -> None:
         """Drop references to the gradients of a step that is over."""
         self._handed.clear()
-
-    def _moved(self, bucket: int, one: _Handed) -> bool:
-        now = [p.grad for p in self._layout.buckets[bucket].parameters]
-        versions = [0 if gradient is None else gradient._version for gradient in now]
-        return versions != one.versions or any(map(operator.is_not, now, one.gradients))
 
 
 def fingerprint(vector: torch.Tensor, thorough: bool) -> torch.Tensor:
@@ -430,12 +422,8 @@ class GradientReplica(eager.GradientReplica):
     ) -> None:
         self.named, self.named_buffers = named, named_buffers
         self._rank_group, self._given = rank_group, given
-        self.layout = Layout([])
         self.tail = Tail()
         self.recorded: list[int] = []
-        self.overlap: Overlap | None = None
-        self.watch = Watch(self.layout)
-        self.checks = Checks(len(self.layout))
         self.passes = given.backward_passes_per_step
         self.before, self.after = factors
         self.round_transform, self.scaler = given.round_transform, given.scaler
@@ -444,16 +432,15 @@ class GradientReplica(eager.GradientReplica):
         self.unshown = self.stepped = 0
         self.counters: set[str] = set()
         self.extrapolation = Extrapolation()
+        self._use(Layout([]), early=False)
 
     def attach(self, optimizer: Any) -> None:
-        """Become the replica of a wrapped optimizer."""
         super().attach(optimizer)
-        self.lay_out()
+        self.prepare()
 
     def detach(self) -> None:
         super().detach()
-        if self.overlap is not None:
-            self.overlap.remove()
+        self.overlap.remove()
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -474,6 +461,9 @@ class GradientReplica(eager.GradientReplica):
     def extra_state(self) -> dict[str, Any]:
         return self.extrapolation.saved(self.optimizer)
 
+    def take_extra_state(self, state: Mapping[str, Any]) -> None:
+        self.extrapolation.load(self.optimizer, state[LEADS])
+
     def settings_in_force(self) -> dict[str, Any]:
         return {"backward_passes_per_step": self.passes, "counters": sorted(self.counters)}
 
@@ -484,38 +474,58 @@ class GradientReplica(eager.GradientReplica):
     def set_passes(self, passes: int) -> None:
         """Set the number of backward passes per step."""
         self.passes = passes
-        if self.overlap is not None:
-            self.overlap.passes = passes
+        self.overlap.set_passes(passes)
 
     @property
     def open_passes(self) -> int:
-        return 0 if self.overlap is None else self.overlap.passed
+        return self.overlap.passed
 
     # -- buckets ----------------------------------------------------------------------------------------------
 
-    def lay_out(self) -> None:
+    def prepare(self) -> None:
         """Split the parameters into buckets, and hook them."""
         given, parameters = self._given, self.parameters
         count = slots(given.compression, parameters, self._rank_group.size, given.max_staleness)
         self.tail = Tail(count, self._rank_group.index % count, given.weighting == "samples")
-        groups = 0 if given.grouping is None else given.grouping
-        self.layout = Layout(parameters, given.bucket_cap_mb * MIB, groups, self.tail)
-        if self.overlap is not None:
-            self.overlap.remove()
         # (an overflow of a scaled step is known at its end only; an error must come before anything is handed over)
         scaled = self.scaler is not None and self.scaler.is_enabled()
-        early = not scaled and given.nonfinite == "skip"
-        self.overlap = Overlap(self.layout, self.passes, early, self._bucket_ready)
-        self.watch = Watch(self.layout)
-        self.checks = Checks(len(self.layout))
+        groups = 0 if given.grouping is None else given.grouping
+        layout = Layout(parameters, given.bucket_cap_mb * MIB, groups, self.tail)
+        self.overlap.remove()
+        self._use(layout, early=not scaled and given.nonfinite == "skip")
+
+    def _use(self, layout: Layout, early: bool) -> None:
+        """Hand gradients over in these buckets, ``early`` in the backward pass."""
+        self.layout, self.watch, self.checks = layout, Watch(layout), Checks(len(layout))
+        self.overlap = Overlap(layout, self.passes, early, self._bucket_ready)
         self.emptied = self.checks.emptied
 
-    def gradient_format(self) -> GradientFormat:
-        self.lay_out()  # (groups may have been added since the optimizer was wrapped)
-        return make_wire(self.layout, self._given.compression, self.tail, self._rank_group)
+    @property
+    def nbytes(self) -> tuple[int, ...]:
+        return self.layout.nbytes
 
-    def extrapolate(self, rounds: float) -> None:
-        self.extrapolation.rounds = rounds
+    def placed(self, share: dict[str, Any]) -> dict[str, Any]:
+        """Return a rank's share of a checkpoint with its pending gradients on the devices of their buckets.
+
+        Raises:
+            ValueError: pending gradients have another memory order.
+        """
+        layout, vectors = self.layout, share.get("vectors", [])
+        if list(share.get("nbytes", ())) != list(layout.nbytes):
+            return share  # (``take_share`` refuses pending gradients of other buckets)
+        pending = any(vector is not None for vector in vectors)
+        if pending and share.get("orders", [""] * len(layout.parameters)) != layout.orders:
+            raise ValueError(
+                "this state has gradients pending of parameters that lie in memory otherwise than this model's: bring "
+                "it into the same memory format (torch.channels_last) before loading, or save after drain()"
+            )
+        pairs = zip(vectors, layout.buckets, strict=False)
+        return {**share, "vectors": [None if v is None else v.to(bucket.device) for v, bucket in pairs]}
+
+    def gradient_format(self) -> GradientFormat:
+        self.prepare()  # (groups may have been added since the optimizer was wrapped)
+        self.extrapolation.rounds = self.optimizer._async.config_for(self.layout.nbytes).weight_prediction
+        return make_wire(self.layout, self._given.compression, self.tail, self._rank_group)
 
     # -- gradients out ----------------------------------------------------------------------------------------
 
@@ -528,11 +538,10 @@ class GradientReplica(eager.GradientReplica):
         Raises:
             ReplicaStateError: a gradient was changed after it had been handed over, or its samples were not recorded.
         """
-        passed = 1 if self.overlap is None else max(1, self.overlap.passed)
+        passed = max(1, self.overlap.passed)
         # (a step that ends an interrupted one brings no gradient)
         samples = self._samples(passed if worker.ready else 0) if self.tail.weighted else None
-        if self.overlap is not None:
-            self.overlap.disarm()
+        self.overlap.disarm()
         try:
             self.watch.check(worker.gone, lambda index: self.layout.vector(index, self.before, samples))
         except ReplicaStateError as error:
@@ -713,17 +722,16 @@ class GradientReplica(eager.GradientReplica):
             warnings.warn(
                 f"drain() applied {left} round(s) that synchronize() never showed: {INSTEAD}", stacklevel=users_line()
             )
-        passed = 0 if self.overlap is None else self.overlap.passed
+        passed = self.overlap.passed
         if flush:
             outcome = "stay in p.grad and are added to the next step, unless zero_grad() is called first"
             warn_of_open_passes(passed, self.passes, outcome)
-        if self.overlap is not None and not passed:
+        if not passed:
             self.overlap.disarm()  # (until zero_grad() the next backward pass may belong to another optimizer)
 
     def stop_hooks(self) -> None:
-        if self.overlap is not None:
-            self.overlap.remove()
-            self.overlap.disarm()
+        self.overlap.remove()
+        self.overlap.disarm()
 
     def _take_over(self, worker: EagerWorker, rank: int) -> None:
         """Take over a rank's weights and optimizer state. A collective."""

@@ -41,37 +41,24 @@ REMEMBERED = 4
 """Number of durations that are kept, so that one slow collective does not delay the next poll."""
 
 
-class _Durations:
-    """Durations of the last collectives of each kind, in seconds. Collectives of a kind take about the same time."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, deque[float]] = {}
-
-    def add(self, kind: str, seconds: float) -> None:
-        self._last.setdefault(kind, deque(maxlen=REMEMBERED)).append(seconds)
-
-    def least(self, kind: str) -> float:
-        return min(self._last.get(kind, (0.0,)))
-
-
 class _HorovodHandle:
     """A Horovod handle, polled.
 
     Args:
         handle: Horovod's.
-        kind: of collectives that take about the same time.
-        durations: of earlier collectives, up to the last poll at which they were not done. (The poll at which one was
-            done may have been late, and would make the next one as late.)
+        durations: of the last collectives of its kind, which take about the same time, in seconds; up to the last poll
+            at which they were not done. (The poll at which one was done may have been late, and would make the next one
+            as late.)
         polls: seconds between two polls, at least and at most.
     """
 
     in_stages = False
 
-    def __init__(self, handle: int, kind: str, durations: _Durations, polls: tuple[float, float]) -> None:
-        self._handle, self._kind, self._durations = handle, kind, durations
+    def __init__(self, handle: int, durations: deque[float], polls: tuple[float, float]) -> None:
+        self._handle, self._durations = handle, durations
         self._finest, self._coarsest = polls
         self._started = time.monotonic()
-        self._first_look = NOT_BEFORE * durations.least(kind)
+        self._first_look = NOT_BEFORE * min(durations, default=0.0)
         self._not_yet = 0.0
 
     def done(self) -> bool:
@@ -82,7 +69,7 @@ class _HorovodHandle:
         return False
 
     def result(self) -> Any:
-        self._durations.add(self._kind, self._not_yet)
+        self._durations.append(self._not_yet)
         result = hvd.synchronize(self._handle)
         return streams.record_received(result[0] if isinstance(result, tuple) else result)  # (an alltoall's, counts)
 
@@ -150,7 +137,8 @@ class HorovodCollectives(TensorCollectives):
             raise NotInitializedError()
         self.rank, self.size = hvd.rank(), hvd.size()
         self.host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
-        self._durations = _Durations()
+        self._durations: dict[str, deque[float]] = {}
+        """Durations of the last collectives, by the stem of their names."""
         staged = os.environ.get("HVD_ASYNC_STAGE", "0") not in ("", "0")
         self._nccl = streams.gpu.has_nccl and not staged
 
@@ -164,9 +152,10 @@ class HorovodCollectives(TensorCollectives):
         """Start a collective of a tensor: where it is, or by way of the CPU."""
         on_gpu = streams.gpu.holds(tensor)
         polls = POLLS_OF_GPU if on_gpu else POLLS
+        durations = self._durations.setdefault(name.rpartition(".")[0], deque(maxlen=REMEMBERED))
 
         def begin(there: torch.Tensor) -> Handle:
-            return _HorovodHandle(start(there), name.rpartition(".")[0], self._durations, polls)
+            return _HorovodHandle(start(there), durations, polls)
 
         self._cuda = tensor.device if on_gpu else self._cuda
         if on_gpu and not self._nccl:

@@ -16,7 +16,7 @@ from hvd_async.runtime.nested_calls import unfinished_until_it_returns
 from hvd_async.torch.collectives import EnteredOutside, outside_inference_mode
 from hvd_async.torch.horovod_api import horovods_broadcast
 from hvd_async.torch.hyperparameters import noting_counters
-from hvd_async.torch.update import StepHooks
+from hvd_async.torch.update import LEADS, StepHooks
 from hvd_async.torch.weight_replica import WeightReplica
 
 
@@ -67,13 +67,25 @@ class OptimizerMethods(methods.OptimizerMethods, torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, and keep the parameter groups the same objects."""
-        groups = self.param_groups
+        """Load a state, also a plain optimizer's; on every rank, before the first step or after a ``drain()``.
+
+        Raises:
+            ValueError: the state is another rank's, of a job of another size, or of another memory format; or has
+                pending gradients that this rank cannot load (the message gives their number).
+            ReplicaStateError: gradients or messages of this run are in flight.
+        """
+        state_dict, driver, groups = dict(state_dict), self._async, self.param_groups
+        share, extra = state_dict.pop("hvd_async", None), {LEADS: state_dict.pop(LEADS, None)}
+        if share is not None:
+            if driver.worker is None:
+                driver.replica.prepare()  # groups may have been added since the wrapper was made
+            driver.take_share(driver.replica.placed(share))
         super().load_state_dict(state_dict)
         for group, loaded in zip(groups, self.param_groups, strict=True):
             group.clear()
             group.update(loaded)
         self.param_groups = groups  # a scheduler that was made before the wrapper holds these very objects
+        driver.replica.take_extra_state(extra)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ReplicaStateError(
@@ -124,11 +136,12 @@ class WeightMethods(OptimizerMethods):
         with driver.updating():
             with torch.no_grad():
                 before = replica.read() if start.needs_pre_update else None
-                own_rates = driver.lr_factor != 1.0
-                with replica.learning_rates_times(driver.lr_factor) if own_rates else contextlib.nullcontext():
-                    if start.updates:
-                        with replica.scaled(start.scale), noting_counters(self.param_groups, replica.counters):
-                            hooks.run_update(self._wrapped_class)
+                if start.updates:
+                    with (
+                        replica.scaled(start.scale, driver.lr_factor),
+                        noting_counters(self.param_groups, replica.counters),
+                    ):
+                        hooks.run_update(self._wrapped_class)
                 end = driver.end_step(before, replica.read(), replica.statistics())
                 if end.statistics is not None:
                     replica.write_statistics(end.statistics)
@@ -156,22 +169,6 @@ class WeightMethods(OptimizerMethods):
         """
         replica: WeightReplica = self._async.replica  # type: ignore[assignment]
         return {**super().state_dict(), "hvd_async": replica.described(self._async.share())}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, also a plain optimizer's; on every rank, before the first step or after a ``drain()``.
-
-        Raises:
-            ValueError: the state is another rank's, of a job of another size, or of another memory format.
-            ReplicaStateError: messages of this run are in flight.
-        """
-        state_dict = dict(state_dict)
-        share = state_dict.pop("hvd_async", None)
-        if share is not None:
-            replica: WeightReplica = self._async.replica  # type: ignore[assignment]
-            if self._async.worker is None:
-                replica.prepare()  # groups may have been added since the wrapper was made
-            self._async.take_share(replica.placed(share))
-        super().load_state_dict(state_dict)
 
 
 class GossipMethods(WeightMethods, methods.GossipMethods):

@@ -6,9 +6,9 @@ import contextlib
 import gc
 import io
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -87,21 +87,6 @@ class NamedBuffers:
         named = self.now()
         keys = unique_keys(name for name, _ in named)
         return Buffers([TorchBuffer(key, *pair) for key, pair in zip(keys, named, strict=True)], torch.from_numpy)
-
-    def keep(self) -> Callable[[], None]:
-        """Return a function that restores the present values, in the tensors that modules hold by then."""
-        named = self.now()
-        keys = unique_keys(name for name, _ in named)
-        kept = {key: tensor.detach().clone() for key, (_, tensor) in zip(keys, named, strict=True)}
-
-        def put_back() -> None:
-            named = self.now()
-            for key, (_, tensor) in zip(unique_keys(name for name, _ in named), named, strict=True):
-                own = kept.get(key)
-                if own is not None and (own.shape, own.dtype) == (tensor.shape, tensor.dtype):
-                    write(tensor, own)
-
-        return put_back
 
 
 def is_statistic(name: str, tensor: torch.Tensor) -> bool:
@@ -221,8 +206,7 @@ def _dicts_of_buffers(tensors: Sequence[torch.Tensor]) -> list[dict[str, torch.T
 
 def checksum(tensor: torch.Tensor) -> int:
     """Return the CRC-32 of a tensor's bytes."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
+    return zlib.crc32(bytes_of(tensor).cpu().numpy().data)
 
 
 def signature(name: str, tensor: torch.Tensor) -> str:
@@ -230,27 +214,12 @@ def signature(name: str, tensor: torch.Tensor) -> str:
     return f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-@torch.no_grad()
 def take_over(worker: Worker, tensors: Sequence[torch.Tensor], rank: int) -> None:
     """Overwrite tensors with those of ``rank``, bit by bit. A collective."""
-    for kind, group in _by_kind([tensor for tensor in tensors if tensor.numel()]):
-        flat = torch.cat([t.reshape(-1) for t in group])
-        received = torch.as_tensor(worker.broadcast(flat.view(torch.uint8), rank, f"the repair of replicas ({kind})"))
-        _scatter(received.view(flat.dtype), group)
-
-
-def _by_kind(tensors: list[torch.Tensor]) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    kinds: dict[str, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault(f"{tensor.device.type}.{tensor.dtype}", []).append(tensor)
-    yield from sorted(kinds.items())
-
-
-@torch.no_grad()
-def _scatter(flat: Any, tensors: list[torch.Tensor]) -> None:
-    flat = torch.as_tensor(flat)
-    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        tensor.copy_(part.view_as(tensor))
+    parts = [bytes_of(tensor).cpu() for tensor in tensors]
+    received = torch.as_tensor(worker.broadcast(torch.cat(parts), rank, "the repair of replicas"))
+    for tensor, data in zip(tensors, received.split([len(part) for part in parts]), strict=True):
+        write(tensor, from_bytes(data, tensor))
 
 
 def flat_double(parameters: Sequence[torch.Tensor]) -> torch.Tensor:

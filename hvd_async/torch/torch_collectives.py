@@ -102,7 +102,7 @@ class _Waiter:
             for work in works:
                 work.wait(FOREVER)
         except RuntimeError as error:
-            future.set_exception(error)  # type: ignore[arg-type]  (annotated wrongly by torch)
+            future.set_exception(error)  # type: ignore[arg-type]  # (annotated wrongly by torch)
         else:
             future.set_result(None)
 
@@ -145,7 +145,7 @@ class TorchCollectives(TensorCollectives):
         if all(is_done() for is_done in self._unfinished):
             self._world.close([group for group in self._groups.values() if isinstance(group, dist.ProcessGroupGloo)])
         else:
-            exit_status.in_child()
+            exit_status.skip_destructors()
         self._groups.clear()
 
     # -- process groups -------------------------------------------------------------------------------------------

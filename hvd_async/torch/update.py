@@ -90,52 +90,6 @@ LEADS = "hvd_async_leads"
 """Key of ``state_dict()`` for the leads, by parameter in the order of the groups; None for a parameter without one."""
 
 
-class _Alike:
-    """Parameters with the same device, dtype and factor that are updated together.
-
-    Attributes:
-        factor: of their updates.
-        parameters: in any order.
-        leads: lead of each; None before its first.
-        before: buffer of the shape of each: during a step, its weights before the update.
-        have_state: whether the optimizer is known to have state for all of them.
-    """
-
-    def __init__(self, factor: float) -> None:
-        self.factor, self.have_state = factor, False
-        self.parameters: list[torch.Tensor] = []
-        self.leads: list[torch.Tensor | None] = []
-        self.before: list[torch.Tensor] = []
-
-    def add(self, parameter: torch.Tensor, lead: torch.Tensor | None) -> None:
-        """Add a parameter."""
-        self.parameters.append(parameter)
-        self.leads.append(lead)
-        self.before.append(torch.empty_like(parameter))
-
-    def extend(self, state: Mapping[torch.Tensor, Any]) -> None:
-        """Extend the updates that have been made since ``before`` was filled.
-
-        Args:
-            state: of the wrapped optimizer. (A parameter without state has no momentum, and is not extended.)
-        """
-        if self.have_state:
-            places = list(range(len(self.parameters)))
-        else:
-            places = [place for place, p in enumerate(self.parameters) if state.get(p)]
-            self.have_state = len(places) == len(self.parameters)
-        if not places:
-            return
-        parameters, before = [self.parameters[i] for i in places], [self.before[i] for i in places]
-        leads = [torch.zeros_like(self.parameters[i]) if (own := self.leads[i]) is None else own for i in places]
-        torch._foreach_sub_(before, parameters)
-        torch._foreach_mul_(before, -self.factor)  # now the new leads
-        torch._foreach_sub_(leads, before)  # now the old ones less these
-        torch._foreach_sub_(parameters, leads)
-        for place, lead, spare in zip(places, before, leads, strict=True):
-            self.leads[place], self.before[place] = lead, spare
-
-
 class Extrapolation:
     """The extrapolated updates of one optimizer.
 
@@ -148,24 +102,34 @@ class Extrapolation:
 
     def __init__(self, rounds: float = 0.0) -> None:
         self.rounds = rounds
-        self._alike: list[_Alike] = []
         self._resting: dict[torch.Tensor, torch.Tensor] = {}
         """Leads of parameters that the last step did not move."""
         self._moved: list[torch.Tensor] = []
         """Parameters that the last step moved."""
         self._factors: list[float] = []
         """The factor of each group in the last step."""
+        self._extended: list[torch.Tensor] = []
+        """Parameters whose updates the last step extended; the next three lists are in their order."""
+        self._scales: list[float] = []
+        """Factor of the update of each, negative."""
+        self._leads: list[torch.Tensor | None] = []
+        """Lead of each; None before its first."""
+        self._before: list[torch.Tensor] = []
+        """Buffer of the shape of each: during a step, its weights before the update."""
+        self._have_state = False
+        """Whether the optimizer is known to have state for all of them."""
 
     @property
     def leads(self) -> dict[torch.Tensor, torch.Tensor]:
         """By how much each parameter is ahead of its updates. Leads are state of the optimizer, but not in its
         ``state``, where wrapped optimizers and tools expect only their own entries."""
-        pairs = (pair for alike in self._alike for pair in zip(alike.parameters, alike.leads, strict=True))
+        pairs = zip(self._extended, self._leads, strict=True)
         return {**self._resting, **{p: lead for p, lead in pairs if lead is not None}}
 
     @leads.setter
     def leads(self, leads: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        self._resting, self._alike, self._moved = dict(leads), [], []
+        self._resting, self._moved = dict(leads), []
+        self._extended, self._scales, self._leads, self._before = [], [], [], []
 
     def saved(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the entry of ``state_dict()`` that ``load`` takes: copies of the leads; empty if there are none."""
@@ -184,31 +148,51 @@ class Extrapolation:
     @contextlib.contextmanager
     def around_update(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Extend the update that is made inside, by a step without hooks, with the hyperparameters in force."""
-        if not self.rounds and (self._alike or self._resting):
-            self.leads = {}
         if self.rounds:
             self._find_moved(optimizer)
-            with torch.no_grad():
-                for alike in self._alike:
-                    torch._foreach_copy_(alike.before, alike.parameters)
+            if self._extended:
+                with torch.no_grad():
+                    torch._foreach_copy_(self._before, self._extended)
+        elif self._extended or self._resting:
+            self.leads = {}
         yield
-        if self._alike:
+        if self._extended:
             with torch.no_grad():
-                for alike in self._alike:
-                    alike.extend(optimizer.state)
+                self._extend(optimizer.state)
 
     def _find_moved(self, optimizer: torch.optim.Optimizer) -> None:
-        """Group the parameters that the step is about to move, unless they are those of the last step."""
+        """List the parameters that the step is about to move, unless they are those of the last step."""
         groups = optimizer.param_groups
         factors = [factor(momentum_of(group), self.rounds) for group in groups]
         moved = [p for group in groups for p in group["params"] if p.grad is not None]
         known = len(moved) == len(self._moved) and all(map(operator.is_, moved, self._moved))
         if known and factors == self._factors:
             return
-        leads, alike = self.leads, dict[tuple[Any, ...], _Alike]()
+        self.leads = leads = self.leads
         for group, ahead in zip(groups, factors, strict=True):
             for p in group["params"]:
                 if p.grad is not None and (ahead or p in leads):
-                    key = ahead, p.device, p.dtype
-                    alike.setdefault(key, _Alike(ahead)).add(p, leads.pop(p, None))
-        self._alike, self._resting, self._moved, self._factors = list(alike.values()), leads, moved, factors
+                    self._extended.append(p)
+                    self._scales.append(-ahead)
+                    self._leads.append(self._resting.pop(p, None))
+                    self._before.append(torch.empty_like(p))
+        self._moved, self._factors, self._have_state = moved, factors, False
+
+    def _extend(self, state: Mapping[torch.Tensor, Any]) -> None:
+        """Extend the updates that have been made since ``_before`` was filled.
+
+        Args:
+            state: of the wrapped optimizer. (A parameter without state has no momentum, and is not extended.)
+        """
+        places = [i for i, p in enumerate(self._extended) if self._have_state or state.get(p)]
+        self._have_state = len(places) == len(self._extended)
+        if not places:
+            return
+        parameters, before = [self._extended[i] for i in places], [self._before[i] for i in places]
+        leads = [torch.zeros_like(self._extended[i]) if (own := self._leads[i]) is None else own for i in places]
+        torch._foreach_sub_(before, parameters)
+        torch._foreach_mul_(before, [self._scales[i] for i in places])  # now the new leads
+        torch._foreach_sub_(leads, before)  # now the old ones less these
+        torch._foreach_sub_(parameters, leads)
+        for place, lead, spare in zip(places, before, leads, strict=True):
+            self._leads[place], self._before[place] = lead, spare

@@ -11,8 +11,8 @@ import functools
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -20,7 +20,6 @@ from hvd_async.algorithms.gossip.message_format import CHUNK, HEADER, LEVELS, Me
 from hvd_async.optimizers import replica
 from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.interfaces import RankRuntime
-from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.torch import streams
 from hvd_async.torch.gradient_format import differentiable, memory_order
 from hvd_async.torch.streams import ReusedMemory
@@ -35,33 +34,26 @@ _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count"
 """Returns how many tensors share a storage; torch before 2.5 has it in builds for GPUs only."""
 
 
-class _Block:
+class _Block(NamedTuple):
     """The memory of one vector, and views of the parameters' parts.
 
     The views are made once, since making them costs the host three times as much as copying the weights.
 
-    Args:
+    Attributes:
         vector: covers all of the memory.
         parts: the views.
         stream: the stream whose kernels use it; None on a CPU.
-        use_count: returns how many tensors share a storage.
+        address: of the memory.
+        storage: of the vector.
+        idle: number of tensors that share the storage while the block is free. (Horovod's references count too.)
     """
 
-    def __init__(
-        self, vector: torch.Tensor, parts: list[torch.Tensor], stream: Any, use_count: Callable[[int], int]
-    ) -> None:
-        self._vector, self.parts, self.stream = vector, parts, stream
-        self.address = vector.data_ptr()
-        self._storage, self._use_count = vector.untyped_storage(), use_count
-        self._idle = use_count(self._storage._cdata)
-
-    def is_free(self) -> bool:
-        """Return whether no reference to the vector or a view of it is left; Horovod's references count too."""
-        return self._use_count(self._storage._cdata) == self._idle
-
-    def lend(self) -> torch.Tensor:
-        """Return the vector as a new tensor."""
-        return self._vector.detach()
+    vector: torch.Tensor
+    parts: list[torch.Tensor]
+    stream: Any
+    address: int
+    storage: torch.UntypedStorage
+    idle: int
 
 
 class WeightVectors:
@@ -126,17 +118,19 @@ class WeightVectors:
             free: list[_Block] = []
             lent: list[_Block] = []
             for block in self._blocks:
-                if not block.is_free():
+                if _use_count(block.storage._cdata) != block.idle:  # (a reference to it, or to a view of it, is left)
                     lent.append(block)
                 elif block.stream == stream:  # (torch frees a dropped block of another stream once that has used it)
                     free.append(block)
             if not free:
                 with torch.inference_mode(False):  # (else they could not be written to outside of that mode)
                     vector = self._new_vector()
-                    free.append(_Block(vector, self.views(vector), stream, _use_count))
+                    parts, storage = self.views(vector), vector.untyped_storage()
+                    idle = _use_count(storage._cdata)
+                    free.append(_Block(vector, parts, stream, vector.data_ptr(), storage, idle))
             block = free.pop()
             self._blocks = [*lent, *free[-FREE_BLOCKS:], block]
-            return block.lend()
+            return block.vector.detach()
 
     def _new_vector(self) -> torch.Tensor:
         nbytes = self.elements * self.dtype.itemsize
@@ -153,11 +147,6 @@ class WeightVectors:
     def write(self, parameters: Sequence[torch.Tensor], vector: torch.Tensor) -> None:
         """Copy a vector's elements into the parameters."""
         torch._foreach_copy_(list(parameters), self.parts(vector))
-
-
-def orders_of(parameters: Sequence[torch.Tensor], known: Mapping[int, str]) -> dict[int, str]:
-    """Return ``memory_order`` of each parameter by its id; the earlier one if it is in ``known``."""
-    return {id(p): known[id(p)] if id(p) in known else memory_order(p) for p in parameters}
 
 
 def _strides(shape: torch.Size, order: str) -> tuple[int, ...]:
@@ -199,25 +188,21 @@ class TorchMessageFormat(MessageFormat):
 
     Args:
         like: a vector of weights, shape (n,), float32 or float64.
-        compression, messages, rank_group, parts, plain: as in ``MessageFormat``.
         memory: of messages.
         received: rows that an exchange brings, at most; 0 if unknown.
         empty: returns an uninitialized vector of weights with room for a header behind it; None: there is no room.
+        options: as in ``MessageFormat``.
     """
 
     def __init__(
         self,
         like: torch.Tensor,
-        compression: str,
-        messages: int,
-        rank_group: RankGroup,
-        parts: int,
         memory: ReusedMemory,
         received: int = 0,
-        plain: int = 0,
         empty: Callable[[], torch.Tensor] | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(like.numel(), like.dtype, compression, messages, rank_group, parts, plain)
+        super().__init__(like.numel(), like.dtype, **options)
         self._device, self._memory, self._received, self._empty = like.device, memory, received, empty
         self._nothing = torch.zeros(self.rows, self._stride, dtype=torch.uint8, device=like.device)
 
@@ -332,11 +317,6 @@ class WeightReplica(replica.WeightReplica):
         self.prepare()
 
     def attach(self, optimizer: Any) -> None:
-        """Become the replica of a wrapped optimizer.
-
-        Raises:
-            ValueError: its weights cannot be mixed.
-        """
         super().attach(optimizer)
         self.prepare()
 
@@ -372,7 +352,8 @@ class WeightReplica(replica.WeightReplica):
                 f"parameters must be on one device, since weights are sent as one vector, got "
                 f"{', '.join(sorted(devices))}"
             )
-        self._orders = orders_of(parameters, self._orders)
+        known = self._orders
+        self._orders = {id(p): known[id(p)] if id(p) in known else memory_order(p) for p in parameters}
         self._vectors = WeightVectors(parameters, kind, [self._orders[id(p)] for p in parameters])
         mixed = set(self._orders)
         groups = self.optimizer.param_groups
@@ -415,17 +396,23 @@ class WeightReplica(replica.WeightReplica):
         self._vectors.write(self.parameters, weights)
 
     @contextlib.contextmanager
-    def scaled(self, factor: float) -> Iterator[None]:
-        """Multiply the weights by ``factor`` inside the context, and divide them by it at the end, also after an
-        error."""
-        if factor == 1.0:
-            yield
-            return
-        torch._foreach_mul_(self.parameters, factor)
+    def scaled(self, factor: float, lr_factor: float) -> Iterator[None]:
+        """Return a context for the wrapped optimizer's update: weights are multiplied by ``factor``, and learning rates
+        are this rank's own, ``lr_factor`` times those of all ranks, which schedulers see. At the end, also after an
+        error, both are undone."""
+        groups = self.optimizer.param_groups if lr_factor != 1.0 else []
+        rates = [group["lr"] for group in groups]
+        if factor != 1.0:
+            torch._foreach_mul_(self.parameters, factor)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * lr_factor
         try:
             yield
         finally:
-            torch._foreach_mul_(self.parameters, 1.0 / factor)
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+            if factor != 1.0:
+                torch._foreach_mul_(self.parameters, 1.0 / factor)
 
     def fingerprint(self, resumed: bool) -> tuple[list[str], list[int]]:
         parameters, named = self.parameters, self.named or {}
@@ -437,11 +424,9 @@ class WeightReplica(replica.WeightReplica):
             kinds = [f"{sum(self._averaged.values())} batch-norm statistics of named_buffers", kind]
         return [*kinds, *names], [0] * len(kinds) + [0 if resumed else checksum(p) for p in parameters]
 
-    def message_format(
-        self, compression: str, rank_group: RankGroup, parts: int, messages: int, plain: int, received: int
-    ) -> MessageFormat:
+    def message_format(self, received: int, **options: Any) -> MessageFormat:
         return TorchMessageFormat(
-            self.read(), compression, messages, rank_group, parts, self._memory, received, plain, self._vectors.empty
+            self.read(), memory=self._memory, received=received, empty=self._vectors.empty, **options
         )
 
     def is_finite(self, weights: torch.Tensor) -> bool:
@@ -534,9 +519,6 @@ class WeightReplica(replica.WeightReplica):
     def buffers(self) -> Buffers | None:
         return self.named_buffers.buffers()
 
-    def keep_buffers(self) -> Callable[[], None]:
-        return self.named_buffers.keep()
-
     @torch.no_grad()
     def statistics(self) -> Callable[[], torch.Tensor] | None:
         if not self._averaged:
@@ -579,20 +561,6 @@ class WeightReplica(replica.WeightReplica):
             raise ValueError(f"record_loss() takes one number, and this is a tensor of shape {tuple(loss.shape)}")
         loss = loss.detach().reshape(())
         return streams.Later(loss) if streams.gpu.holds(loss) else loss
-
-    @contextlib.contextmanager
-    def learning_rates_times(self, factor: float) -> Iterator[None]:
-        """Return a context in which the optimizer has this rank's learning rates, ``factor`` times those of all
-        ranks, which schedulers see."""
-        groups = self.optimizer.param_groups
-        rates = [group["lr"] for group in groups]
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate * factor
-        try:
-            yield
-        finally:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
 
 
 def _kinds(tensors: Sequence[torch.Tensor]) -> list[Kind]:

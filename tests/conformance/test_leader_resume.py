@@ -259,7 +259,8 @@ def test_states_with_gradients_pending_or_of_another_optimizer_are_refused(bindi
         one = KINDS[kind](binding, 3, 0)
         state = one.state()
         one.load(state)
-        pending: dict[str, Any] = {"hvd_async.versions.0": np.ones(2)}
+        pending: dict[str, Any] = {"hvd_async.nbytes": np.array([4]), "hvd_async.versions.0": np.ones(2)}
+        pending["hvd_async.pending.0"] = np.ones(1, np.float32)
         if binding is TorchRank:
             pending = {"hvd_async": state["hvd_async"] | {"versions": [[1]]}}
         with pytest.raises(ValueError, match=r"has gradients pending, which would be lost: save it after drain\(\)"):

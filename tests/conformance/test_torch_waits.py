@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 import torch
 
@@ -27,13 +29,13 @@ def clock(monkeypatch) -> Clock:
 
 def seen_after(
     clock: Clock,
-    durations: collectives._Durations,
+    durations: deque[float],
     seconds: float,
     busy: float = 0.0,
     polls: tuple[float, float] = collectives.POLLS_OF_GPU,
 ) -> float:
     """When a collective that takes this many seconds is seen to be done; first its engine is busy elsewhere."""
-    handle = collectives._HorovodHandle(0, "bucket", durations, polls)
+    handle = collectives._HorovodHandle(0, durations, polls)
     started, ends = clock.now, clock.now + seconds
     clock.now += busy
     while not handle.done():
@@ -48,7 +50,7 @@ def test_a_collective_is_seen_to_be_done_in_time_whatever_the_last_ones_engine_d
     state = {"ends": 0.0}
     monkeypatch.setattr(collectives.hvd, "poll", lambda handle: clock.now >= state["ends"])
     monkeypatch.setattr(collectives.hvd, "synchronize", lambda handle: torch.zeros(1))
-    durations = collectives._Durations()
+    durations: deque[float] = deque(maxlen=collectives.REMEMBERED)
 
     def run(busy: float = 0.0) -> float:
         state["ends"] = clock.now + seconds
@@ -70,7 +72,7 @@ def test_a_long_collective_is_looked_at_seldom_and_one_that_was_slow_for_once_de
 
     monkeypatch.setattr(collectives.hvd, "poll", poll)
     monkeypatch.setattr(collectives.hvd, "synchronize", lambda handle: torch.zeros(1))
-    durations = collectives._Durations()
+    durations: deque[float] = deque(maxlen=collectives.REMEMBERED)
 
     def run(seconds: float) -> tuple[float, float]:
         """How late it is seen to be done, and after how many looks."""

@@ -13,7 +13,6 @@ import torch
 import hvd_async.torch as hvd
 from hvd_async.algorithms.gossip.message_format import HEADER, NumpyMessageFormat
 from hvd_async.errors import ReplicaMismatchError
-from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.testing import Cluster
 from hvd_async.torch.gradient_format import memory_order
 from hvd_async.torch.streams import ReusedMemory
@@ -135,7 +134,7 @@ def test_messages_have_the_bytes_that_numpys_have(codec, parts, elements, kind):
     values[:9] = [127.0, 0.5, 1.5, -0.0, 1e-6, 1.00390625, 65520.0, -1e5, 3.4e38][:elements]
     if codec == "int8":
         values[6:9] = 2.5
-    ours = TorchMessageFormat(torch.as_tensor(values), codec, 3, RankGroup(None, (0,), 0, 0, 1), parts, ReusedMemory(1))
+    ours = TorchMessageFormat(torch.as_tensor(values), ReusedMemory(1), compression=codec, messages=3, parts=parts)
     theirs = NumpyMessageFormat(elements, kind, codec, 3, None, parts)
     for field in ("nbytes", "rows", "lossless", "differences"):
         assert getattr(ours, field) == getattr(theirs, field)
@@ -159,7 +158,7 @@ def test_messages_have_the_bytes_that_numpys_have(codec, parts, elements, kind):
 def test_a_header_is_not_written_over_the_part_behind_a_message():
     """Two parts of 16 bytes lie in 32, which is as long as a row of one with its header."""
     vector = torch.arange(8.0)
-    post = TorchMessageFormat(vector, "none", 1, RankGroup(None, (0,), 0, 0, 1), 2, ReusedMemory(1))
+    post = TorchMessageFormat(vector, ReusedMemory(1), compression="none", messages=1, parts=2)
     first, second = post.split(vector)
     row = post.pack([(post.encode(first), HEADER.pack(1, 0.5))])
     assert row[0, :16].view(torch.float32).tolist() == [0.0, 1.0, 2.0, 3.0]

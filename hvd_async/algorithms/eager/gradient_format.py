@@ -153,19 +153,9 @@ class Tail:
         return Tally(sum(whole[: self.slots]), sum(number << place % SAMPLE_DIGITS for place, number in digits))
 
 
-def last(vector: Vector, count: int) -> list[float]:
-    """Return the last ``count`` elements, in order."""
-    return [float(vector[place]) for place in range(-count, 0)]
-
-
-def recounted(vector: Vector, count: int, elements: Sequence[float]) -> Vector:
-    """Return a copy of the NumPy vector whose last ``count`` elements are replaced."""
-    return np.concatenate([vector[:-count], np.asarray(elements, vector.dtype)])
-
-
 @dataclass(frozen=True)
 class GradientFormat:
-    """Format of a binding's vectors in memory and on the wire.
+    """Format of a binding's vectors in memory and on the wire; by default NumPy's, without compression.
 
     Attributes:
         zeros: returns an empty vector of a bucket; it is never changed, and may be the same object each time.
@@ -190,8 +180,10 @@ class GradientFormat:
     encode: Callable[[Vector, float], Vector] = lambda vector, unit: vector
     decode: Callable[[Vector, int], Vector] = lambda vector, bucket: vector
     narrow: bool = False
-    peek: Callable[[Vector, int], Sequence[float]] = last
-    recount: Callable[[Vector, int, Sequence[float]], Vector] = recounted
+    peek: Callable[[Vector, int], Sequence[float]] = lambda sums, count: [float(sums[i]) for i in range(-count, 0)]
+    recount: Callable[[Vector, int, Sequence[float]], Vector] = lambda vector, count, elements: np.concatenate(
+        [vector[:-count], np.asarray(elements, vector.dtype)]
+    )
     sent: tuple[int, ...] = ()
     release: Callable[[], None] = lambda: None
     scale: float = 1.0
