@@ -15,6 +15,7 @@ from hvd_async.simulation.job import Clock, Setup
 from hvd_async.simulation.network import Network
 from hvd_async.simulation.schedule import gradients_of, linear, one_random, play, replay
 from scripts.benchmarks.support import simulated
+from tests.conftest import LONG_RUN
 
 SLOW = Network(latency=0.002, bandwidth=1e8, hop=0.0001, cycle=0.001, operation=0.002, event=1e-5, sending=1e-5)
 QUORUMS = ("all", "majority", "solo", "k3", "0.75", "auto")
