@@ -102,7 +102,7 @@ class _Waiter:
             for work in works:
                 work.wait(FOREVER)
         except RuntimeError as error:
-            future.set_exception(error)  # type: ignore[arg-type]  (annotated wrongly by torch)
+            future.set_exception(error)  # type: ignore[arg-type]
         else:
             future.set_result(None)
 
