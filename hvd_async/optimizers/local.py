@@ -170,7 +170,7 @@ class LocalDriver(Driver):
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
         """Return a context for a step or a part of one. An exception in it marks the rank as broken, since its weights
-        differ from what other ranks assume."""
+        are no longer the ones that other ranks assume."""
         self.pin()
         try:
             yield

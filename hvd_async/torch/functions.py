@@ -352,7 +352,7 @@ def record(optimizer: Any, folder: str | os.PathLike[str], synchronize: bool = F
     return recorded(optimizer, folder, hvd.rank(), hvd.size(), wait)
 
 
-# -- torchvision with a torch that its compiled operators were not built for ------------------------------------------
+# -- torchvision whose compiled operators were built for another torch -------------------------------------------------
 
 
 _declared: list[torch.library.Library] = []
