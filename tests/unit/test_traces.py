@@ -248,29 +248,6 @@ def test_a_recorded_optimizer_trains_as_before_and_under_a_scheduler(tmp_path):
     assert (trace.headers[0].algorithm, trace.headers[0].parameter_bytes) == (PLAIN, 16)
 
 
-def test_of_horovods_optimizer_the_wait_is_in_synchronize(tmp_path):
-    calls: list[str] = []
-    model, optimizer = plain()
-    step = optimizer.step
-
-    def stepping(self) -> None:
-        self.synchronize()
-        calls.append("step")
-        step()
-
-    optimizer.synchronize = types.MethodType(lambda _: calls.append("synchronize"), optimizer)
-    optimizer.skip_synchronize = None
-    optimizer.step = types.MethodType(stepping, optimizer)
-    recorder = recorded(optimizer, tmp_path, 0, 1)
-    train(model, optimizer, 1)
-    recorder.close()
-    trace = all_of(tmp_path)
-    assert calls == ["synchronize", "step"]
-    assert trace.headers[0].algorithm == HOROVOD
-    assert trace.synchronous
-    assert trace.begin < trace.arrived < trace.released < trace.done
-
-
 def test_of_ours_the_wait_is_what_the_worker_says_also_between_steps(tmp_path):
     _, optimizer = plain()
     worker = types.SimpleNamespace(wait_s=5.0)
