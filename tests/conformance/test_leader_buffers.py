@@ -122,10 +122,9 @@ def test_pulls_after_an_end_average_what_is_held_by_then(binding):
     [
         (leads(2, PAIRS), "average", [2.5] * 4),
         (leads(2, PAIRS), "local", [3.0] * 4),
-        (ELASTIC, "average", [2.5] * 4),
         (ELASTIC, "local", [1.0, 2.0, 3.0, 4.0]),
     ],
-    ids=["lsgd-average", "lsgd-local", "easgd-average", "easgd-local"],
+    ids=["lsgd-average", "lsgd-local", "easgd-local"],
 )
 def test_ends_show_averages_or_the_leaders_own_or_leave_each_rank_its_own(binding, following, buffers, expected):
     """In ``consensus()``, which puts back what was there, and after ``drain()``."""
