@@ -57,6 +57,8 @@ class GossipDrive(Drive):
         hosts = job.plan.config.local_size > 1
         self.plain = not hosts and not any({"leave", "sum"} & set(program) for program in job.programs)
         """Whether the ledger knows all that ranks do: it knows neither hosts nor ranks that leave."""
+        self.of_hosts: dict[tuple[int, int, int], Any] = {}
+        """What a host's ranks hold after a step, by host, end and step since the last end."""
         self.whole = not any("leave" in program for program in job.programs)
         super().__init__(job, GossipStateMachine(0, job.numbers), quick)
 
@@ -78,6 +80,9 @@ class GossipDrive(Drive):
         yield PAUSE
         rank.applied = yield from worker.mix_program(before, after)
         rank.applied = rank.applied + 0
+        if (size := self.config.local_size) > 1:
+            first = self.of_hosts.setdefault((rank.place // size, rank.ends, worker._step), rank.applied)
+            assert (first == rank.applied).all(), "the ranks of a host hold different weights"
         yield PAUSE
         worker.publish(rank.applied)
         rank.applied = rank.applied + 0

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from hvd_async.algorithms.eager.machine import EagerStateMachine
+from hvd_async.algorithms.gossip.hosts import HostWorker
 from hvd_async.algorithms.gossip.machine import GossipStateMachine, MessageQueues, PairRequests
 from hvd_async.algorithms.gossip.rank import PushSumWorker
 from hvd_async.algorithms.leader import machine as leader
@@ -167,6 +168,15 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
     },
     "gossip": {
         "a rank does not wait for messages": Mutant("sgp", PushSumWorker.mix_program, "not late", "False"),
+        "a host takes a step without one of its ranks": Mutant(
+            "hosts with local steps",
+            HostWorker._progress,
+            "self._active(place, step) and place not in contributed",
+            "False",
+        ),
+        "a host's steps do not restart after an end": Mutant(
+            "hosts with local steps", HostWorker._complete_end, "self._host_step = 0", "pass"
+        ),
         "two exchanges at once": Mutant(
             "sgp", GossipStateMachine._due_exchange, "self._flights[exchange.round] = now", "pass"
         ),
