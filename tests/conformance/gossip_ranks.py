@@ -159,7 +159,7 @@ def expected(problem: Any, seen: Sequence[Seen], options: dict[str, Any]) -> Out
     if algorithm == "allreduce":
         return reference.allreduce(problem, counts[0])
     if ALGORITHMS[algorithm].outer is not None:
-        return outer_reference.train(problem, counts, outer_of(len(seen), options))
+        return outer_reference.train(problem, counts, outer_of(len(seen), options), local_size=hosts)
     if algorithm == "adpsgd":
         logs = [own.log[: own.log.index(("drained",))] for own in seen]
         return reference.adpsgd(problem, logs) if hosts == 1 else adpsgd_of_hosts(problem, logs, hosts, counts)
@@ -191,7 +191,7 @@ def expected(problem: Any, seen: Sequence[Seen], options: dict[str, Any]) -> Out
 
 def outer_of(size: int, options: dict[str, Any]) -> Outer:
     """Return the outer optimizer of these options, without momentum yet."""
-    given = {name: value for name, value in options.items() if name != "compression"}
+    given = {name: value for name, value in options.items() if name not in ("compression", "hierarchical")}
     return outer_reference.of_config(make_plan(size, **given).config)
 
 

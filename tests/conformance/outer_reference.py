@@ -7,6 +7,8 @@ of the ranks that take this step, d = mean (a - x_i), and D steps later, by the 
     diloco:  b <- mu b + d,            a' = a - lr (d + mu b)
 and x_i <- a' + (x_i - sent x_i); a rank that is done follows, x_i <- a' + (x_i - a). A drain takes in all that is
 under way, then all ranks and the anchor continue from the mean of x_i; u and b stay.
+
+With hosts of n ranks, x_i is first the mean of U(x_j) over the ranks j of rank i's host that take this step.
 """
 
 from __future__ import annotations
@@ -75,8 +77,14 @@ def due(outer: Outer, step: int) -> list[int]:
     return [f for f, offset in enumerate(offsets) if step % outer.every == offset]
 
 
-def train(problem: Problem, counts: Sequence[int], outer: Outer, compress: Compress | None = None) -> Outcome:
-    """Replay this many steps of each rank, with all that is under way taken in at the end."""
+def train(
+    problem: Problem, counts: Sequence[int], outer: Outer, compress: Compress | None = None, local_size: int = 1
+) -> Outcome:
+    """Replay this many steps of each rank, with all that is under way taken in at the end.
+
+    Args:
+        local_size: ranks of a host, numbered host by host.
+    """
     x, anchor = problem.start.copy(), problem.start[0].copy()
     states = list(problem.states) or [start(own) for own in x]
     path: list[list[Array]] = [[] for _ in x]
@@ -100,6 +108,9 @@ def train(problem: Problem, counts: Sequence[int], outer: Outer, compress: Compr
         for rank in active:
             g = problem.gradient(x[rank], rank, step)
             x[rank], states[rank] = problem.update(x[rank], g, states[rank])
+        for first in range(0, len(x), local_size):
+            together = [rank for rank in active if first <= rank < first + local_size]
+            x[together] = x[together].mean(axis=0) if together else 0.0
         for fragment in due(outer, step):
             flying.append((step, fragment, {rank: x[rank][parts[fragment]].copy() for rank in active}))
         take(step)

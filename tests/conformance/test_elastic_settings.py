@@ -116,6 +116,29 @@ def test_a_schedules_position_brings_its_learning_rate(job, wrapper, options):
 
 
 @both
+@pytest.mark.parametrize("algorithm", ["osgp", "diloco"])
+def test_whole_hosts_leave_and_join(job, algorithm):
+    def make() -> Any:
+        return job(algorithm=algorithm, hierarchical=2, average_every=3)
+
+    def before(rank: int) -> Any:
+        one = make()
+        one.state.sync()
+        for _ in range(4):
+            one.step()
+        return one
+
+    def after(rank: int, one: Any) -> list[bytes]:
+        path = [(one.step(), one.weights().tobytes())[1] for _ in range(4)]
+        one.opt.drain()
+        return path
+
+    for size in (2, 6):
+        paths = among_others(size, trained(4, before)[:size], make, after)
+        assert paths[::2] == paths[1::2]
+
+
+@both
 def test_a_new_rank_gets_the_algorithm_that_was_switched_to(job):
     def make() -> Any:
         return job(algorithm="sgp", peers={0: 1, 2: 1}, schedule={0: "allreduce", 1: "sgp"})

@@ -94,6 +94,8 @@ JOBS = [
     Job(6, STAR | {"hierarchical": 2, "average_every": 3}),
     Job(4, LATE | {"hierarchical": 2}),
     Job(6, BASE | {"hierarchical": 2, "gossip_every": 2, "average_every": 5}),
+    Job(4, LOCAL | {"hierarchical": 2}),
+    Job(6, DILOCO | {"hierarchical": 3}),
     # compression
     Job(4, STAR | {"compression": "fp16"}),
     Job(4, LATE | {"compression": "bf16"}),
@@ -104,6 +106,7 @@ JOBS = [
     Job(4, PAIRS | {"compression": "fp16", "hierarchical": 2}),
     Job(4, STAR | {"compression": "int8", "hierarchical": 2, "average_every": 3}),
     Job(4, LOCAL | {"compression": "int8"}),
+    Job(4, LOCAL | {"compression": "int8", "hierarchical": 2}),
     Job(3, SLOWMO | {"compression": "bf16"}),
     Job(3, DILOCO | {"compression": "int8"}),
 ]

@@ -48,6 +48,7 @@ CUT = [
     RING | {"compression": "int8"},
     STAR | {"hierarchical": 3, "compression": "int8", "average_every": 3},
     PAIRS | {"hierarchical": 3},
+    SLOWMO | {"hierarchical": 3, "compression": "bf16"},
     STAR | {"gossip_every": 3},
     PAIRED,
     EXACT,

@@ -58,6 +58,8 @@ class GossipDrive(Drive):
         hosts = job.plan.config.local_size > 1
         self.plain = not hosts and not any({"leave", "sum"} & set(program) for program in job.programs)
         """Whether the ledger knows all that ranks do: it knows neither hosts nor ranks that leave."""
+        self.of_hosts: dict[tuple[int, int, int], Any] = {}
+        """What a host's ranks hold after a step, by host, end and step since the last end."""
         self.whole = not any("leave" in program for program in job.programs)
         self.cuts: dict[int, dict[int, Any]] = {}
         """What each rank held at a cut: its weights times its push-sum weight."""
@@ -84,6 +86,9 @@ class GossipDrive(Drive):
             pairing = worker._pairing
             assert pairing._local <= self.config.max_local_steps or not pairing.left, "too many steps without a partner"
         rank.applied = rank.applied + 0
+        if (size := self.config.local_size) > 1:
+            first = self.of_hosts.setdefault((rank.place // size, rank.ends, worker._step), rank.applied)
+            assert (first == rank.applied).all(), "the ranks of a host hold different weights"
         yield PAUSE
         worker.publish(rank.applied)
         rank.applied = rank.applied + 0

@@ -71,6 +71,8 @@ JOBS: Mapping[str, Mapping[str, Job]] = {
         "averages in two stages": gossip("6 drain", "6 drain", **{**LATER, "fragments": 2, "compression": "int8"}),
         "one is in an average and finishes": gossip("2 drain", "1 drain", "2 leave", **LATER),
         "hosts": gossip(*("2 drain", "1 drain", "2 drain", "2 drain"), local_size=2),
+        "hosts with local steps": gossip(*("3 drain 1 drain", "2 drain 2 drain") * 2, local_size=2, **LATER),
+        "hosts with local steps, cut": gossip(*["2 cut 1 drain"] * 2, *["1 cut 2 drain"] * 2, local_size=2, **LATER),
         "hosts in pairs": gossip(*("2 drain 1 drain", "1 drain drain") * 2, algorithm="adpsgd", local_size=2),
     },
     "leader": {

@@ -15,6 +15,7 @@ import pytest
 from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.algorithms.gossip.adpsgd import Pairing
 from hvd_async.algorithms.gossip.averages import DifferenceAverages
+from hvd_async.algorithms.gossip.hosts import HostWorker
 from hvd_async.algorithms.gossip.machine import GossipStateMachine, MessageQueues, PairRequests
 from hvd_async.algorithms.gossip.rank import MessageExchange, PushSumWorker
 from hvd_async.algorithms.leader import machine as leader
@@ -184,6 +185,15 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
         ),
         "a rank takes too many steps without a partner": Mutant(
             "adpsgd", Pairing.may_step, "self._local < self._most", "self._local <= self._most"
+        ),
+        "a host takes a step without one of its ranks": Mutant(
+            "hosts with local steps",
+            HostWorker._progress,
+            "self._active(place, step) and place not in contributed",
+            "False",
+        ),
+        "a host's steps do not restart after an end": Mutant(
+            "hosts with local steps", HostWorker._complete_end, "self._host_step = 0", "pass"
         ),
         "two exchanges at once": Mutant(
             "sgp", GossipStateMachine._due_exchange, "self._flights[exchange.round] = now", "pass"

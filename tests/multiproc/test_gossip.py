@@ -61,7 +61,8 @@ def expected(case: Gossip, size: int, logs: list[Any], framework: str) -> refere
         return reference.allreduce(problem, STEPS)
     plan = make_plan(size, **case.plan)
     if ALGORITHMS[case.algorithm].outer is not None:
-        return outer_reference.train(problem, [STEPS] * size, outer_reference.of_config(plan.config))
+        outer = outer_reference.of_config(plan.config)
+        return outer_reference.train(problem, [STEPS] * size, outer, local_size=plan.config.local_size)
     matrices: list[Matrix] = list(plan.matrices)
     if case.algorithm == "exact-diffusion":
         return exact_diffusion(problem, matrices[0], list(map(case.steps, range(size))))

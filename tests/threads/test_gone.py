@@ -106,14 +106,22 @@ def test_nothing_is_given_to_a_rank_that_is_gone(seed: int, algorithm: str):
 
 @pytest.mark.parametrize("flush", [True, False], ids=["drain", "cut"])
 @pytest.mark.parametrize(
-    "more", [{}, {"compression": "int8"}, {"average_every": 2}, {"algorithm": "adpsgd", "max_local_steps": 1}], ids=str
+    "more",
+    [
+        {},
+        {"compression": "int8"},
+        {"average_every": 2},
+        {"algorithm": "adpsgd", "max_local_steps": 1},
+        {"algorithm": "local", "graph": None, "average_every": 3, "compression": "bf16"},
+    ],
+    ids=str,
 )
 def test_a_host_goes_on_when_one_of_its_ranks_has_left(more: dict[str, Any], flush: bool):
     """Its engine still owns a part of the host's weights, with estimates of other hosts', and counts steps anew after
     each end, as the others do."""
 
     def train(number: int) -> Any:
-        rank = Rank(make_plan(4, graph="ring", local_size=2, **more))
+        rank = Rank(make_plan(4, **{"graph": "ring", "local_size": 2, **more}))
         rank.steps(2)
         rank.engine.drain()
         if number == 1:

@@ -1,39 +1,15 @@
-"""Hierarchical gossip of ranks as threads: hosts average inside and gossip as one, also late, uneven, and over cuts."""
+"""Push-sum of hosts of ranks as threads: messages of other hosts at a cut. (``test_gossip_crossings`` has the rest.)"""
 
 from __future__ import annotations
 
 import threading
 from typing import Any
 
-import numpy as np
-import pytest
-
 from hvd_async.algorithms.gossip.config import STAGES, ExchangeDone
 from hvd_async.algorithms.gossip.hosts import GOSSIP
 from hvd_async.algorithms.gossip.rank import PushSumWorker
-from tests.conformance.cases import CASES
 from tests.threads.gossip_holdups import GATE_TIMEOUT, holding
-from tests.threads.gossip_workload import check, check_sums, job, run, work
-
-ALGORITHMS = [("sgp", "exponential", 0), ("osgp", "exponential", 2), ("dpsgd", "bipartite-exponential", 0)]
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "graph", "hosts", "local"),
-    [("sgp", "exponential", 1, 2), ("sgp", "exponential", 4, 2), ("sgp", "exponential", 2, 3), ("sgp", "star", 3, 2),
-     ("sgp", "star", 3, 3), ("dpsgd", "ring", 2, 2), ("dpsgd", "star", 3, 2), ("dpsgd", "ring", 2, 3)],
-)  # fmt: skip
-def test_hosts_gossip(algorithm, graph, hosts, local):
-    """The 7 weights cannot be shared out evenly in a host."""
-    one = job(
-        [10] * (hosts * local), algorithm, graph, local_size=local, elements=7, case=CASES[hosts],
-        weights="metropolis" if algorithm == "dpsgd" else "uniform",
-    )  # fmt: skip
-    records = run(one)
-    check(one, records)
-    for place, record in enumerate(records):
-        first = records[place - place % local]
-        np.testing.assert_array_equal(record.segments[0].path, first.segments[0].path)
+from tests.threads.gossip_workload import check_sums, job, run, work
 
 
 def test_what_another_host_sent_late_survives_a_cut():

@@ -37,7 +37,7 @@ def check(one: Job, records: list[Record], within: dict[str, float] = EXACT) -> 
     problem, outer = one.problem, of_config(one.plan.config)
     for end, counts in enumerate(one.steps):
         segments, compress = [record.segments[end] for record in records], compress_of(one)
-        outcome = train(problem, counts, outer, compress)
+        outcome = train(problem, counts, outer, compress, one.plan.config.local_size)
         for segment, path in zip(segments, outcome.path, strict=True):
             np.testing.assert_allclose(np.array(segment.path), np.array(path), **within)
             assert segment.z.tobytes() == segments[0].z.tobytes()
@@ -98,6 +98,16 @@ def test_what_a_rank_that_has_finished_leaves_out_does_not_pile_up(compression: 
     train(one.problem, one.steps[0], of_config(one.plan.config), compress)
     gone, *others = np.abs(compress.errors).reshape(3, 3, 4)[[0, 1, 2], [0, 1, 2]].max(axis=1)
     assert gone <= 2 * max(others)
+
+
+@pytest.mark.parametrize("local_size", [1, 2, 3, 6])
+@pytest.mark.parametrize("compression", ["none", "fp16", "int8"])
+@pytest.mark.parametrize("algorithm", OUTER)
+def test_hosts_equal_the_reference(algorithm: str, compression: str, local_size: int):
+    """Ranks and hosts finish early. (``machines`` checks that ranks of a host hold the same bits.)"""
+    more = {"average_every": 4, "fragments": 2, "elements": 13, "local_size": local_size}
+    one = job(((9,) * 6, (5, 3, 9, 2, 0, 7), (6,) * 6), algorithm, None, compression=compression, **more)
+    check(one, run(one, jitter=0.001), {"rtol": 1e-6, "atol": 1e-6} if compression == "int8" else EXACT)
 
 
 def test_slow_momentum_is_in_units_of_a_whole_periods_gradients():

@@ -86,7 +86,7 @@ def test_a_list_has_each_arm_once_in_its_order(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     named = "horovod-fp16,ddp-bf16,ddp-powersgd,solo-fp16,decent-dp,post-local-sgd,torchft,torchft-diloco,dpsgd-avg4"
     assert parse_arms(named, 4, RIVALS, **EVERY) == named.split(",")
-    hosts = ["solo-hosts", "sgp-hosts", "adpsgd-bf16-hosts"]
+    hosts = ["solo-hosts", "sgp-hosts", "adpsgd-bf16-hosts", "local-hosts"]
     assert parse_arms(",".join(hosts), 4, local_size=2, **EVERY) == hosts
     assert [arm for arm in ("solo", "0.75", "sgp", "lsgd", "ddp", "plain") if is_eager(arm)] == ["solo", "0.75"]
     assert [arm for arm in ("sgp", "lsgd", "torchft", "solo", "ddp") if has_own_weights(arm)] == [

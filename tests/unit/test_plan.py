@@ -102,6 +102,8 @@ def test_outer_optimizers_have_their_rhythm_and_constants():
     assert (make_plan(4).parts, make_plan(4, local_size=2).parts) == (1, 2)
     plans = make_plan(4, "local", fragments=2), make_plan(4), make_plan(4, local_size=2)
     assert [(plan.max_messages, plan.plain_messages) for plan in plans] == [(3, 0), (1, 0), (1, 1)]
+    hosts = make_plan(6, "local", fragments=2, local_size=3)
+    assert (hosts.parts, hosts.max_messages, hosts.plain_messages) == (12, 5, 2 * 4)
 
 
 def test_other_weights_are_another_graph():
@@ -273,7 +275,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "outer momentum of SGP": ({"outer_momentum": 0.5}, "outer_momentum: sgp has no outer optimizer; omit it, or"),
     "an outer rate": ({"algorithm": "slowmo", "outer_lr": 0.0}, "outer_lr must be a number, above 0, got 0.0"),
     "outer momentum": ({"algorithm": "diloco", "outer_momentum": 1}, "must be a number, at least 0 and below 1"),
-    "hosts of local SGD": ({"algorithm": "local", "local_size": 2}, "local does not average hosts first; omit it, or"),
+    "hosts of NoLoCo": ({"algorithm": "noloco", "local_size": 2}, "noloco does not average hosts first; omit it, or"),
     "a graph of local SGD": (
         {"algorithm": "local", "graph": "ring"},
         "local averages all ranks; omit it",
@@ -288,7 +290,10 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "lopsided": ({"algorithm": "dpsgd", "weights": LOPSIDED, "size": 3}, r"W\[0, 1\] = 0.2 and W\[1, 0\] = 0.3; dps"),
     "hosts of other sizes": ({"local_size": 3}, "3 ranks per host do not divide 4 ranks into hosts of equal size"),
     "empty hosts": ({"local_size": 0}, "0 ranks per host do not divide"),
-    "hosts of averages": ({"algorithm": "allreduce", "local_size": 2}, "use sgp, osgp, dpsgd or adpsgd"),
+    "hosts of averages": (
+        {"algorithm": "allreduce", "local_size": 2},
+        "use sgp, osgp, dpsgd, adpsgd, local",
+    ),
     "a graph of ranks for hosts": ({"graph": topology.ring(4), "local_size": 2}, "one of 4 hosts, and there are 2"),
 }
 

@@ -11,17 +11,19 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hvd_async.algorithms.gossip.config import PairRequested, RankFinished, StartExchange
 from hvd_async.algorithms.gossip.error_feedback import SavedState
+from hvd_async.algorithms.gossip.hosts import ALL_GATHER, HostWorker
 from hvd_async.algorithms.gossip.message_format import MessageFormat, OutgoingMessage
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Add, Times
-from hvd_async.algorithms.gossip.rank import GossipWorker, check_weight
+from hvd_async.algorithms.gossip.push_sum import State as Part
+from hvd_async.algorithms.gossip.rank import MEAN, GossipWorker, check_weight
 from hvd_async.algorithms.kept import Kept
 from hvd_async.runtime.interfaces import Program, RankRuntime, Vector, Wait
-from hvd_async.runtime.protocol import Drained, OptimizerCommand
+from hvd_async.runtime.protocol import Drained, OptimizerCommand, RunCollective
 
 # -- requests for averagings -------------------------------------------------------------------------------------------
 
@@ -126,9 +128,10 @@ def on_step(state: State, weights: Vector, add: Add, times: Times = operator.mul
     return State(shadow, times(shadow, 1.0))
 
 
-def on_average(state: State, own: Vector, other: Vector, add: Add) -> State:
-    """Return the state averaged with a neighbour: x <- x + (x_j - x_i) / 2, with both ranks' snapshots x_i and x_j."""
-    return state._replace(shadow=add(add(state.shadow, other, 0.5), own, -0.5))
+def on_average(state: State, own: Vector, other: Vector, add: Add, share: float = 0.5) -> State:
+    """Return the state averaged with a neighbour, which has this share: x <- x + share (x_j - x_i), with both ranks'
+    snapshots x_i and x_j."""
+    return state._replace(shadow=add(add(state.shadow, other, share), own, -share))
 
 
 class ADPSGDWorker(GossipWorker):
@@ -148,12 +151,20 @@ class ADPSGDWorker(GossipWorker):
         self._state = State(None, None)
         self._mine: dict[int, Vector] = {}
         """Snapshots sent, encoded, by exchange (engine thread)."""
+        self._shares: dict[int, float] = {}
+        """The neighbour's share of an average, by exchange (engine thread)."""
+        self._gone: set[int] = set()
+        """Places of ranks whose optimizer was deleted (engine thread)."""
         self._pairing = Pairing(
             plan.config.max_local_steps,
-            plan.topology.neighbours(self._place),
-            lambda: not self._announced,
+            plan.topology.neighbours(self._host),
+            self._may_ask,
             lambda: engine.send(PairRequested(self._registered_number())),
         )
+
+    def _may_ask(self) -> bool:
+        """Return whether this rank requests averagings now."""
+        return not self._announced
 
     def restore(self, kept: SavedState) -> None:
         check_weight(kept, self.config.algorithm)
@@ -200,27 +211,43 @@ class ADPSGDWorker(GossipWorker):
     def on_command(self, command: OptimizerCommand) -> None:
         """Carry out a command."""
         match command:
-            case StartExchange(_, _, _, pairs):
-                if any(self.engine.rank in pair for pair in pairs):
+            case StartExchange():  # (all engines receive these commands in the same order)
+                for neighbour in self._neighbours_in(command):
                     self._pairing.granted()
+                    own, other = self._present(self._host), self._present(neighbour)
+                    self._shares[command.round] = other / (own + other)
                 super().on_command(command)
-            case RankFinished(_, rank, _):
+            case RankFinished(_, rank, _, gone):
+                place = self._ranks.index(rank)
+                if gone:
+                    self._gone.add(place)
                 super().on_command(command)
-                with self.engine.changed:
-                    self._pairing.finished(self._ranks.index(rank))
-                    self.engine.changed.notify_all()
+                host, finished = place // self.config.local_size, self._receive_buffer.finished
+                if all(place in finished for place in self._ranks_of(host)):
+                    with self.engine.changed:
+                        self._pairing.finished(host)
+                        self.engine.changed.notify_all()
             case Drained():
-                self._pairing.reset(map(self._ranks.index, command.gone))
+                self._gone.update(map(self._ranks.index, command.gone))
+                self._pairing.reset(host for host in range(self.plan.topology.size) if not self._present(host))
                 super().on_command(command)
             case _:
                 super().on_command(command)
 
+    def _present(self, host: int) -> int:
+        """Return the number of a host's ranks that have the optimizer."""
+        return sum(place not in self._gone for place in self._ranks_of(host))
+
+    def _neighbours_in(self, command: StartExchange) -> list[int]:
+        """Return the host with which an exchange averages this rank's, if there is one."""
+        first, size = self._ranks[self._place - self._own], self.config.local_size
+        pairs = [pair for pair in command.pairs if first in pair]
+        return [self._ranks.index(rank) // size for pair in pairs for rank in pair if rank != first]
+
     def _snapshots(self, command: StartExchange) -> list[tuple[int, OutgoingMessage]]:
+        partners = [self._ranks_of(neighbour)[self._own] for neighbour in self._neighbours_in(command)]
         return [
-            (command.round, OutgoingMessage(partner, self._snapshot(partner, command.round)))
-            for pair in command.pairs
-            if self.engine.rank in pair
-            for partner in (self._ranks.index(rank) for rank in pair if rank != self.engine.rank)
+            (command.round, OutgoingMessage(partner, self._snapshot(partner, command.round))) for partner in partners
         ]
 
     def _snapshot(self, partner: int, round_: int) -> Vector:
@@ -236,9 +263,162 @@ class ADPSGDWorker(GossipWorker):
         mine = self._post.decode(self._mine.pop(key))
         theirs = self._post.decode(data)
         with self._lock:
-            self._state = on_average(self._state, mine, theirs, self._post.add)
+            self._state = on_average(self._state, mine, theirs, self._post.add, self._shares.pop(key))
             if self.log is not None:
                 self.log.append(("landed", key, sender))
         self._averagings += 1
         self._taken += 1
         self._pairing.averaged()
+
+
+# -- hosts -------------------------------------------------------------------------------------------------------------
+# A host has one shadow copy y of its weights; each rank owns a part of it. A step adds the mean of the changes that the
+# ranks' optimizers have made, while engines average the shadow with a neighbouring host's. The first active rank of a
+# host requests averagings for the host. Each rank's engine then averages its part with the rank at its place on the
+# other host. With n ranks of a host that have the optimizer, m of the other, y_h and y_g the exchanged snapshots, and
+# u_r the change by rank r's optimizer:
+#
+#     y_h <- y_h + sum_r u_r / n               of the ranks r that take the step; all weights become y_h
+#     y_h <- y_h + m / (n + m) (y_g - y_h)
+#
+# So sum_h n_h y_h, the sum of all ranks' weights, changes by local updates only. (The share of a rank whose optimizer
+# is deleted is lost; before that, n = m.) A rank that has finished makes no more changes, but its engine still owns its
+# part, and its weights are still those of its host.
+#
+# A part may have been averaged since its host's last step, and a rank may have finished before that. So at an end the
+# coordinator makes owners send their parts to the ranks of their host, in the last exchange
+# (``StartExchange.gathers``). A drain averages these weights, and a checkpoint after a cut holds them. If a rank's
+# optimizer is deleted, its engine continues with its part, and takes the average of all ranks at a drain.
+
+
+END = 0
+"""The step number of the parts that are gathered at an end."""
+
+
+class HostADPSGDWorker(HostWorker, ADPSGDWorker):
+    """AD-PSGD of hosts on one rank. Its shadow is its part of the host's, which only the engine changes.
+
+    Attributes:
+        log: as in ``ADPSGDWorker``; steps are those of the host since the last end.
+    """
+
+    def __init__(
+        self, engine: RankRuntime, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]
+    ) -> None:
+        super().__init__(engine, plan, post, finish)
+        self._mark = f"pairs of hosts with {len(self._locals)} ranks"
+        self._given: Vector = None
+        """The weights last loaded into the model, which may have changed them since (training thread)."""
+        # Engine thread:
+        self._average: Vector | None = None
+        """This part of the average of all ranks at a drain that is not complete here yet."""
+        self._drained_total = 0
+        """Steps of all ranks until the last drain."""
+        self._apart = False
+        """Whether hosts started with different weights, without a drain since."""
+        self._calls.on_result = self._on_result
+
+    def begin(self, weights: Vector) -> None:
+        if self._number is None:  # weights replaced later are a change, which the next step contributes
+            self._given = weights
+            self._state = State(self._split(weights)[self._own] + 0, None)
+
+    def mix_program(self, before: Vector, after: Vector) -> Program[Vector]:
+        """End a step of the host; its first rank waits after ``max_local_steps`` without an averaging."""
+        self.check_step()
+        if self._may_ask() and not self._pairing.may_step():
+            yield Wait(self._pairing.may_step, lambda: "an averaging with a neighbouring host")
+        self._count_step()
+        self._pairing.stepped()
+        change = self._post.add(after, self._given, -1.0)
+        parts = yield from self._with_host(self._step, change, [1.0] * len(self._locals))
+        self._given = self._join([part.x for part in parts])
+        self.engine.call_soon(self._pairing.ask)
+        return self._given
+
+    def _may_ask(self) -> bool:
+        """Return whether this rank requests averagings for its host: it is the first that has not finished."""
+        finished = self._receive_buffer.finished
+        return super()._may_ask() and all(place in finished for place in self._locals[: self._own])
+
+    # -- ends -------------------------------------------------------------------------------------------------
+
+    def gather_program(self, weights: Vector, flush: bool) -> Program[Vector]:
+        self._together = flush
+        if END in self._results:  # otherwise no rank has taken a step
+            held = self._join([part.x for part in self._take_results(END)])
+            change = self._post.add(weights, self._given, -1.0)
+            self._given, weights = held, self._post.add(change, held, 1.0)
+        if flush:
+            weights = yield from self.consensus_program(weights)
+            self._given = weights + 0
+            if self.log is not None:
+                self.log.append(("drained",))
+        self._pairing.ended()
+        return weights
+
+    def leave(self, weights: Vector) -> Kept:
+        return Kept(weights)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------
+
+    def _estimates(self) -> dict[str, Vector]:
+        """Return a marker: the ranks of a host have the same weights."""
+        return {self._mark: self._post.scalar(1.0)}
+
+    def restore(self, kept: SavedState) -> None:
+        """Start from the state that an earlier run saved after a cut.
+
+        Raises:
+            ValueError: it has a push-sum weight other than 1, or the ranks of a host had different weights.
+        """
+        super().restore(kept)
+        if self._mark not in kept.copies:
+            raise ValueError(
+                f"this state was saved after cut() by ranks with weights of their own, and the ranks of a host must "
+                f"start with equal weights: continue with the algorithm that it was saved with, and with hierarchical="
+                f"{len(self._locals)} only if it was saved so; or save after drain()"
+            )
+        self._apart = True
+
+    # -- engine thread ----------------------------------------------------------------------------------------
+
+    def on_command(self, command: OptimizerCommand) -> None:
+        """Carry out a command."""
+        super().on_command(command)
+        if isinstance(command, RankFinished):  # from now on this rank may be the first of its host
+            self._pairing.request_if_due()
+
+    def _result(self, step: int, contributed: list[Part]) -> Part | None:
+        shadow = self._state.shadow
+        for change in contributed:
+            shadow = self._post.add(shadow, change.x, 1.0 / max(1, self._present(self._host)))
+        self._state = State(shadow, None)
+        if self.log is not None:
+            self.log.append(("step", step))
+        return Part(shadow + 0, 1.0)
+
+    def _snapshots(self, command: StartExchange) -> list[tuple[int, OutgoingMessage]]:
+        outgoing = super()._snapshots(command)
+        if command.gathers:
+            part, key = Part(self._state.shadow + 0, 1.0), self._key(END, ALL_GATHER)
+            outgoing += [(key, self._message(place, part)) for place in self._locals if place != self._place]
+            self._add_result(END, self._own, part)
+        return outgoing
+
+    def _on_end(self, ended: Drained[Any]) -> bool:
+        """Take the average of all ranks at a drain; return False if it is not here yet."""
+        total = sum(ended.produced)
+        if ended.flushed and (self._apart or total != self._drained_total):
+            if self._average is None:
+                return False
+            self._state, self._average = State(self._average, None), None
+        if ended.flushed:
+            self._drained_total, self._apart = total, False
+        return True
+
+    def _on_result(self, command: RunCollective, result: Vector) -> None:
+        """Take this part of the average of all ranks at a drain."""
+        if self._ended is not None and self._ended.flushed and command.what == MEAN:
+            self._average = self._split(result * (1.0 / len(command.ranks)))[self._own] + 0
+            self._complete_end()

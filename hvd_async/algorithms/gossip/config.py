@@ -101,7 +101,7 @@ class WaitingForMessage(OptimizerEvent, frozen=True, tag=True):
 class AverageEntered(OptimizerEvent, frozen=True, tag=True):
     """This rank has entered its average number ``index`` over all ranks, and waits for it.
 
-    ``weights`` is its push-sum weight, or one for each part of its weights (hierarchical gossip). Under an outer
+    ``weights`` is its push-sum weight, or one for each part of its weights (push-sum of hosts). Under an outer
     optimizer the rank does not wait, ``part`` is the fragment, and ``weights`` is the learning rate.
     """
 
@@ -405,7 +405,8 @@ UNSUPPORTED_OPTION_HINTS: Mapping[str, str] = {
     "outer_lr": "outer_lr: {0} has no outer optimizer; omit it, or use slowmo, diloco or noloco",
     "outer_momentum": "outer_momentum: {0} has no outer optimizer; omit it, or use slowmo, diloco or noloco",
     "compression": "compression: averages over all ranks are not compressed; omit it",
-    "hierarchical": "hierarchical: {0} does not average hosts first; omit it, or use sgp, osgp, dpsgd or adpsgd",
+    "hierarchical": "hierarchical: {0} does not average hosts first; omit it, or use sgp, osgp, dpsgd, adpsgd, "
+    "local, slowmo or diloco",
     "quasi_global": "quasi_global: under {0} each rank has its own momentum; omit it, or use sgp, dpsgd or adpsgd",
 }
 """Error messages for options that an algorithm does not support."""
@@ -421,8 +422,8 @@ class GossipAlgorithm(Algorithm):
         sends_before_update: whether messages hold the weights from before a step's update.
         exact: whether it corrects the bias of different data; it needs a static graph and mixes by (I + W) / 2.
         outer: the outer optimizer's step, which moves the anchor of all ranks; None: it has no outer optimizer.
-        rank: the class of its ranks, as MODULE:CLASS of this package. (By name, since ranks import this module.)
-        host_rank: the same, if the ranks of a host step together.
+        rank: the class of its ranks, as MODULE:CLASS of this package. (By name, since ranks import this module.) If the
+            ranks of a host step together, it is HostCLASS of that module, or of ``hosts`` for one of ``rank``.
     """
 
     doubly_stochastic: bool = False
@@ -431,7 +432,6 @@ class GossipAlgorithm(Algorithm):
     exact: bool = False
     outer: outer.Step | None = None
     rank: str = "rank:PushSumWorker"
-    host_rank: str = "hosts:HierarchicalWorker"
 
     @property
     def has_graph(self) -> bool:
@@ -483,7 +483,13 @@ _SYMMETRIC = {"topology": "bipartite-exponential"}
 _PAIRED = {"peers": 1, "max_local_steps": 4, "compression": "none", "hierarchical": False}
 _QUASI_GLOBAL = {"quasi_global": False}
 _PAIRS_IN_TURN = {"topology": "random-pairs", "gossip_every": 8, "outer_lr": 0.7, "outer_momentum": 0.3}
-_OUTER: Mapping[str, Any] = {"average_every": 8, "max_staleness": None, "fragments": 1, "compression": "none"}
+_OUTER: Mapping[str, Any] = {
+    "average_every": 8,
+    "max_staleness": None,
+    "fragments": 1,
+    "compression": "none",
+    "hierarchical": False,
+}
 """(With ``max_staleness`` None an average may be half of ``average_every`` steps late.)"""
 _BOTH_WAYS = {"symmetric_graph": True, "doubly_stochastic": True}
 
@@ -510,7 +516,6 @@ ALGORITHMS: Mapping[str, GossipAlgorithm] = {
             compressions=("none", "fp16", "bf16"),
             pairs=True,
             rank="adpsgd:ADPSGDWorker",
-            host_rank="hosts:HostPairWorker",
         ),
         _with_neighbours(
             "exact-diffusion",
@@ -551,5 +556,7 @@ ALGORITHMS: Mapping[str, GossipAlgorithm] = {
 def rank_class(config: GossipConfig) -> Any:
     """Return the class of a configuration's ranks."""
     algorithm = ALGORITHMS[config.algorithm]
-    module, name = (algorithm.host_rank if config.local_size > 1 else algorithm.rank).split(":")
+    module, name = algorithm.rank.split(":")
+    if config.local_size > 1:
+        module, name = "hosts" if module == "rank" else module, f"Host{name}"
     return getattr(importlib.import_module(f"{__package__}.{module}"), name)

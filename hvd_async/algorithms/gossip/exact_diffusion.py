@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterable, Sequence
 from hvd_async.algorithms.gossip.error_feedback import SavedState
 from hvd_async.algorithms.gossip.message_format import MessageFormat
 from hvd_async.algorithms.gossip.plan import GossipPlan
-from hvd_async.algorithms.gossip.push_sum import Add, State
+from hvd_async.algorithms.gossip.push_sum import Add
 from hvd_async.algorithms.gossip.rank import NeighbourAverageWorker
 from hvd_async.runtime.interfaces import Program, RankRuntime, Vector
 
@@ -142,7 +142,7 @@ class ExactDiffusionWorker(NeighbourAverageWorker):
         x = (yield from self._combined(phi)) if self.plan.moves(self._base + self._step) else phi
         self._note()
         if self.plan.averages(self._base + self._step):
-            x, _ = yield from self._average(State(x, 1.0))
+            x, _ = yield from self._average(x, [1.0])
         return x
 
     def _corrected(self, x: Vector, places: Iterable[int], steps: int, sign: float) -> Vector:

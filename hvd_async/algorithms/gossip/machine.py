@@ -11,14 +11,15 @@ Its invariants ("laws"):
    messages are queued, so no rank waits for the coordinator.
 2. *In order.* A rank's messages are sent in the order in which they were queued, those of one step per exchange. If
    several ranks have messages, only those of the earliest step are sent: in one step of a graph no rank receives more
-   than others, and ranks fall into step. Hierarchical gossip is exempt, since its messages of one step have three
-   stages. Messages more than ``AHEAD`` sending steps ahead of the slowest active rank wait, since they would pile up on
-   that rank. (Messages of hosts that are averaged in pairs stay within their host.) A rank without a message in a step
+   than others, and ranks fall into step. Hosts are exempt, since their messages of one step have several stages.
+   Messages more than ``AHEAD`` sending steps ahead of the slowest active rank wait, since they would pile up on that
+   rank. (Queued messages of hosts that do not gossip stay within their host.) A rank without a message in a step
    announces so; it is then not in the exchange, and not waited for.
 3. *Pairs* (AD-PSGD). A rank that requests a pair gets a neighbour that also requests one, the longest-waiting ranks
    first; if there is none, an active neighbour that does not. A rank is in at most one pair per exchange. So no rank
-   waits for a neighbour that computes. On hosts one rank requests pairs for all. An exchange then has either messages,
-   for which only the ranks of the sending hosts are waited for, or pairs, whichever has waited longer.
+   waits for a neighbour that computes. On hosts one rank requests pairs for all. An exchange then has either messages
+   or pairs, whichever has waited longer. For messages of hosts that do not gossip, only the ranks of the sending hosts
+   are waited for.
 4. *Averages.* The average number n starts, over all ranks that have entered it, when every active rank has. A rank
    under an outer optimizer continues before that: it may enter the next averages, and finish.
 5. *Ends.* When a rank finishes, all ranks are notified: no rank may wait for messages that it will not send. When all
@@ -263,7 +264,7 @@ class Readiness:
         ranks: all ranks, in order.
         active: ranks that have not finished.
         local_size: ranks per host; 1: hosts have no meaning of their own.
-        by_host: whether an exchange waits for some hosts only (pairs of hosts).
+        by_host: whether an exchange waits for some hosts only.
 
     Attributes:
         active: ranks that have not finished; ``finish`` removes a rank.
@@ -516,6 +517,12 @@ AHEAD = 8
 """Sending steps that a rank's messages may be ahead of the slowest rank (law 2)."""
 
 
+def _stays_inside(config: GossipConfig) -> bool:
+    """Return whether queued messages stay within the sender's host."""
+    kind = ALGORITHMS[config.algorithm]
+    return config.local_size > 1 and (kind.pairs or kind.outer is not None)
+
+
 class GossipStateMachine(StateMachine[GossipConfig]):
     """State machine of one optimizer's exchanges, pairs and averages."""
 
@@ -595,8 +602,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
 
     def _all_ready(self, config: GossipConfig) -> Readiness:
         """Return the initial readiness, with all ranks active."""
-        by_host = config.local_size > 1 and ALGORITHMS[config.algorithm].pairs
-        return Readiness(self.ranks, self.ranks, config.local_size, by_host)
+        return Readiness(self.ranks, self.ranks, config.local_size, _stays_inside(config))
 
     def _on_event(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
         match event:
@@ -667,7 +673,8 @@ class GossipStateMachine(StateMachine[GossipConfig]):
             self._readiness.add(rank, Reason.PAIR)
 
     def _enter(self, rank: int, event: AverageEntered) -> None:
-        parts, index = self._running(rank, event).local_size, event.index
+        config, index = self._running(rank, event), event.index
+        parts = 1 if self._overlaps_averages else config.local_size
         if len(event.weights) != parts:
             raise ProtocolError(f"rank {rank} must enter an average with {parts} weights, got {len(event.weights)}")
         last = self._entered.get(rank, 0)
@@ -676,7 +683,8 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         self._averages.setdefault(index, {})[rank] = event
         self._inside[index] = self._inside.get(index, 0) + 1
         self._entered[rank] = index
-        self._readiness.add(rank, Reason.AVERAGE)
+        if not self._overlaps_averages:
+            self._readiness.add(rank, Reason.AVERAGE)
 
     def _landed(self, rank: int, number: int, now: float) -> None:
         if not 1 <= number <= self._round:
@@ -737,9 +745,9 @@ class GossipStateMachine(StateMachine[GossipConfig]):
             self._end_starvation(rank)
 
     def _limit(self) -> float:
-        """Return the last step whose messages may be sent; there is no limit for hosts that are averaged in pairs."""
+        """Return the last step whose messages may be sent; there is no limit for messages that stay within a host."""
         assert self._config is not None
-        if self._pairs_hosts:
+        if _stays_inside(self._config):
             return math.inf
         slowest = self._readiness.slowest // (STAGES if self._of_hosts else 1)
         return slowest + AHEAD * self._config.period
@@ -757,7 +765,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
     def _start_average(self, index: int) -> Command:
         there = sorted(self._averages.pop(index).items())  # fixed order: sums are the same to the bit
         del self._inside[index]
-        for rank, _ in there:
+        for rank, _ in there if not self._overlaps_averages else ():
             self._readiness.drop(rank, Reason.AVERAGE)
         weights = [sum(part) for part in zip(*(own.weights for _, own in there), strict=True)]
         return StartAverage(self._optimizer, index, spans_of(rank for rank, _ in there), weights, there[0][1].part)
@@ -790,7 +798,8 @@ class GossipStateMachine(StateMachine[GossipConfig]):
 
     def _forget(self, rank: int) -> None:
         for index in [index for index, there in self._averages.items() if there.pop(rank, None) is not None]:
-            self._readiness.drop(rank, Reason.AVERAGE)
+            if not self._overlaps_averages:
+                self._readiness.drop(rank, Reason.AVERAGE)
             self._inside[index] -= rank in self._readiness.active
             if not self._averages[index]:
                 del self._averages[index], self._inside[index]

@@ -17,14 +17,14 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
-from hvd_async.algorithms.gossip import outer
+from hvd_async.algorithms.gossip import outer, push_sum
 from hvd_async.algorithms.gossip.averages import Average, DifferenceAverages
 from hvd_async.algorithms.gossip.error_feedback import SavedState
+from hvd_async.algorithms.gossip.hosts import HostWorker
 from hvd_async.algorithms.gossip.message_format import MessageFormat
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.rank import GossipWorker
 from hvd_async.algorithms.kept import Kept
-from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.interfaces import Program, RankRuntime, Vector, Wait
 from hvd_async.runtime.protocol import Hyper
 from hvd_async.stats import GossipStats
@@ -268,9 +268,33 @@ class OuterWorker(GossipWorker):
 
     def stats(self) -> GossipStats:
         """Return a snapshot of the counts."""
-        return dataclasses.replace(super().stats(), bytes_sent=self._averages.bytes_sent)
+        stats = super().stats()
+        return dataclasses.replace(stats, bytes_sent=stats.bytes_sent + self._averages.bytes_sent)
 
-    # -- engine thread ----------------------------------------------------------------------------------------
 
-    def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
-        raise ReplicaStateError(f"{self.config.algorithm} sends no messages to neighbours: a bug in the coordinator")
+# -- hosts -------------------------------------------------------------------------------------------------------------
+# The ranks of a host are averaged after each of their steps, and then do what ranks without hosts do. Their weights,
+# and so their differences from the anchor, are equal to the bit: the mean over all ranks is that over hosts. With U_r
+# the update by rank r's optimizer, and n the number of the host's ranks that take the step,
+#
+#     x_r <- sum_s U_s(x_s) / n
+#
+# (Their gradients are averaged instead only if U is linear in them, as in plain SGD.) Ranks of a host that took
+# different numbers of steps before a cut continue with their own weights, until their next steps and the averages in
+# flight at the cut have made them equal again.
+
+
+class HostOuterWorker(HostWorker, OuterWorker):
+    """Outer optimizers between hosts, on one rank: local SGD, SlowMo, DiLoCo."""
+
+    def mix_program(self, before: Vector, after: Vector) -> Program[Vector]:
+        self.check_step()
+        parts = yield from self._with_host(self._step + 1, after, [1.0] * len(self._locals))
+        return (yield from super().mix_program(before, self._join([part.x for part in parts])))
+
+    def discard_results(self) -> None:
+        self._averages.discard()
+        super().discard_results()
+
+    def _result(self, step: int, contributed: list[push_sum.State]) -> push_sum.State:
+        return push_sum.divided(self._sum(contributed), len(contributed))

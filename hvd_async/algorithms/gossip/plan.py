@@ -269,13 +269,13 @@ class GossipPlan:
     def parts(self) -> int:
         """Number of parts of the weights that are sent as separate messages."""
         if ALGORITHMS[self.config.algorithm].outer is not None:
-            return self.config.fragments * self.topology.size
+            return self.config.fragments * self.topology.size * self.config.local_size
         return self.config.local_size
 
     @property
     def plain_messages(self) -> int:
-        """The maximum number of uncompressed messages per rank and exchange: to the other ranks of its host."""
-        return self.config.local_size - 1
+        """The maximum number of uncompressed parts that a rank sends in an exchange, to the other ranks of its host."""
+        return (self.config.local_size - 1) * (self.parts // self.config.local_size)
 
     @property
     def max_messages(self) -> int:
@@ -283,7 +283,7 @@ class GossipPlan:
         if ALGORITHMS[self.config.algorithm].pairs:
             return 1
         if ALGORITHMS[self.config.algorithm].outer is not None:
-            return max(1, self.topology.size - 1)
+            return max(1, self.topology.size * self.config.local_size - 1)
         return max(1, self.config.local_size - 1, *(len(sent) for out, _ in self._edges for sent in out))
 
     @property

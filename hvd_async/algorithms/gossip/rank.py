@@ -406,6 +406,8 @@ class GossipWorker(Worker):
         self._algorithm = ALGORITHMS[plan.config.algorithm]
         self._ranks = post.members or tuple(range(engine.size))
         self._place = self._ranks.index(engine.rank)
+        self._host, self._own = divmod(self._place, plan.config.local_size)
+        """This rank's host, and its place there; without hosts each rank is a host of its own."""
         self._exchanges = MessageExchange(
             engine, post, self._links, self._deliver, self._snapshots, self._on_exchange_done
         )
@@ -526,6 +528,11 @@ class GossipWorker(Worker):
     def _into(self, place: int, step: int) -> list[tuple[int, float]]:
         """Return ``GossipPlan.in_edges`` of a step since the last drain or cut."""
         return self.plan.in_edges(place, self._base + step)
+
+    def _ranks_of(self, host: int) -> range:
+        """Return the places of a host's ranks."""
+        size = self.config.local_size
+        return range(host * size, (host + 1) * size)
 
     # -- ends -------------------------------------------------------------------------------------------------
 
@@ -686,9 +693,9 @@ class GossipWorker(Worker):
         receivers = [place for place, _ in self.plan.out_edges(self._place, phase) if place not in self._left]
         return Links(receivers, [place for place, _ in self.plan.in_edges(self._place, phase)])
 
-    @abc.abstractmethod
     def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
         """Receive a message: its sender's place, the sender's key, the push-sum weight and the encoded vector."""
+        raise ReplicaStateError(f"{self.config.algorithm} sends no messages to neighbours: a bug in the coordinator")
 
     def _on_exchange_done(self) -> None:
         """Handle the end of an exchange, after all its messages were delivered."""
@@ -813,7 +820,7 @@ class PushSumWorker(GossipWorker):
     ) -> None:
         super().__init__(engine, plan, post, finish)
         self._averages: GlobalAverages = GlobalAverages(engine, post)
-        self._known = ErrorFeedback(post, plan.config.graph)
+        self._known = ErrorFeedback(post, plan.config.graph, plan.config.local_size)
         self._sender = Sender(engine, plan, self._place, post, self._exchanges, self._known, self._receive_buffer)
         self._early = 0
         """The step whose messages were queued before it was taken; 0 if there is none."""
@@ -866,7 +873,8 @@ class PushSumWorker(GossipWorker):
         if self.log is not None:
             self._note()
         if averages:
-            state = yield from self._average(state)
+            x, (weight,) = yield from self._average(state.x, [state.w])
+            state = State(x, weight)
         self._weight = state.w
         return push_sum.model(state, self._post.times)
 
@@ -934,13 +942,12 @@ class PushSumWorker(GossipWorker):
             self.log.append((self._step, self._noted))
             self._noted = []
 
-    def _average(self, state: State) -> Program[State]:
-        """Return the mean of x and w over the ranks that have not finished."""
-        index = self._averages.contribute(self._registered_number(), state.x, [state.w])
+    def _average(self, x: Vector, weights: list[float]) -> Program[tuple[Vector, list[float]]]:
+        """Return the mean of x and of each push-sum weight over the ranks that have not finished."""
+        index = self._averages.contribute(self._registered_number(), x, weights)
         yield Wait(lambda: self._averages.is_complete(index))
         self._averagings += 1
-        x, (weight,) = self._averages.result(index)
-        return State(x, weight)
+        return self._averages.result(index)
 
     # -- ends -------------------------------------------------------------------------------------------------
 

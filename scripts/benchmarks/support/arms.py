@@ -14,7 +14,6 @@ from hvd_async.simulation.names import (
     GOSSIP,
     LEADERS,
     LOCAL_RIVALS,
-    OUTER,
     RIVALS,
     gossip_of,
     quorum_of,
@@ -87,7 +86,7 @@ def parse_arms(
         raise ValueError(f"no arm was named: take {', '.join(ARMS)}, k3 for three ranks, or a fraction")
     for arm in arms:
         how, (base, compression, every, hosts, quasi_global) = gossip_of(arm), read_name(arm)
-        if hosts and (local_size == 1 or base in (*RIVALS, *LEADERS, "local-sgd", *OUTER)):
+        if hosts and (local_size == 1 or base in (*RIVALS, *LEADERS, "local-sgd")):
             raise ValueError(f"the arm {arm!r} is not there: -hosts is for partial allreduce and gossip, --per-host 2")
         if (base in RIVALS and base not in rivals) or (how and not gossip) or (base in LEADERS and not leaders):
             raise ValueError(f"the arm {arm!r} is not there in this case")

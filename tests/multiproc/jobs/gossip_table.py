@@ -66,6 +66,7 @@ HOSTS = (
     Gossip("hosts sgp", {"algorithm": "sgp", "hierarchical": 2}),
     Gossip("hosts dpsgd", {"algorithm": "dpsgd", "hierarchical": 2}),
     Gossip("hosts averaged", {"algorithm": "sgp", "hierarchical": 2, "average_every": 5}),
+    Gossip("hosts diloco", {"algorithm": "diloco", "hierarchical": 2, "average_every": 4}),
     Gossip("hosts adpsgd", {"algorithm": "adpsgd", "hierarchical": 2}),
     Gossip("hosts adpsgd uneven", {"algorithm": "adpsgd", "hierarchical": 2}, fewer={0: 17, 1: 3, 2: 9}),
 )
@@ -105,7 +106,7 @@ UNEVEN = tuple(
 )
 FEW = {"osgp 1 exponential", "dpsgd ring", "adpsgd star", "dpsgd int8", "uneven sgp"}
 FEW |= {"dpsgd quasi-global", "noloco", "local", "local int8", "uneven local"}
-FEW |= {"hosts sgp", "hosts adpsgd", "hosts int8", "hosts uneven osgp"}
+FEW |= {"hosts sgp", "hosts diloco", "hosts adpsgd", "hosts int8", "hosts uneven osgp"}
 SOME = FEW | {"sgp star", "exact diffusion ring", "uneven adpsgd"}
 """Each algorithm, compression and kind; torch's ranks have all of them, and so has Keras in one process."""
 SHARES = {"some": SOME, "few": FEW}
