@@ -12,7 +12,7 @@ from scripts.house import House, body_lengths, count_tokens, measure, single_imp
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {
     "hvd_async": House(files=174, lines=41_420, tokens=246_900, functions=3_165, median_body=3, single_importer=26),
-    "scripts": House(files=51, lines=11_200, tokens=81_600, functions=712, median_body=4, single_importer=3),
+    "scripts": House(files=51, lines=11_200, tokens=81_750, functions=712, median_body=4, single_importer=3),
     "tests": House(files=312, lines=51_650, tokens=440_600, functions=4_170, median_body=5, single_importer=24),
     "docs": House(files=28, lines=3_015),
 }
