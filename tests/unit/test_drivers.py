@@ -207,7 +207,8 @@ def test_the_optimizer_is_kept_from_its_step_on():
     """Others count on its weights until the worker lets go of it."""
     optimizer, driver, weights = gossip()
     driver.begin_step()
-    driver.end_step(None, weights.read())
+    with driver.updating():
+        driver.end_step(None, weights.read())
     assert driver.worker.keep is optimizer
 
 
