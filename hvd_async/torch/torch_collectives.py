@@ -10,6 +10,7 @@ Completion wakes the engine, so nothing is polled on a CPU.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import socket
@@ -270,7 +271,11 @@ class TorchCollectives(TensorCollectives):
 
     def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         """Return all ranks' payloads, in rank order; block until every rank has called it."""
-        return allgather_object(payload, name)
+        atexit.register(exit_status.in_child)  # (if the process ends meanwhile: as in ``stop``)
+        try:
+            return allgather_object(payload, name)
+        finally:
+            atexit.unregister(exit_status.in_child)
 
 
 @contextlib.contextmanager

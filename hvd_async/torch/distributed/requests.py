@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -223,19 +222,19 @@ class Queue:
         Raises:
             HorovodInternalError: it has failed.
         """
-        while True:
-            try:
-                work.wait(timedelta(seconds=min(self._warn_after, 1e6)))
-            except RuntimeError as error:
-                if work.is_completed():
-                    self._suspects = self._suspects or self._world.suspects(self._name, self.ranks)
-                    raise HorovodInternalError(f"{what} has failed; {self._suspects}: {error}") from error
-                warn(
-                    f"rank {self._world.rank} has waited {self._warn_after:.0f} s more for other ranks of "
-                    f"{ranks_text(self.ranks)} to call {what}. Waiting on."
-                )
-            else:
-                return
+        # (Not ``work.wait``: a process that ends while a thread of it waits in C++ is aborted.)
+        future, done = work.get_future(), threading.Event()
+        future.add_done_callback(lambda _: done.set())
+        while not done.wait(min(self._warn_after, 1e6)):
+            warn(
+                f"rank {self._world.rank} has waited {self._warn_after:.0f} s more for other ranks of "
+                f"{ranks_text(self.ranks)} to call {what}. Waiting on."
+            )
+        try:
+            future.wait()
+        except RuntimeError as error:
+            self._suspects = self._suspects or self._world.suspects(self._name, self.ranks)
+            raise HorovodInternalError(f"{what} has failed; {self._suspects}: {error}") from error
 
     def _exchange(self, called: list[Request], outstanding: list[str]) -> list[list[Request]]:
         """Return what each rank announces, in the order of the ranks; ``outstanding`` is for messages."""

@@ -45,7 +45,7 @@ FOREVER = timedelta(days=365)
 """Time limit of a collective: a late rank is waited for, a lost one closes its connections."""
 
 
-ROLL_CALL = timedelta(seconds=2.0)
+ROLL_CALL = timedelta(seconds=5.0)
 """Time that ranks have to report a failure that another rank has seen."""
 
 
