@@ -174,7 +174,7 @@ class Driver(abc.ABC):
     def standing(self) -> Standing:
         """Return this rank's progress."""
 
-    def go_on(self, rounds: int, ended: int, apart: bool) -> None:
+    def continue_at(self, rounds: int, ended: int, apart: bool) -> None:
         """Continue with the present ranks, before they register.
 
         Args:

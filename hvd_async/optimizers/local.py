@@ -326,7 +326,7 @@ class LocalDriver(Driver):
             self.replica.write(kept.catch_up(shared, version - self._shared_before))
         self.kept = (kept or Kept(None))._replace(shared=dict(shared), version=version, catch_up=None)
 
-    def go_on(self, rounds: int, ended: int, apart: bool) -> None:
+    def continue_at(self, rounds: int, ended: int, apart: bool) -> None:
         self.steps_ended, self._shared_before = ended, rounds
         self._begun, self._ended = max(self._begun, ended), ended
         if apart:

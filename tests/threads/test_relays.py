@@ -338,4 +338,4 @@ def test_a_soft_limit_on_descriptors_is_raised(monkeypatch):
 def test_a_relays_addresses_are_its_own(monkeypatch):
     monkeypatch.setenv("HVD_ASYNC_ADDRESS", "10.9.9.9")
     assert addresses.own_addresses() == ["10.9.9.9"]
-    assert "10.9.9.9" not in addresses.own_addresses(told=False)
+    assert "10.9.9.9" not in addresses.own_addresses(configured=False)
