@@ -27,9 +27,11 @@ class Whole:
 
     Attributes:
         least: smallest allowed value.
+        what: description of the values in error messages; empty: "a whole number, at least ...".
     """
 
     least: int
+    what: str = ""
 
     def __call__(self, text: str) -> int:
         """Return the number that a text contains.
@@ -52,16 +54,23 @@ class Whole:
             ValueError: it is not.
         """
         if isinstance(value, bool) or not isinstance(value, int) or value < self.least:
-            raise ValueError(f"{name} must be a whole number, at least {self.least}, got {value!r}")
+            raise ValueError(f"{name} must be {self.what or f'a whole number, at least {self.least}'}, got {value!r}")
 
 
 @dataclass(frozen=True)
 class Real:
-    """Values of an option that are finite numbers in [least, below), or in (least, below) with ``above``."""
+    """Values of an option that are finite numbers in [least, below), or in (least, below) with ``above``.
+
+    Attributes:
+        or_inf: whether infinity is valid too.
+        what: description of the values in error messages; empty: "a number, at least ...".
+    """
 
     least: float
     below: float = math.inf
     above: bool = False
+    or_inf: bool = False
+    what: str = ""
 
     def __call__(self, text: str) -> float:
         """Return the number that a text contains.
@@ -84,9 +93,11 @@ class Real:
             ValueError: it is not.
         """
         if isinstance(value, bool) or not isinstance(value, int | float) or not self._holds(value):
-            raise ValueError(f"{name} must be a number, {self._bounds}, got {value!r}")
+            raise ValueError(f"{name} must be {self.what or f'a number, {self._bounds}'}, got {value!r}")
 
     def _holds(self, value: float) -> bool:
+        if value == math.inf:
+            return self.or_inf
         return math.isfinite(value) and self.least <= value < self.below and not (self.above and value == self.least)
 
     @property
@@ -115,6 +126,40 @@ def read_by_epoch(text: str, example: str, read: Callable[[str], T]) -> dict[int
             raise ValueError(f"epochs must increase, as in {example}, got {text!r}")
         found[int(epoch)] = read(value.strip())
     return found
+
+
+@dataclass(frozen=True)
+class ByEpoch:
+    """Whole-number values of an option that may also be a mapping of such values by epoch.
+
+    Attributes:
+        one: bounds of a value.
+        example: text of a mapping, as a flag reads it.
+    """
+
+    one: Whole
+    example: str
+
+    def __call__(self, text: str) -> int | dict[int, int]:
+        """Return the number, or the numbers by epoch, that a text contains.
+
+        Raises:
+            ValueError: as ``Whole`` and ``read_by_epoch``; or the text does not begin with epoch 0.
+        """
+        if ":" not in text:
+            return self.one(text)
+        found = read_by_epoch(text, self.example, self.one)
+        if 0 not in found:
+            raise ValueError(f"{text!r} must begin with epoch 0, as in {self.example}")
+        return found
+
+    def check(self, name: str, value: Any) -> None:
+        """Check the value of an epoch.
+
+        Raises:
+            ValueError: it is out of bounds.
+        """
+        self.one.check(name, value)
 
 
 def check_one_of(name: str, value: Any, known: Collection[str]) -> None:
@@ -147,11 +192,16 @@ class Option:
         doc: text for docstrings.
         help: help text of the flag; empty: ``doc``.
         absent: text that help shows instead of the default, such as the meaning of None.
-        read: returns the value for a flag's text, or raises ValueError with a hint. None: the text is the value.
+        read: returns the value for a flag's text, or raises ValueError with a hint. None: the text is the value. If
+            it has a method ``check``, ``check_bounds`` calls that.
         choices: all values that the flag accepts; empty: any.
         metavar: placeholder for the flag's value in help texts.
         flags: names of the flag, if they differ from the option's name; empty: there is no flag.
         before: name of the option that follows in signatures, if this is not the order of the fields.
+        unsupported: error message if it is set for an algorithm without this option, with {0} for the algorithm's
+            name; empty: the family has one message for all its options.
+        no_effect: value that such an algorithm accepts, besides the default.
+        fixed: whether ``switch()`` cannot change it.
     """
 
     doc: str
@@ -162,6 +212,9 @@ class Option:
     metavar: str | None = None
     flags: tuple[str, ...] | None = None
     before: str = ""
+    unsupported: str = ""
+    no_effect: Any = None
+    fixed: bool = False
 
 
 def option(default: Any, doc: str, **more: Any) -> Any:
@@ -177,6 +230,24 @@ def options_of(arguments: type) -> dict[str, Option]:
         if one.before:
             order.insert(order.index(one.before), name)
     return {name: described[name] for name in order}
+
+
+def check_bounds(options: Any, family: type) -> None:
+    """Check the options of a family by the method ``check`` of each ``read``, if it has one.
+
+    None is valid where it is the default.
+
+    Args:
+        options: an object of ``family``, or of a subclass.
+        family: a dataclass of options.
+
+    Raises:
+        ValueError: a value is out of bounds.
+    """
+    for name, described in options_of(family).items():
+        value, check = getattr(options, name), getattr(described.read, "check", None)
+        if check is not None and not (value is None and getattr(family, name) is None):
+            check(name, value)
 
 
 def takes(arguments: Callable[P, T]) -> Callable[[Callable[[T], Any]], Callable[P, Any]]:

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
-from hvd_async.algorithms.gossip.config import (
-    ALGORITHMS,
-    BY_STEP,
-    NOT_GIVEN,
-    OUTER_BOUNDS,
-    SMOOTHING,
-    GossipOptions,
-    rank_class,
-)
+from hvd_async.algorithms.gossip.config import ALGORITHMS, SMOOTHING, SWITCHABLE, GossipOptions, rank_class
 from hvd_async.algorithms.gossip.error_feedback import SavedState
-from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
+from hvd_async.algorithms.gossip.plan import GossipPlan, plan_of
 from hvd_async.algorithms.gossip.quasi_global import Correction
 from hvd_async.algorithms.gossip.rank import GossipWorker
 from hvd_async.algorithms.kept import Kept
 from hvd_async.algorithms.leader.rank import Statistics
+from hvd_async.algorithms.option import either, options_of
 from hvd_async.optimizers.local import LocalDriver, StepEnd, StepStart
 from hvd_async.optimizers.replica import WeightReplica
 from hvd_async.runtime.interfaces import Vector
@@ -27,8 +21,6 @@ from hvd_async.runtime.lifecycle import Lifecycle
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.stats import GossipStats
 
-_IN_PLANS = {"topology": "graph", "mixing": "weights"}
-"""Arguments of ``make_plan`` whose names differ from those of the options, by option."""
 CORRECTION, RATES, UNITS = "correction of the momentum", "momentum_rates", "momentum_units"
 """Names of quasi-global momentum's state in a checkpoint."""
 
@@ -43,7 +35,7 @@ class GossipDriver(LocalDriver):
         local_size: number of ranks per host, as requested by ``options.hierarchical``.
 
     Attributes:
-        given: the user's options of a plan, for all algorithms of the schedule.
+        given: the user's options as they are in this epoch, for all algorithms of the schedule.
         plan: the present plan: each rank's neighbours at each step.
         epoch: the last epoch passed to ``set_epoch``.
         begun: whether ``set_epoch`` was called, or settings were switched, since the start or since a state was loaded.
@@ -65,22 +57,21 @@ class GossipDriver(LocalDriver):
         local_size: int = 1,
     ) -> None:
         super().__init__(lifecycle, rank_group, replica, options.buffers, GossipStats())
-        given = {name: getattr(options, name) for name in ("algorithm", *BY_STEP)}
-        given |= {"compression": compression, "hierarchical": local_size if local_size > 1 else False}
-        given["quasi_global"] = options.quasi_global
-        self.corrects_momentum = options.quasi_global
+        self.corrects_momentum, self._compression = options.quasi_global, compression
         self._peers = _by_epoch("peers", options.peers)
         self._average_every = _by_epoch("average_every", options.average_every)
         self._schedule = {0: options.algorithm} | _by_epoch("schedule", options.schedule or {})
         self._algorithms = set(self._schedule.values())
         """Algorithms of any epoch, or switched to."""
-        self.given: dict[str, Any] = {**given, **self._due(0)}
+        own = {name: getattr(options, name) for name in options_of(GossipOptions)}  # (not a factory's other arguments)
+        own["hierarchical"] = local_size if local_size > 1 else False
+        self.given = GossipOptions(**own | self._due(0))
         self._given_rates: list[tuple[int, Any]] = []
         """Learning rates of the step that has begun, as in ``WeightReplica.learning_rates``."""
         self._common: dict[str, Vector] = {}
         """State that is the same on all ranks, of the last worker that has ended or of a loaded checkpoint."""
         for epoch in sorted({*self._peers, *self._average_every, *self._schedule, 0}):
-            self._planned({**self.given, **self._due(epoch)})
+            self._planned(replace(self.given, **self._due(epoch)))
         self.epoch = 0
         self.plan = self._planned(self.given)
         self._correction = Correction(SMOOTHING)
@@ -103,7 +94,7 @@ class GossipDriver(LocalDriver):
     def settings(self) -> dict[str, Any]:
         names = ["algorithm", "max_staleness", "gossip_every", "max_local_steps", "average_every", "compression"]
         own = ALGORITHMS[self.plan.config.algorithm].options
-        names += [name for name in (*OUTER_BOUNDS, "quasi_global") if name in own]
+        names += [name for name in ("fragments", "outer_lr", "outer_momentum", "quasi_global") if name in own]
         return {**{name: getattr(self.plan.config, name) for name in names}, "topology": self.plan.topology.name}
 
     def _due(self, epoch: int) -> dict[str, Any]:
@@ -114,7 +105,7 @@ class GossipDriver(LocalDriver):
             "average_every": _latest(self._average_every, epoch, 0),
         }
 
-    def _planned(self, given: Mapping[str, Any], named: Collection[str] = ()) -> GossipPlan:
+    def _planned(self, given: GossipOptions, named: Collection[str] = ()) -> GossipPlan:
         """Return the plan for these options.
 
         Args:
@@ -124,22 +115,21 @@ class GossipDriver(LocalDriver):
         Raises:
             ValueError: the options are invalid.
         """
-        algorithm = given["algorithm"]
+        algorithm = given.algorithm
         several = self._algorithms | {algorithm}
         own = _options_of(algorithm)
         if len(several) > 1 and algorithm in ALGORITHMS and ALGORITHMS[algorithm].takes_the_place:
             own = frozenset()  # (its average_every holds if it is the only algorithm, not as a phase between others)
         others = frozenset().union(*map(_options_of, several - {algorithm})) - own - set(named)
-        return self._plan_of({**given, **{name: NOT_GIVEN[name] for name in others}})
-
-    def _plan_of(self, settings: Mapping[str, Any]) -> GossipPlan:
-        named = {_IN_PLANS.get(name, name): value for name, value in settings.items() if name != "hierarchical"}
-        plan = make_plan(self.rank_group.named, local_size=settings["hierarchical"] or 1, **named)
+        compression = "none" if "compression" in others else self._compression
+        options = replace(given, **{name: getattr(GossipOptions, name) for name in others - {"compression"}})
+        plan = plan_of(self.rank_group.named, options, compression)
         if self.size == self.rank_group.named:
             return plan
-        alone = ["algorithm", "max_staleness", "gossip_every", "max_local_steps", "average_every", "compression"]
-        alone += ["fragments", "outer_lr", "outer_momentum"]
-        return make_plan(self.size, **{name: settings[name] for name in alone})
+        names = ("topology", "peers", "mixing", "hierarchical", "quasi_global")  # (of no use to a rank that is alone)
+        return plan_of(
+            self.size, replace(options, **{name: getattr(GossipOptions, name) for name in names}), compression
+        )
 
     # -- changes of settings --------------------------------------------------------------------------------------
 
@@ -150,17 +140,15 @@ class GossipDriver(LocalDriver):
             ValueError: the settings are invalid; nothing has changed then.
         """
         named = dict(changes)
-        unknown = sorted(named.keys() - {"algorithm", *BY_STEP})
+        unknown = sorted(named.keys() - set(SWITCHABLE))
         if unknown:
-            raise ValueError(
-                f"switch() does not know {', '.join(unknown)}: pass algorithm, {', '.join(BY_STEP[:-1])} or "
-                f"{BY_STEP[-1]}"
-            )
-        given = {**self.given, **named}
-        if not isinstance(given["mixing"], str):  # (matrices determine the topology)
-            given |= {"mixing": "uniform"} if "topology" in named else {"topology": None, "peers": 1}
+            raise ValueError(f"switch() does not know {', '.join(unknown)}: pass {either(SWITCHABLE)}")
+        given = replace(self.given, **named)
+        if not isinstance(given.mixing, str):  # (matrices determine the topology)
+            own = {"mixing": "uniform"} if "topology" in named else {"topology": None, "peers": 1}
+            given = replace(given, **own)
         if "topology" in named:
-            given["peers"] = named.get("peers", 1)
+            given = replace(given, peers=named.get("peers", 1))
         plan = self._planned(given, named.keys())
         self.end(True)  # (even on a rank without a batch so far: the other ranks are in this drain)
         self._continue_with(given, plan)
@@ -176,20 +164,20 @@ class GossipDriver(LocalDriver):
         before, now = self._due(self.epoch), self._due(epoch)
         changes = {name: value for name, value in now.items() if value != before[name]}
         if changes:
-            given = {**self.given, **changes}
+            given = replace(self.given, **changes)
             plan = self._planned(given)
             if self.worker is not None or self.begun:
                 self.end(True)
             self._continue_with(given, plan)
         self.epoch, self.begun = epoch, True
 
-    def _continue_with(self, given: Mapping[str, Any], plan: GossipPlan) -> None:
+    def _continue_with(self, given: GossipOptions, plan: GossipPlan) -> None:
         """Replace the options and the plan, after a drain or before the very first step."""
         self.replace_worker()
-        self.given, self.plan, self.begun = dict(given), plan, True
+        self.given, self.plan, self.begun = given, plan, True
         if self.restored is None:  # (else the correction was loaded, for the first step)
             self._correction = Correction(SMOOTHING)
-        self._algorithms.add(given["algorithm"])
+        self._algorithms.add(given.algorithm)
 
     # -- momentum ---------------------------------------------------------------------------------------------------
 

@@ -134,10 +134,9 @@ class GossipMethods(OptimizerMethods):
         """Change settings, and continue from the average of all ranks. A collective that begins with a ``drain()``.
 
         Args:
-            changes: new values of ``algorithm``, ``topology``, ``peers``, ``mixing``, ``max_staleness``,
-                ``gossip_every``, ``max_local_steps``, ``average_every``, ``fragments``, ``outer_lr`` or
-                ``outer_momentum``. Other settings keep their values, with two exceptions: a new topology resets
-                ``peers`` to 1, and matrices passed as ``mixing`` also replace the topology.
+            changes: new values of options of ``GossipOptimizer``, except ``hierarchical``, ``schedule``,
+                ``quasi_global`` and ``buffers``. Other settings keep their values, with two exceptions: a new topology
+                resets ``peers`` to 1, and matrices passed as ``mixing`` also replace the topology.
 
         Raises:
             ValueError: the settings are invalid; nothing has changed then.

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 
 from hvd_async.algorithms.eager.config import EagerOptions
-from hvd_async.algorithms.gossip.config import NOT_GIVEN, GossipOptions
-from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.algorithms.leader.config import LeaderOptions
 from hvd_async.algorithms.option import in_flags, option, options_of, read_by_epoch, takes, with_options
 from hvd_async.algorithms.registry import ALGORITHMS, OPTIONS
@@ -106,13 +104,6 @@ def test_a_type_checker_knows_the_options(tmp_path: pathlib.Path):
     assert 'Unexpected keyword argument "quorom"' in first
     assert 'Argument "max_staleness" to "wrapper" has incompatible type "str"; expected "int"' in second
     assert "Too many positional arguments" in third
-
-
-def test_plans_have_the_options_defaults():
-    defaults = {name: one.default for name, one in inspect.signature(make_plan).parameters.items() if name != "size"}
-    names = {"topology": "graph", "mixing": "weights"}
-    expected = {names.get(name, name): value for name, value in NOT_GIVEN.items() if name != "hierarchical"}
-    assert defaults == expected | {"algorithm": GossipOptions.algorithm, "local_size": 1}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

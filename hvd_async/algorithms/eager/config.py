@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from hvd_async.algorithms.eager.extrapolation import rounds_ahead
 from hvd_async.algorithms.eager.quorum import AUTO, Quorum, check_quorum, parse_quorum, waits_for_all
-from hvd_async.algorithms.option import BUFFERS, Real, Whole, check_hosts, check_one_of, option
+from hvd_async.algorithms.option import BUFFERS, Real, Whole, check_bounds, check_hosts, check_one_of, option
 from hvd_async.runtime.protocol import Algorithm, Config, Hyper, OptimizerCommand, OptimizerEvent
 
 # -- configuration that ranks share, and messages ----------------------------------------------------------------------
@@ -177,14 +177,18 @@ MOST_AHEAD = 100
 """Largest number of rounds to extrapolate by."""
 
 
-def _auto_or_real(text: str) -> float | str:
-    """Return "auto", or a number."""
-    return text if text == AUTO else Real(0)(text)
+@dataclass(frozen=True)
+class _AutoOr:
+    """Values of an option that are "auto" or numbers."""
 
+    number: Real
 
-def _is_number(value: object, below: float) -> bool:
-    """Return whether a value is a number in [0, ``below``)."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < below
+    def __call__(self, text: str) -> float | str:
+        return text if text == AUTO else self.number(text)
+
+    def check(self, name: str, value: Any) -> None:
+        if value != AUTO:
+            self.number.check(name, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +210,7 @@ class EagerOptions:
         16,
         "rounds a gradient may be late; 0 is synchronous",
         help="how many rounds late a gradient may be, 0 is synchronous",
-        read=Whole(0),
+        read=Whole(0, "a number of rounds, 0 (synchronous) or more"),
         metavar="N",
     )
     grace: float | str = option(
@@ -215,7 +219,7 @@ class EagerOptions:
         "arrive right after it, at most 5% of the time between two rounds",
         help="seconds that a round waits for more ranks once the quorum is reached; auto waits for the ranks that "
         "usually arrive right after it, at most 5% of the time between two rounds",
-        read=_auto_or_real,
+        read=_AutoOr(Real(0, what='"auto" or a number of seconds, at least 0')),
         metavar="S",
     )
     weight_prediction: float | str = option(
@@ -225,18 +229,22 @@ class EagerOptions:
         '"auto": 2 where gradients may be late, else none',
         help="rounds by which updates are extrapolated, as far as momentum alone carries the weights, since late "
         "gradients are applied there; 0 is none, auto is 2 where gradients may be late",
-        read=_auto_or_real,
+        read=_AutoOr(Real(0, MOST_AHEAD + 1, what=f'"auto" or a number of rounds from 0 to {MOST_AHEAD}')),
         metavar="N",
     )
     seed: int = option(0, "seed of majority's draw, the same on all ranks", flags=())
     bucket_cap_mb: float = option(
-        25.0, "MiB of gradients that travel together; smaller ones leave earlier during backward", flags=()
+        25.0,
+        "MiB of gradients that travel together; smaller ones leave earlier during backward",
+        read=Real(0, above=True, or_inf=True, what="a number of MiB above 0 (usually 25)"),
+        flags=(),
     )
     late_cap_mb: float = option(
         4096.0,
         "MiB of rounds that may wait for a late rank, of which there are up to ``max_staleness`` + 1: if a "
         "round (the model's gradients in float32) is too large for that, ``max_staleness`` is lowered, and rank "
         '0 reports it. ``float("inf")``: no limit',
+        read=Real(0, above=True, or_inf=True, what="a number of MiB above 0 (usually 4096)"),
         flags=(),
     )
     pace: str = option(
@@ -292,27 +300,15 @@ class EagerOptions:
             check_hosts(ranks, together)
             ranks //= together
         check_quorum(self.quorum, ranks, "ranks" if together in (None, 1) else "hosts")
-        late, grace = self.max_staleness, self.grace
-        if isinstance(late, bool) or not isinstance(late, int) or late < 0:
-            raise ValueError(f"max_staleness must be a number of rounds, 0 (synchronous) or more, got {late!r}")
-        if grace != AUTO and not _is_number(grace, below=math.inf):
-            raise ValueError(f'grace must be "auto" or a number of seconds, at least 0, got {grace!r}')
-        ahead = self.weight_prediction
-        if ahead != AUTO and not _is_number(ahead, below=MOST_AHEAD + 1):
-            raise ValueError(
-                f'weight_prediction must be "auto" or a number of rounds from 0 to {MOST_AHEAD}, got {ahead!r}'
-            )
-        for name, size, usual in (("bucket_cap_mb", self.bucket_cap_mb, 25), ("late_cap_mb", self.late_cap_mb, 4096)):
-            if isinstance(size, bool) or not isinstance(size, int | float) or not size > 0:
-                raise ValueError(f"{name} must be a number of MiB above 0 (usually {usual}), got {size!r}")
+        check_bounds(self, EagerOptions)
         check_one_of("buffers", self.buffers, BUFFERS)
         check_one_of("pace", self.pace, PACES)
         check_one_of("nonfinite", self.nonfinite, NONFINITE)
         check_one_of("weighting", self.weighting, WEIGHTINGS)
-        if self.pace == "rounds" and (self.quorum == "all" or late == 0):
+        if self.pace == "rounds" and (self.quorum == "all" or self.max_staleness == 0):
             raise ValueError(
                 f'pace="rounds" lets late ranks give fewer gradients, which quorum={self.quorum!r}, max_staleness='
-                f'{late} never does: take pace="steps", or a quorum that does not wait for all'
+                f'{self.max_staleness} never does: take pace="steps", or a quorum that does not wait for all'
             )
 
     def config(self, buckets: int, parties: int, local_size: int = 1) -> EagerConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import msgspec
 
 from hvd_async.algorithms.gossip import outer
 from hvd_async.algorithms.gossip.quasi_global import Smoothing
-from hvd_async.algorithms.option import BUFFERS, Real, Whole, check_one_of, option, read_by_epoch
+from hvd_async.algorithms.option import BUFFERS, ByEpoch, Real, Whole, check_one_of, option, options_of, read_by_epoch
 from hvd_async.mixing import SCHEMES
 from hvd_async.runtime.protocol import Algorithm, Config, OptimizerCommand, OptimizerEvent
 from hvd_async.topology import NAMED, WITH_PEERS
@@ -202,26 +202,8 @@ COMMANDS = (StartExchange, StartAverage, RankFinished)
 
 
 COMPRESSIONS = ("none", "fp16", "bf16", "int8")
-OUTER_BOUNDS: Mapping[str, Whole | Real] = {
-    "fragments": Whole(1),
-    "outer_lr": Real(0.0, above=True),
-    "outer_momentum": Real(0.0, below=1.0),
-}
-"""Bounds of an outer optimizer's options."""
-
-
-def _number_by_epoch(one: Whole, example: str) -> Callable[[str], int | dict[int, int]]:
-    """Return a parser of a number, or of numbers by epoch as in ``example``."""
-
-    def read(text: str) -> int | dict[int, int]:
-        if ":" not in text:
-            return one(text)
-        found = read_by_epoch(text, example, one)
-        if 0 not in found:
-            raise ValueError(f"{text!r} must begin with epoch 0, as in {example}")
-        return found
-
-    return read
+_STEPS = Whole(1, "a whole number of steps, 1 or more")
+_STEPS_OR_NONE = Whole(0, "a whole number of steps, 0 or more")
 
 
 def _read_schedule(text: str) -> dict[int, str]:
@@ -262,6 +244,7 @@ class GossipOptions:
         "random-pairs for noloco",
         choices=tuple(NAMED),
         metavar="NAME",
+        unsupported="topology: {0} averages all ranks; omit it",
     )
     peers: int | Mapping[int, int] = option(
         1,
@@ -269,8 +252,9 @@ class GossipOptions:
         "{epoch: peers}",
         help=f"number of ranks that a rank sends to per step, for the topologies {', '.join(WITH_PEERS)}; 0:1,30:2 "
         "is 1 from epoch 0 and 2 from epoch 30 on",
-        read=_number_by_epoch(Whole(1), "0:1,30:2"),
+        read=ByEpoch(Whole(1, "a whole number, 1 or more"), "0:1,30:2"),
         metavar="N",
+        unsupported="peers: {0} averages all ranks; omit it",
     )
     mixing: Any = option(
         "uniform",
@@ -280,6 +264,7 @@ class GossipOptions:
         "weighted by the larger number of neighbours of its ranks, which dpsgd needs on irregular graphs such as a "
         "star",
         choices=SCHEMES,
+        unsupported="mixing: {0} averages ranks with equal weights; omit it, and pass a graph as topology",
     )
     max_staleness: int | None = option(
         None,
@@ -287,16 +272,21 @@ class GossipOptions:
         "``average_every``); None: 1 for osgp, half of ``average_every`` for the others",
         help="steps that a message, or an average, may be late; 0 waits for it, as in sgp and in published local SGD",
         absent="1 for osgp, half of --average-every for the others",
-        read=Whole(0),
+        read=_STEPS_OR_NONE,
         metavar="N",
+        unsupported="max_staleness: messages of {0} are never late; use 'osgp', or pass 0",
+        no_effect=0,
     )
     gossip_every: int | None = option(
         None,
         "send and mix every n steps, with local steps in between (Koloskova et al., ICML 2020); None: 1, for noloco 8",
         help="send and mix every N steps only; in between ranks take local steps",
         absent="1, for noloco 8",
-        read=Whole(1),
+        read=_STEPS,
         metavar="N",
+        unsupported="gossip_every: {0} has another period; omit it (adpsgd has max_local_steps, allreduce "
+        "average_every)",
+        no_effect=1,
     )
     hierarchical: bool | int = option(
         False,
@@ -306,13 +296,17 @@ class GossipOptions:
         "horovodrun, whose own flags begin like this",
         absent="off",
         flags=("--hierarchical-gossip", "--hierarchical"),
+        unsupported="hierarchical: {0} does not average hosts first; omit it, or use sgp, osgp, dpsgd, adpsgd, local, "
+        "slowmo or diloco",
+        fixed=True,
     )
     max_local_steps: int = option(
         4,
         "steps that a rank of adpsgd may take between two averagings",
         help="steps that a rank may take between two averagings before it waits for the next",
-        read=Whole(1),
+        read=_STEPS,
         metavar="N",
+        unsupported="max_local_steps: ranks of {0} wait for each other; omit it, or use 'adpsgd'",
     )
     average_every: int | Mapping[int, int] = option(
         0,
@@ -320,16 +314,18 @@ class GossipOptions:
         "slowmo and diloco every 8",
         help="average the weights of all ranks every N steps; 0 is never, for local, slowmo and diloco every 8; "
         "0:1,5:8 is 1 from epoch 0 and 8 from epoch 5 on",
-        read=_number_by_epoch(Whole(0), "0:1,5:8"),
+        read=ByEpoch(_STEPS_OR_NONE, "0:1,5:8"),
         metavar="N",
+        unsupported="average_every: {0} does not average all ranks periodically; call drain() when an average is due",
     )
     fragments: int = option(
         1,
         "parts of the weights that local, slowmo and diloco average in turn, within ``average_every`` steps (Streaming "
         "DiLoCo, Douillard et al., 2025)",
         help="parts of the weights that are averaged in turn, each every --average-every steps",
-        read=OUTER_BOUNDS["fragments"],
+        read=Whole(1),
         metavar="N",
+        unsupported="fragments: {0} does not average the weights in parts; omit it, or use local, slowmo or diloco",
     )
     outer_lr: float | None = option(
         None,
@@ -337,7 +333,8 @@ class GossipOptions:
         "None: 1 for slowmo, 0.7 for the others",
         help="factor of the ranks' mean step; alpha of slowmo",
         absent="1 for slowmo, 0.7 for diloco and noloco",
-        read=OUTER_BOUNDS["outer_lr"],
+        read=Real(0.0, above=True),
+        unsupported="outer_lr: {0} has no outer optimizer; omit it, or use slowmo, diloco or noloco",
     )
     outer_momentum: float | None = option(
         None,
@@ -345,7 +342,8 @@ class GossipOptions:
         "16 steps between averages (the papers' 0.7 and 0.9 suit many more)",
         help="momentum from one average to the next",
         absent="0.3 for slowmo and noloco, 0.5 for diloco",
-        read=OUTER_BOUNDS["outer_momentum"],
+        read=Real(0.0, below=1.0),
+        unsupported="outer_momentum: {0} has no outer optimizer; omit it, or use slowmo, diloco or noloco",
     )
     schedule: Mapping[int, str] | None = option(
         None,
@@ -354,6 +352,7 @@ class GossipOptions:
         absent="--algorithm in all epochs",
         read=_read_schedule,
         metavar="E:NAME,...",
+        fixed=True,
     )
     quasi_global: bool = option(
         False,
@@ -361,12 +360,15 @@ class GossipOptions:
         "ranks (after Lin et al., ICML 2021), if ranks have different data",
         help="gossip pulls a rank's momentum towards the mean of all ranks, if ranks have different data; needs SGD "
         "with momentum",
+        unsupported="quasi_global: under {0} each rank has its own momentum; omit it, or use sgp, dpsgd or adpsgd",
+        fixed=True,
     )
     buffers: str = option(
         "average",
         'how batch-norm statistics agree in ``drain()`` and ``consensus()``: "average" them, keep each rank\'s own '
         '("local"), or use rank 0\'s ("root")',
         flags=(),
+        fixed=True,
     )
 
     def check(self, ranks: int | None) -> None:
@@ -380,36 +382,8 @@ class GossipOptions:
             raise ValueError(f"quasi_global must be True or False, got {self.quasi_global!r}")
 
 
-BY_STEP = (
-    *("topology", "peers", "mixing", "max_staleness", "gossip_every", "max_local_steps", "average_every"),
-    *("fragments", "outer_lr", "outer_momentum"),
-)
-"""A user's options that ``switch()`` may change, besides the algorithm."""
-NOT_GIVEN: Mapping[str, Any] = {
-    **{name: getattr(GossipOptions, name) for name in BY_STEP},
-    "compression": "none",
-    "hierarchical": False,
-    "quasi_global": False,
-}
-"""Default values of a plan's options, which any algorithm accepts."""
-UNSUPPORTED_OPTION_HINTS: Mapping[str, str] = {
-    "topology": "topology: {0} averages all ranks; omit it",
-    "peers": "peers: {0} averages all ranks; omit it",
-    "mixing": "mixing: {0} averages ranks with equal weights; omit it, and pass a graph as topology",
-    "max_staleness": "max_staleness: messages of {0} are never late; use 'osgp', or pass 0",
-    "gossip_every": "gossip_every: {0} has another period; omit it (adpsgd has max_local_steps, allreduce "
-    "average_every)",
-    "max_local_steps": "max_local_steps: ranks of {0} wait for each other; omit it, or use 'adpsgd'",
-    "average_every": "average_every: {0} does not average all ranks periodically; call drain() when an average is due",
-    "fragments": "fragments: {0} does not average the weights in parts; omit it, or use local, slowmo or diloco",
-    "outer_lr": "outer_lr: {0} has no outer optimizer; omit it, or use slowmo, diloco or noloco",
-    "outer_momentum": "outer_momentum: {0} has no outer optimizer; omit it, or use slowmo, diloco or noloco",
-    "compression": "compression: averages over all ranks are not compressed; omit it",
-    "hierarchical": "hierarchical: {0} does not average hosts first; omit it, or use sgp, osgp, dpsgd, adpsgd, "
-    "local, slowmo or diloco",
-    "quasi_global": "quasi_global: under {0} each rank has its own momentum; omit it, or use sgp, dpsgd or adpsgd",
-}
-"""Error messages for options that an algorithm does not support."""
+SWITCHABLE = tuple(name for name, described in options_of(GossipOptions).items() if not described.fixed)
+"""A user's options that ``switch()`` may change."""
 
 
 @dataclass(frozen=True)
@@ -475,7 +449,8 @@ SMOOTHING = Smoothing(strength=0.7, memory=0.95)
 """Constants of quasi-global momentum. (With 1 and 0.9, momenta of dpsgd diverge on a ring of 32 ranks.)"""
 
 _MIXED: Mapping[str, Any] = {
-    name: NOT_GIVEN[name] for name in ("peers", "mixing", "gossip_every", "average_every", "compression")
+    **{name: getattr(GossipOptions, name) for name in ("peers", "mixing", "gossip_every", "average_every")},
+    "compression": "none",
 }
 _NO_AVERAGES = {name: value for name, value in _MIXED.items() if name != "average_every"}
 _PUSH_SUM: Mapping[str, Any] = {**_MIXED, "hierarchical": False, "topology": "exponential"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,14 +16,12 @@ from hvd_async import mixing, topology
 from hvd_async.algorithms.gossip.config import (
     ALGORITHMS,
     COMPRESSIONS,
-    NOT_GIVEN,
-    OUTER_BOUNDS,
-    UNSUPPORTED_OPTION_HINTS,
     GossipAlgorithm,
     GossipConfig,
+    GossipOptions,
 )
 from hvd_async.algorithms.gossip.outer import Rhythm
-from hvd_async.algorithms.option import check_hosts, check_one_of
+from hvd_async.algorithms.option import check_bounds, check_hosts, check_one_of, options_of
 from hvd_async.mixing import EdgeWeights, Matrix
 from hvd_async.topology import Topology
 
@@ -38,7 +36,7 @@ def chosen_graph(
     Args:
         size: number of nodes.
         kind: the algorithm.
-        graph, peers, weights: as in ``make_plan``.
+        graph, peers, weights: ``topology``, ``peers`` and ``mixing`` of ``GossipOptions``.
         what: the nodes' name in error messages, "ranks" or "hosts".
 
     Raises:
@@ -174,8 +172,6 @@ def _is_list(weights: Any) -> bool:
 MIN_WEIGHT, LOW_WEIGHT = 0.025, 0.1
 """Push-sum weights below which a plan raises an error, and a warning. The step in z is lr / w: on a quadratic of
 curvature 1, SGD with momentum 0.9 and lr 0.1 diverges from lr / w = 2 (1 + 0.9) on, which is w = 0.026."""
-NO_OP_VALUES = {"max_staleness": 0, "gossip_every": 1}
-"""Values without effect, of options whose default is None."""
 MOST_DENSE = 1024
 """Maximum number of ranks of a dense matrix (8 MB)."""
 MOST_COPIES = 32
@@ -314,83 +310,53 @@ def algorithms_of(graph: Topology) -> tuple[str, ...]:
 
 def make_plan(
     size: int,
-    algorithm: str = "sgp",
-    graph: Any = None,
-    peers: int = 1,
-    weights: Any = "uniform",
-    max_staleness: int | None = None,
-    gossip_every: int | None = None,
-    max_local_steps: int = 4,
-    average_every: int = 0,
-    fragments: int = 1,
-    outer_lr: float | None = None,
-    outer_momentum: float | None = None,
+    algorithm: str = GossipOptions.algorithm,
+    graph: Any = GossipOptions.topology,
+    weights: Any = GossipOptions.mixing,
     compression: str = "none",
-    quasi_global: bool = False,
     local_size: int = 1,
+    **options: Any,
 ) -> GossipPlan:
+    """Return ``plan_of`` for options one by one: ``topology`` is ``graph``, ``mixing`` is ``weights``, ``hierarchical``
+    is ``local_size``, and ``options`` are others of ``GossipOptions``."""
+    hierarchical = False if local_size == 1 else local_size
+    own = {"algorithm": algorithm, "topology": graph, "mixing": weights, "hierarchical": hierarchical}
+    return plan_of(size, GossipOptions(**own | options), compression)
+
+
+def plan_of(size: int, options: GossipOptions, compression: str = "none") -> GossipPlan:
     """Return the plan by these options, checked.
 
     Args:
         size: ranks that share the optimizer.
-        algorithm: one of ``ALGORITHMS``.
-        graph: a name of ``topology.NAMED``, a ``Topology``, a networkx graph; None: the algorithm's own.
-        peers: number of receivers per rank and step, for topologies in ``WITH_PEERS``.
-        weights: "uniform", "metropolis", a matrix, shape (P, P), or a list with one per phase.
-        max_staleness: steps (OSGP; outer optimizers: below ``average_every``); None: 1, half of that, or 0 elsewhere.
-        gossip_every: steps between two sending steps; None: the algorithm's default.
-        max_local_steps: steps between two averagings (AD-PSGD).
-        average_every: steps between two averages over all ranks; 0: never.
-        fragments: number of parts of the weights, averaged in turn (outer optimizers).
-        outer_lr, outer_momentum: constants of the outer optimizer; None: the algorithm's defaults.
+        options: the options of one epoch; ``hierarchical`` is False or the number of ranks per host.
         compression: one of ``COMPRESSIONS``.
-        quasi_global: whether gossip corrects the momentum.
-        local_size: ranks per host that are averaged before they gossip.
 
     Raises:
         ValueError: an invalid option, or options that exclude each other; the message has a hint.
     """
-    given = {
-        "topology": graph,
-        "peers": peers,
-        "mixing": weights,
-        "max_staleness": max_staleness,
-        "gossip_every": gossip_every,
-        "max_local_steps": max_local_steps,
-        "average_every": average_every,
-        "fragments": fragments,
-        "outer_lr": outer_lr,
-        "outer_momentum": outer_momentum,
-        "compression": compression,
-        "hierarchical": local_size > 1,
-        "quasi_global": quasi_global,
-    }
-    kind = _checked(algorithm, given)
+    kind = _checked(options, compression)
+    local_size = 1 if options.hierarchical is False else int(options.hierarchical)
     check_hosts(size, local_size)
-    plan = _planned(kind, given, size, local_size)
-    _check_weight(plan, kind)
-    _check_copies(plan, kind)
-    return plan
-
-
-def _planned(kind: GossipAlgorithm, given: Mapping[str, Any], size: int, local_size: int) -> GossipPlan:
-    """Return the plan of a user's options, which were checked one by one."""
     places, what = size // local_size, "hosts" if local_size > 1 else "ranks"
     graph, matrices = Topology("none", places, (frozenset(),)), [EdgeWeights.keeping_all(places)]
     if kind.has_graph:
-        graph, matrices = chosen_graph(places, kind, given["topology"], given["peers"], given["mixing"], what)
+        assert isinstance(options.peers, int)  # (checked)
+        graph, matrices = chosen_graph(places, kind, options.topology, options.peers, options.mixing, what)
     config = GossipConfig(
         algorithm=kind.name,
         graph=f"{graph.name} ({_digest(matrices):08x})",
         neighbours=[list(graph.neighbours(place)) for place in range(places)] if kind.pairs else [],
-        compression=given["compression"],
+        compression=compression,
         local_size=local_size,
-        quasi_global=given["quasi_global"],
-        fragments=given["fragments"],
-        **_rhythm(kind, given),
-        **_constants(kind, given),
+        quasi_global=options.quasi_global,
+        fragments=options.fragments,
+        **_numbers(kind, options),
     )
-    return GossipPlan(config, graph, tuple(matrices))
+    plan = GossipPlan(config, graph, tuple(matrices))
+    _check_weight(plan, kind)
+    _check_copies(plan, kind)
+    return plan
 
 
 def _digest(weights: Sequence[EdgeWeights]) -> int:
@@ -404,26 +370,26 @@ def _digest(weights: Sequence[EdgeWeights]) -> int:
     return digest
 
 
-def _rhythm(kind: GossipAlgorithm, given: Mapping[str, Any]) -> dict[str, int]:
-    """Return the numbers of steps in a configuration: the user's, else the algorithm's defaults."""
-    own, late, every = kind.options, given["max_staleness"], given["gossip_every"]
-    average_every = given["average_every"] or own.get("average_every", 0)
+def _numbers(kind: GossipAlgorithm, options: GossipOptions) -> dict[str, Any]:
+    """Return the numbers of steps and the constants in a configuration: the user's, else the algorithm's defaults."""
+    own = kind.options
+    average_every: Any = options.average_every or own.get("average_every", 0)
+
+    def chosen(name: str, otherwise: float) -> Any:
+        value = getattr(options, name)
+        return own.get(name) or otherwise if value is None else value
+
+    late = chosen("max_staleness", 0)
     if kind.outer is not None:
-        Rhythm(average_every, given["fragments"]).check()
-        late = average_every // 2 if late is None else min(late, average_every - 1)
+        Rhythm(average_every, options.fragments).check()
+        late = average_every // 2 if options.max_staleness is None else min(late, average_every - 1)
     return {
-        "max_staleness": own.get("max_staleness", 0) if late is None else late,
-        "gossip_every": own.get("gossip_every") or 1 if every is None else every,
-        "max_local_steps": given["max_local_steps"] if "max_local_steps" in own else 0,
+        "max_staleness": late,
+        "gossip_every": chosen("gossip_every", 1),
+        "max_local_steps": options.max_local_steps if "max_local_steps" in own else 0,
         "average_every": average_every,
-    }
-
-
-def _constants(kind: GossipAlgorithm, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the constants of the outer optimizer: the user's, else the algorithm's defaults."""
-    return {
-        name: kind.options.get(name, 0.0) if given[name] is None else given[name]
-        for name in ("outer_lr", "outer_momentum")
+        "outer_lr": chosen("outer_lr", 0.0),
+        "outer_momentum": chosen("outer_momentum", 0.0),
     }
 
 
@@ -455,36 +421,25 @@ def _check_weight(plan: GossipPlan, kind: GossipAlgorithm) -> None:
     warnings.warn(f"{text}; lower it, or {hint}", stacklevel=3)
 
 
-def _checked(algorithm: str, given: Mapping[str, Any]) -> GossipAlgorithm:
+def _checked(options: GossipOptions, compression: str) -> GossipAlgorithm:
     """Return the algorithm, after checking that the options are in range, supported by it and compatible."""
-    check_one_of("algorithm", algorithm, ALGORITHMS)
-    _check_number("gossip_every", 1 if given["gossip_every"] is None else given["gossip_every"], 1)
-    _check_number("max_local_steps", given["max_local_steps"], 1)
-    _check_number("average_every", given["average_every"], 0)
-    _check_number("max_staleness", given["max_staleness"] or 0, 0)
-    for name, bounds in OUTER_BOUNDS.items():
-        if given[name] is not None:
-            bounds.check(name, given[name])
-    compression = given["compression"]
-    if compression not in COMPRESSIONS:
-        raise ValueError(f"compression must be one of {', '.join(map(repr, COMPRESSIONS))}, got {compression!r}")
-    kind = ALGORITHMS[algorithm]
-    for name in sorted(NOT_GIVEN.keys() - kind.options.keys()):
-        value = given[name]
-        if name in NO_OP_VALUES and value == NO_OP_VALUES[name]:
+    check_one_of("algorithm", options.algorithm, ALGORITHMS)
+    check_one_of("compression", compression, COMPRESSIONS)
+    kind, described = ALGORITHMS[options.algorithm], options_of(GossipOptions)
+    check_bounds(options, GossipOptions)
+    for name, one in described.items():
+        value, default = getattr(options, name), getattr(GossipOptions, name)
+        if name in kind.options or not one.unsupported or (one.no_effect is not None and value == one.no_effect):
             continue
-        if not isinstance(value, str | int | float | None) or value != NOT_GIVEN[name]:
-            raise ValueError(UNSUPPORTED_OPTION_HINTS[name].format(algorithm))
+        if not isinstance(value, str | int | float | None) or value != default:
+            raise ValueError(one.unsupported.format(kind.name))
+    if compression != "none" and "compression" not in kind.options:
+        raise ValueError("compression: averages over all ranks are not compressed; omit it")
     if compression not in kind.compressions:
         raise ValueError(
-            f"{compression} sends differences to what a neighbour already has, and {algorithm} has no fixed "
+            f"{compression} sends differences to what a neighbour already has, and {kind.name} has no fixed "
             f"neighbours: use fp16 or bf16, or another algorithm"
         )
-    if given["quasi_global"] and given["hierarchical"]:
+    if options.quasi_global and options.hierarchical:
         raise ValueError("quasi_global: with hierarchical each rank has its own momentum; omit one of the two")
     return kind
-
-
-def _check_number(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number of steps, {least} or more, got {value!r}")

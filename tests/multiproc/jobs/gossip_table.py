@@ -66,7 +66,7 @@ HOSTS = (
     Gossip("hosts sgp", {"algorithm": "sgp", "hierarchical": 2}),
     Gossip("hosts dpsgd", {"algorithm": "dpsgd", "hierarchical": 2}),
     Gossip("hosts averaged", {"algorithm": "sgp", "hierarchical": 2, "average_every": 5}),
-    Gossip("hosts diloco", {"algorithm": "diloco", "hierarchical": 2, "average_every": 4}),
+    Gossip("hosts diloco", {"algorithm": "diloco", "hierarchical": 2, "average_every": 7}),
     Gossip("hosts adpsgd", {"algorithm": "adpsgd", "hierarchical": 2}),
     Gossip("hosts adpsgd uneven", {"algorithm": "adpsgd", "hierarchical": 2}, fewer={0: 17, 1: 3, 2: 9}),
 )
