@@ -266,8 +266,8 @@ class EagerDriver(Driver):
             self.rounds, remains.begun, remains.ended, remains.fit, gradients=self._gradients, seen=self.rounds
         )
 
-    def go_on_from(self, before: EagerDriver) -> None:
-        super().go_on_from(before)
+    def continue_from(self, before: EagerDriver) -> None:
+        super().continue_from(before)
         self.remains, self.restored, self._gradients = before.remains, before.restored, before._gradients
         self.stats_before = before.stats() + Stats(resets=1)
 

@@ -24,7 +24,7 @@ from hvd_async.runtime.process_sets import RankGroup, rank_group_of
 
 class HorovodArguments:
     """Arguments that Horovod's wrappers have in both frameworks. Each binding has a dataclass of them in the order and
-    with the defaults of its framework's, and with the arguments that the other framework lacks."""
+    with the defaults of its framework's, and with those that the other framework lacks."""
 
     optimizer: Any
     compression: Any

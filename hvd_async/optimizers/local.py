@@ -307,8 +307,8 @@ class LocalDriver(Driver):
         shared = tuple(sorted(kept.shared))
         return Standing(kept.version, self._begun, self._ended, apart=True, shared=shared, seen=self.rounds)
 
-    def go_on_from(self, before: Any) -> None:
-        super().go_on_from(before)
+    def continue_from(self, before: Any) -> None:
+        super().continue_from(before)
         self.kept, self.begun, self._shared_before = before.kept, before.begun, before._shared_before
         self._begun, self._ended, self._own_steps = before._begun, before._ended, before._own_steps
         stats = before.stats()

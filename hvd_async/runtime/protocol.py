@@ -307,7 +307,7 @@ class Algorithm:
     family: str
     options: Mapping[str, Any]
     sends: Literal["gradients", "weights"]
-    waits_for: Literal["all", "quorum", "neighbours", "nobody", "period"]
+    waits_for: Literal["all", "quorum", "neighbours", "none", "period"]
     symmetric_graph: bool = False
     about: str = ""
     compressions: tuple[str, ...] = ("none",)

@@ -30,7 +30,7 @@ from hvd_async.torch.weight_replica import WeightReplica
 
 @dataclass(frozen=True)
 class TorchArguments(HorovodArguments):
-    """Arguments of ``horovod.torch.DistributedOptimizer``, and the arguments that all wrappers for torch share."""
+    """Arguments of ``horovod.torch.DistributedOptimizer``, and those that all wrappers for torch have besides."""
 
     optimizer: torch.optim.Optimizer
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None

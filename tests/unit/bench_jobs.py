@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from hvd_async.simulation.names import LEADERS, gossip_of, read_name, waits_for_nobody
+from hvd_async.simulation.names import LEADERS, gossip_of, read_name, waits_for_none
 from hvd_async.traces.recorder import Recorder
 from scripts.benchmarks.support.arms import MUTANT, PLAIN
 from scripts.benchmarks.support.nemesis import HOROVOD, Schedule, Trouble
@@ -64,7 +64,7 @@ def timed(block: Block, rank: int, size: int, well: bool) -> Own:
     extra = (0.0 if rival else 0.001) if block.get("keep") else 0.01 if rival else 0.0
     seconds = 0.05 + extra + (0.0 if well or rival else 0.3 * (1 + block["repetition"]))
     times = block.get("times") or [[0.0] * size]
-    alone = waits_for_nobody(arm) or base in ("solo", "auto")
+    alone = waits_for_none(arm) or base in ("solo", "auto")
     steps, window, ends = block.get("steps"), block.get("window"), list[float]()
     steps = steps[rank] if isinstance(steps, list) else steps
     while steps is None or len(ends) < steps:

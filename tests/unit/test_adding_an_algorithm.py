@@ -39,7 +39,7 @@ FIELD = """    server_lr: float | None = option(
 """
 ENTRY = """    "fedavg": LeaderAlgorithm(
         name="fedavg", family="leader", options={"global_period": 16, "server_lr": 0.7}, sends="weights",
-        waits_for="nobody", about="towards an anchor", has_center=True,
+        waits_for="none", about="towards an anchor", has_center=True,
         rule=lambda config, strengths, group, size: FedAvg(strengths, size),
     ),
 """

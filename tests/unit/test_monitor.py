@@ -435,4 +435,4 @@ def test_the_advice_fits_the_mode(settings, slow, told):
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
 def test_there_is_advice_wherever_a_step_waits_for_others(algorithm):
     found = advice({**EAGER, "algorithm": algorithm}, 4, 1)
-    assert bool(found) == (ALGORITHMS[algorithm].waits_for != "nobody")
+    assert bool(found) == (ALGORITHMS[algorithm].waits_for != "none")
