@@ -283,7 +283,7 @@ def takes(arguments: Callable[P, T]) -> Callable[[Callable[[T], Any]], Callable[
 
 
 def with_options(docstring: str, arguments: type) -> str:
-    """Return a docstring with the descriptions of a dataclass's options in place of the line ``PLACEHOLDER``.
+    """Return a docstring whose line ``PLACEHOLDER`` is replaced by the descriptions of a dataclass's options.
 
     Raises:
         ValueError: it has no such line.

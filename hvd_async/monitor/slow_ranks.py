@@ -115,7 +115,7 @@ def advice(settings: Mapping[str, Any], size: int, slow: int) -> str:
                 'GossipOptimizer(algorithm="adpsgd") waits only after max_local_steps without an averaging '
                 "(it loses accuracy where ranks see different classes)"
             )
-        case "nobody" if settings.get("max_local_steps"):
+        case "none" if settings.get("max_local_steps"):
             return f"a higher max_local_steps (now {settings['max_local_steps']}) would make such waits rarer"
     return ""
 

@@ -134,10 +134,10 @@ class Driver(abc.ABC):
         self.replica.detach()
         vars(optimizer)["_async"] = made
         made.replica.attach(optimizer)
-        made.go_on_from(self)
+        made.continue_from(self)
         return made
 
-    def go_on_from(self, before: Any) -> None:
+    def continue_from(self, before: Any) -> None:
         """Take over the state of this optimizer's driver from before the membership change."""
         self.rounds_before, self.steps_ended = before.rounds, before.steps_ended
         self.discarded = before.discarded
@@ -174,7 +174,7 @@ class Driver(abc.ABC):
     def standing(self) -> Standing:
         """Return this rank's progress."""
 
-    def go_on(self, rounds: int, ended: int, apart: bool) -> None:
+    def continue_at(self, rounds: int, ended: int, apart: bool) -> None:
         """Continue with the present ranks, before they register.
 
         Args:

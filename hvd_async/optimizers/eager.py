@@ -266,13 +266,13 @@ class EagerDriver(Driver):
             self.rounds, remains.begun, remains.ended, remains.fit, gradients=self._gradients, seen=self.rounds
         )
 
-    def go_on_from(self, before: EagerDriver) -> None:
-        super().go_on_from(before)
+    def continue_from(self, before: EagerDriver) -> None:
+        super().continue_from(before)
         self.remains, self.restored, self._gradients = before.remains, before.restored, before._gradients
         self.stats_before = before.stats() + Stats(resets=1)
 
-    def go_on(self, rounds: int, ended: int, apart: bool) -> None:
-        super().go_on(rounds, ended, apart)
+    def continue_at(self, rounds: int, ended: int, apart: bool) -> None:
+        super().continue_at(rounds, ended, apart)
         self._gradients = None
         if self.remains is not None:
             self.remains = self.remains.after(rounds, ended)

@@ -278,7 +278,7 @@ def _receive(exchange: Exchange, optimizer: Any, agreed: Agreed, position: int, 
             driver.count_from(agreed.seen)
         if agreed.shared:
             driver.share_vectors(shared, agreed.rounds)
-        driver.go_on(agreed.rounds, agreed.ended, agreed.apart)
+        driver.continue_at(agreed.rounds, agreed.ended, agreed.apart)
         driver.count_lost(agreed.lost or 0)
 
     return take

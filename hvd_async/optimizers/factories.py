@@ -23,8 +23,8 @@ from hvd_async.runtime.process_sets import RankGroup, rank_group_of
 
 
 class HorovodArguments:
-    """Arguments that Horovod's wrappers have in both frameworks. Each binding has a dataclass of them in the order and
-    with the defaults of its framework's, and with those that the other framework lacks."""
+    """Arguments that Horovod's wrappers have in both frameworks. Each binding has a dataclass of its framework's
+    arguments, these among them, in Horovod's order and with Horovod's defaults."""
 
     optimizer: Any
     compression: Any

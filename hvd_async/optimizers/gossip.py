@@ -259,8 +259,8 @@ class GossipDriver(LocalDriver):
 
     # -- membership changes (elastic training) ------------------------------------------------------------------------
 
-    def go_on_from(self, before: GossipDriver) -> None:
-        super().go_on_from(before)
+    def continue_from(self, before: GossipDriver) -> None:
+        super().continue_from(before)
         self.take_settings(before.settings_in_force())
         self._correction = before._correction
 

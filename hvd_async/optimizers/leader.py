@@ -190,8 +190,8 @@ class LeaderDriver(LocalDriver):
 
     # -- membership changes (elastic training) ------------------------------------------------------------------------
 
-    def go_on_from(self, before: LeaderDriver) -> None:
-        super().go_on_from(before)
+    def continue_from(self, before: LeaderDriver) -> None:
+        super().continue_from(before)
         self.steps_before = before.steps_before if before.worker is None else before.worker.steps
 
     def restart(self, kept: Kept) -> SavedState:

@@ -307,8 +307,8 @@ class LocalDriver(Driver):
         shared = tuple(sorted(kept.shared))
         return Standing(kept.version, self._begun, self._ended, apart=True, shared=shared, seen=self.rounds)
 
-    def go_on_from(self, before: Any) -> None:
-        super().go_on_from(before)
+    def continue_from(self, before: Any) -> None:
+        super().continue_from(before)
         self.kept, self.begun, self._shared_before = before.kept, before.begun, before._shared_before
         self._begun, self._ended, self._own_steps = before._begun, before._ended, before._own_steps
         stats = before.stats()
@@ -326,7 +326,7 @@ class LocalDriver(Driver):
             self.replica.write(kept.catch_up(shared, version - self._shared_before))
         self.kept = (kept or Kept(None))._replace(shared=dict(shared), version=version, catch_up=None)
 
-    def go_on(self, rounds: int, ended: int, apart: bool) -> None:
+    def continue_at(self, rounds: int, ended: int, apart: bool) -> None:
         self.steps_ended, self._shared_before = ended, rounds
         self._begun, self._ended = max(self._begun, ended), ended
         if apart:

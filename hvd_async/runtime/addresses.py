@@ -21,16 +21,16 @@ AGAIN = 0.1
 """Seconds before an address that refused is tried again: its process may not be listening yet."""
 
 
-def own_addresses(told: bool = True) -> list[str]:
+def own_addresses(configured: bool = True) -> list[str]:
     """Return the addresses of this host, best guess first.
 
     If HVD_ASYNC_ADDRESS is set, it is the only one. Otherwise the addresses of HOROVOD_GLOO_IFACE come first, then that
     of the host's name, then all others.
 
     Args:
-        told: whether to use HVD_ASYNC_ADDRESS, which is the address of rank 0 even if it is set on all ranks.
+        configured: whether to use HVD_ASYNC_ADDRESS, which is the address of rank 0 even if it is set on all ranks.
     """
-    if told and os.environ.get("HVD_ASYNC_ADDRESS"):
+    if configured and os.environ.get("HVD_ASYNC_ADDRESS"):
         return [os.environ["HVD_ASYNC_ADDRESS"]]
     by_interface = {
         name: [a.address for a in found if a.family in (socket.AF_INET, socket.AF_INET6) and "%" not in a.address]

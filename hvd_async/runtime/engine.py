@@ -75,7 +75,7 @@ class Engine:
         self.hosts: tuple[str, ...] = ()
         """Name of each rank's host; empty before the rendezvous, and in tests without hosts."""
         self.failure: Exception | None = None
-        self.told = False
+        self.failure_was_raised = False
         """Whether the failure was raised in a caller."""
         self.timeout = time_limits.timeout()
         """Opt-in limit (s) of every wait for other ranks."""
@@ -284,7 +284,7 @@ class Engine:
         failure = self.failure
         if failure is None and not self._left.is_set():
             return
-        self.told = self.told or failure is not None
+        self.failure_was_raised = self.failure_was_raised or failure is not None
         if self.stopped:
             raise EngineError("the engine has been stopped: shutdown() was called, or every rank has left")
         if isinstance(failure, RankLostError | CollectiveFailedError):

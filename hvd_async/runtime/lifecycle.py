@@ -214,7 +214,7 @@ class Lifecycle:
             if engine.failure is None:
                 engine.drain(leaving=leaving)
                 engine.leave()
-            elif not engine.told:
+            elif not engine.failure_was_raised:
                 engine.check()  # (it failed after the last call, so the failure was not raised yet)
         except BaseException as error:
             engine.stop(f"{type(error).__name__}: {error}")  # (so that this rank is not declared lost)

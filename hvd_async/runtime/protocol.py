@@ -170,8 +170,8 @@ class Drained(OptimizerCommand, Generic[D], frozen=True, tag=True):
         flushed: whether it was a drain, after which no gradient is pending; after a cut each rank keeps its own.
         details: the content of the family.
         whole: whether every rank that has stepped since the last drain had the optimizer then, and still has it.
-        mend: the rank whose weights all ranks copy, since its user code saw more rounds than that of others; None if no
-            copy is needed.
+        copied_from: the rank whose weights all ranks copy, since its user code saw more rounds than that of others;
+            None if no copy is needed.
         gone: the ranks that no longer have the optimizer, and take no further steps.
     """
 
@@ -181,7 +181,7 @@ class Drained(OptimizerCommand, Generic[D], frozen=True, tag=True):
     flushed: bool = True
     details: D | None = None
     whole: bool = True
-    mend: int | None = None
+    copied_from: int | None = None
     gone: list[int] = []
 
 
@@ -307,7 +307,7 @@ class Algorithm:
     family: str
     options: Mapping[str, Any]
     sends: Literal["gradients", "weights"]
-    waits_for: Literal["all", "quorum", "neighbours", "nobody", "period"]
+    waits_for: Literal["all", "quorum", "neighbours", "none", "period"]
     symmetric_graph: bool = False
     about: str = ""
     compressions: tuple[str, ...] = ("none",)

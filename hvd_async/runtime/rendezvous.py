@@ -211,7 +211,7 @@ def _exchange_relays(
     """Return the relay of each rank; rank 0 also reports whether the coordinator can serve its children."""
     rank = collectives.rank
     children = tree.root if rank == 0 else tree.relays.get(rank, ())
-    addresses = [] if relay is None else own_addresses(told=False)
+    addresses = [] if relay is None else own_addresses(configured=False)
     problem = problem or (shortage(len(children), here=False) if children else "")
     card = RelayCard(None if relay is None else relay.door, addresses, problem)
     found = collectives.allgather_bytes(msgspec.msgpack.encode(card), "hvd_async.relays")

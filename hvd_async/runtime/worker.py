@@ -287,7 +287,7 @@ class Worker(abc.ABC):
         self._inbox = Inbox(engine.changed)
         self._number: int | None = None
         self._announced = False
-        self._told: Hyper = []
+        self._hyper_sent: Hyper = []
         """The hyperparameters that were last sent to the coordinator."""
         self._restored = 0
         """Number of pending gradients restored from an earlier run; in other families, whether state was restored."""
@@ -330,7 +330,7 @@ class Worker(abc.ABC):
             number: the number of the optimizer on the ranks that have requested it; None to assign one.
         """
         if self._number is None:
-            self._told = hyper or []
+            self._hyper_sent = hyper or []
             self._number = self.engine.register(self, self.process_set_id, number)
             restored, members = int(self._restored), list(self._members)
             hyper, timeline = hyper or [], self._records_timeline

@@ -110,7 +110,7 @@ def quorum_of(arm: str) -> str | int | float:
     return fraction
 
 
-def waits_for_nobody(arm: str) -> bool:
+def waits_for_none(arm: str) -> bool:
     """Return whether each rank of an arm steps at its own pace, independently of the others."""
     how = gossip_of(arm)
     return arm in LEADERS or (how is not None and ALGORITHMS[how.algorithm].pairs)

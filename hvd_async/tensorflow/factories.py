@@ -40,7 +40,7 @@ from hvd_async.tensorflow.wrapping import (
 
 @dataclass(frozen=True)
 class KerasArguments(HorovodArguments):
-    """Arguments of ``horovod.tensorflow.keras.DistributedOptimizer``, and those that all wrappers have besides."""
+    """Arguments of ``horovod.tensorflow.keras.DistributedOptimizer``, and the option of all wrappers for Keras."""
 
     optimizer: Any
     name: str | None = None

@@ -30,7 +30,7 @@ from hvd_async.torch.weight_replica import WeightReplica
 
 @dataclass(frozen=True)
 class TorchArguments(HorovodArguments):
-    """Arguments of ``horovod.torch.DistributedOptimizer``, and those that all wrappers for torch have besides."""
+    """Arguments of ``horovod.torch.DistributedOptimizer``, and the option of all wrappers for torch."""
 
     optimizer: torch.optim.Optimizer
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None

@@ -711,11 +711,11 @@ class GradientReplica(eager.GradientReplica):
 
     def finish(self, worker: EagerWorker, flush: bool) -> None:
         left, self.unshown, self.shown, self.stepped = self.unshown, 0, None, 0
-        if worker.mend is not None:
-            self._take_over(worker, worker.mend)
+        if worker.copied_from is not None:
+            self._take_over(worker, worker.copied_from)
             warnings.warn(
                 f"ranks had different numbers of steps with synchronize(), so all take over the weights of rank "
-                f"{worker.mend}, which had most: {INSTEAD} on every rank",
+                f"{worker.copied_from}, which had most: {INSTEAD} on every rank",
                 stacklevel=users_line(),
             )
         elif left and self.one_by_one and self.round_transform is None:

@@ -18,7 +18,7 @@ KEYWORD = griffe.ParameterKind.keyword_only
 
 
 class OptionDocs(griffe.Extension):
-    """Does to functions that are read from the source what ``takes`` does to those that are imported."""
+    """Does to functions that are read from the source what ``takes`` does at run time."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         """Complete the factories of both bindings."""

@@ -236,7 +236,7 @@ def run_alone(
     script: str, *, args: Sequence[str] = (), env: Mapping[str, str] | None = None, timeout: float = 150.0
 ) -> Job:
     """Run a script that starts its ranks itself, and wait for its end. Arguments as of ``run_job``."""
-    return _run(_Folder(0), [], "by itself", script, args, env, timeout)
+    return _run(_Folder(0), [], "on its own", script, args, env, timeout)
 
 
 def _run(

@@ -91,4 +91,4 @@ def test_a_drain_says_whose_rounds_were_shown_where_that_differs():
         rounds = opened(SOLO, 2)
         rounds.handle(0, Finished(7, [0], True, shown[0]), 1.0)
         (drained,) = rounds.handle(1, Finished(7, [0], True, shown[1]), 1.0)
-        assert drained.mend == expected
+        assert drained.copied_from == expected

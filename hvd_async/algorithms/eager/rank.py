@@ -513,8 +513,8 @@ class EagerWorker(Worker):
         version: number of rounds that this rank's weights include.
         produced: number of gradients handed over since the start, by bucket; each must be applied once.
         applied: number of gradients of all ranks in applied rounds, by bucket.
-        mend: rank whose weights all ranks took over at the last drain or cut, since it had applied the most rounds;
-            None if there was none.
+        copied_from: rank whose weights all ranks took over at the last drain or cut, since it had applied the most
+            rounds; None if there was none.
     """
 
     def __init__(
@@ -556,7 +556,7 @@ class EagerWorker(Worker):
         self.produced, self.applied = [0] * config.buckets, [0] * config.buckets
         self._applied_rounds = self._skipped = 0
         self._total_produced: int | None = None
-        self.mend: int | None = None
+        self.copied_from: int | None = None
 
     # -- progress -------------------------------------------------------------------------------------------------
 
@@ -697,7 +697,7 @@ class EagerWorker(Worker):
         self._skipped, self._lacks = self._skipped + self._lacks, False
         self._handed.clear()
         self._brought = frozenset()
-        unsent, self._told = None if hyper == self._told else hyper, hyper
+        unsent, self._hyper_sent = None if hyper == self._hyper_sent else hyper, hyper
         self.engine.notify(partial(self._in_flight.report, number, step, True, unsent))
 
     def _has_ended(self, most: int | None) -> bool:
@@ -813,7 +813,8 @@ class EagerWorker(Worker):
         after all ranks have finished."""
         with self.whole("a drain could not be ended"):
             drained = self._take_drained()
-            self._settled_at, self._ended, self.shown, self.mend = self._steps, self._steps, 0, drained.mend
+            self._settled_at, self._ended = self._steps, self._steps
+            self.shown, self.copied_from = 0, drained.copied_from
             self._base = drained.rounds - self._steps
             self._total_produced = max(drained.produced)
         if drained.flushed and self.applied != drained.produced:

@@ -485,7 +485,7 @@ ALGORITHMS: Mapping[str, GossipAlgorithm] = {
             "gossip",
             {**_SYMMETRIC, **_PAIRED, **_QUASI_GLOBAL},
             sends="weights",
-            waits_for="nobody",
+            waits_for="none",
             symmetric_graph=True,
             about="averages with whichever neighbour is ready",
             compressions=("none", "fp16", "bf16"),

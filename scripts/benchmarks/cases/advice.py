@@ -13,7 +13,7 @@ import numpy as np
 
 from hvd_async.advisor.advice import advise
 from hvd_async.advisor.prediction import Prediction, named_modes
-from hvd_async.simulation.names import waits_for_nobody
+from hvd_async.simulation.names import waits_for_none
 from hvd_async.simulation.schedule import Schedule, lengths, one_random, stalls
 from hvd_async.traces.format import read_trace
 
@@ -114,7 +114,7 @@ def steps_per_second(block: Block) -> float:
     by as many steps as they may be ahead: the mean over the ranks would count that for speed.
     """
     paces = [len(own["ends"]) / own["ends"][-1] for own in block["by_rank"]]
-    return statistics.fmean(paces) if waits_for_nobody(block["arm"]) else float(min(paces))
+    return statistics.fmean(paces) if waits_for_none(block["arm"]) else float(min(paces))
 
 
 def rows_of(found: list[Block], predictions: Mapping[str, Prediction], setting: dict[str, Any]) -> list[Row]:

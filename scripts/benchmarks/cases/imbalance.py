@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hvd_async.simulation.names import LEADERS, SYNCHRONOUS, gossip_of, waits_for_nobody
+from hvd_async.simulation.names import LEADERS, SYNCHRONOUS, gossip_of, waits_for_none
 from hvd_async.simulation.schedule import Schedule, one_random, replay, slowest_work, synchronous_seconds
 
 from ..support.arms import is_eager, parse_arms
@@ -239,7 +239,7 @@ def kept(slow: list[Block], even: list[Block]) -> list[float]:
 def best_speedup(arm: str, ranks: int, slow: float) -> float | None:
     """Return the best speed-up in the long run: if no rank waits, each is as fast as it can be; where all wait
     for their neighbors, all are as slow as the slowest."""
-    if arm == "solo" or waits_for_nobody(arm):
+    if arm == "solo" or waits_for_none(arm):
         return (slow * (ranks - 1) + 1) / ranks
     return 1.0 if arm in SYNCHRONOUS or gossip_of(arm) else None
 
@@ -291,7 +291,7 @@ def judge_hetero(report: Report, rows: list[Row], slow: float) -> None:
         over = found["horovod"]["slow_step_s"] / (found["horovod"]["setting"]["compute"] * slow)
         judge_busy(report, f"Horovod's step over the slow rank's work, {where}", over, f", {where}")
     for each in rows:
-        if waits_for_nobody(each["arm"]) and each["kept"] is not None:
+        if waits_for_none(each["arm"]) and each["kept"] is not None:
             what = f"{each['arm']}: the others' steps a second, of those with no slow rank, {where}"
             report.at_least(what, each["kept"], KEEPS)
     if "adpsgd" in found:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvd_async.simulation.names import GOSSIP, LEADERS, RIVALS, SYNCHRONOUS, gossip_of, read_name, waits_for_nobody
+from hvd_async.simulation.names import GOSSIP, LEADERS, RIVALS, SYNCHRONOUS, gossip_of, read_name, waits_for_none
 from hvd_async.simulation.schedule import Schedule, one_random, own_pace, synchronous_seconds
 
 from ..support import data
@@ -260,7 +260,7 @@ def split_blocks(args: argparse.Namespace, arms: list[str], steps: int) -> list[
             block |= {"cosine": True, "untimed": 0, "scored": True, "times": times[:1].tolist()}
             block |= {"own": {"seed": seed} if is_eager(arm) else {}}
             block |= {"apart": "mean" if arm in LEADERS else "distance"}
-            block["steps"] = own_pace(times) if waits_for_nobody(arm) else [steps] * args.ranks
+            block["steps"] = own_pace(times) if waits_for_none(arm) else [steps] * args.ranks
             blocks.append(block)
     return blocks
 
@@ -353,7 +353,7 @@ class Kind(NamedTuple):
         compute: seconds slept in a step in addition to the work; of clips, for each frame of the batch's longest.
         lr: the middle of the rates that are tried.
         late: seconds that a rank sleeps more.
-        who: of them: "nobody", "any" (one rank, drawn in each step) or "last".
+        who: of them: "none", "any" (one rank, drawn in each step) or "last".
         split: "even", or "classes": each rank sees classes that others do not.
         mbit: of each rank's link; None: all are on one machine.
         paced: whether quorums have ``pace="rounds"``, as is documented for a rank that is slow for good.
@@ -366,7 +366,7 @@ class Kind(NamedTuple):
     compute: float
     lr: float
     late: float = 0.0
-    who: str = "nobody"
+    who: str = "none"
     split: str = "even"
     mbit: float | None = None
     paced: bool = False
@@ -457,7 +457,7 @@ def kind_block(args: argparse.Namespace, kind: str, arm: str, seed: int, lr: flo
     times = how.times(task | {"seed": seed}, steps, args.ranks)
     pace = "rounds" if how.paced and read_name(arm).base not in SYNCHRONOUS else "steps"
     eager = is_eager(arm)
-    mine = own_pace(times) if waits_for_nobody(arm) or (eager and pace == "rounds") else [steps] * args.ranks
+    mine = own_pace(times) if waits_for_none(arm) or (eager and pace == "rounds") else [steps] * args.ranks
     more: dict[str, Any] = {"own": {"seed": seed, "pace": pace} if eager else {}, "looks": 1 if tuning else LOOKS}
     more |= {"momentum": 0.9, "weight_decay": 5e-4, "cosine": True, "steps": [max(1, own - WARM_UP) for own in mine]}
     more |= {"kind": kind, "seed": seed, "lr": lr, "tuning": tuning, "times": np.round(times[WARM_UP:], 5).tolist()}

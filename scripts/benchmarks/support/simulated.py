@@ -18,7 +18,7 @@ import numpy as np
 
 from hvd_async.simulation.arms import simulate
 from hvd_async.simulation.job import Outcome, Setup
-from hvd_async.simulation.names import RIVALS, waits_for_nobody
+from hvd_async.simulation.names import RIVALS, waits_for_none
 from hvd_async.simulation.network import PAYLOAD, Network, ring_bytes
 from hvd_async.simulation.schedule import (
     constant,
@@ -176,7 +176,7 @@ def jobs(arms: Sequence[str], sizes: Sequence[int], say: Say, steps: int = STEPS
         base = simulate("horovod", setup).steps_per_s if "horovod" in arms else None
         for arm in arms:
             found = simulate(arm, setup)
-            work = times.sum(axis=0).mean() if waits_for_nobody(arm) else slowest_work(times)
+            work = times.sum(axis=0).mean() if waits_for_none(arm) else slowest_work(times)
             rows.append(
                 row(
                     *(arm, setting, found.steps_per_s, "steps/s of a rank, simulated"),
