@@ -1,4 +1,4 @@
-"""Push-sum of hosts of ranks as threads: messages of other hosts at a cut. (``test_gossip_crossings`` has the rest.)"""
+"""Push-sum of hosts of ranks as threads: messages of other hosts at a cut. (``test_gossip`` has the rest.)"""
 
 from __future__ import annotations
 
