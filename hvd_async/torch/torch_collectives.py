@@ -271,11 +271,11 @@ class TorchCollectives(TensorCollectives):
 
     def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         """Return all ranks' payloads, in rank order; block until every rank has called it."""
-        atexit.register(exit_status.in_child)  # (if the process ends meanwhile: as in ``stop``)
+        atexit.register(exit_status.skip_destructors)  # (if the process ends meanwhile: as in ``stop``)
         try:
             return allgather_object(payload, name)
         finally:
-            atexit.unregister(exit_status.in_child)
+            atexit.unregister(exit_status.skip_destructors)
 
 
 @contextlib.contextmanager
