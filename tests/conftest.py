@@ -23,7 +23,7 @@ settings.load_profile("hvd_async")
 
 
 def examples(long: int) -> int:
-    """How many examples a test looks at that has so many in a long run: in an ordinary one a quarter."""
+    """How many examples a test looks at that has ``long`` of them in a long run: in an ordinary one a quarter."""
     return long if LONG_RUN else max(1, long // 4)
 
 
@@ -31,14 +31,14 @@ JOBS = "tests/multiproc/"
 ALONE = ("doc_blocks", "elastic", "ends", "examples", "nemesis", "recipes", "runners")
 APART = tuple(f"{JOBS}test_{topic}.py" for topic in ALONE)
 """Files whose jobs no test of another file looks at."""
-BESIDE = 5
-"""Niceness of tests that run beside horovodrun jobs: these have the cores when they need them."""
+NEXT_TO_JOBS = 5
+"""Niceness of tests that run at the same time as horovodrun jobs: these have the cores when they need them."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With pytest-xdist, horovodrun jobs come first, in one worker those that tests of several files share, in another
-    the others: they take longest, and often wait (for a launcher, a timeout, the slowest rank)."""
+    """With pytest-xdist, horovodrun jobs come first, in one worker the jobs that tests of several files share, in
+    another the others: they take longest, and often wait (for a launcher, a timeout, the slowest rank)."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Lanes(LoadScopeScheduling):
@@ -47,8 +47,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return lane if nodeid.startswith(JOBS) else str(super()._split_scope(nodeid))
 
         def _assign_work_unit(self, node: Any) -> None:
-            # A worker that crashed leaves the units it has finished in the queue too. Whoever got one of these would
-            # have nothing to run or to report, and the session would never end.
+            # A worker that crashed leaves the units it has finished in the queue too. A worker that got one of these
+            # would have nothing to run or to report, and the session would never end.
             for scope in [scope for scope, unit in self.workqueue.items() if all(unit.values())]:
                 del self.workqueue[scope]
             for lane in (APART[0], JOBS):
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """In a worker of pytest-xdist: make way for jobs."""
     if "PYTEST_XDIST_WORKER" in os.environ and not item.nodeid.startswith(JOBS):
-        os.setpriority(os.PRIO_PROCESS, 0, max(BESIDE, os.getpriority(os.PRIO_PROCESS, 0)))
+        os.setpriority(os.PRIO_PROCESS, 0, max(NEXT_TO_JOBS, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 _parse, _parsing = ast.parse, threading.Lock()

@@ -183,7 +183,7 @@ def with_late_rank(schedule: Schedule, make: Callable[[int], Trainer]) -> list[O
     def train(rank: int) -> Outcome:
         trainer = make(rank)
         before, gradients = trainer.weights(), []
-        worker = trainer.opt._async.worker_now()  # all ranks meet here, so nobody is late before that
+        worker = trainer.opt._async.worker_now()  # all ranks meet here, so no rank is late before that
         if rank == schedule.size - 1:
             for event in three_taken[:-1]:
                 assert event.wait(60)
@@ -193,7 +193,7 @@ def with_late_rank(schedule: Schedule, make: Callable[[int], Trainer]) -> list[O
             trainer.step()
             if step == 3:
                 three_taken[rank].set()
-                assert three_taken[-1].wait(60)  # the others go on when the late rank has caught up
+                assert three_taken[-1].wait(60)  # the others continue when the late rank has caught up
         trainer.opt.drain()
         return Outcome(before, trainer.weights(), gradients, trainer.opt.stats())
 
@@ -201,7 +201,7 @@ def with_late_rank(schedule: Schedule, make: Callable[[int], Trainer]) -> list[O
 
 
 def wait_for_rounds(worker: EagerWorker, count: int) -> None:
-    """Until so many rounds wait for this rank."""
+    """Wait until ``count`` rounds wait for this rank."""
     worker.engine.wait(lambda: len(worker._rounds) >= count)
 
 

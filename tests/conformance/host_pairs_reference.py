@@ -1,4 +1,4 @@
-"""AD-PSGD of hosts in float64 NumPy: beside ``gossip_reference``, whose shadow of a rank is here that of its host.
+"""AD-PSGD of hosts in float64 NumPy: like ``gossip_reference``, whose shadow of a rank is here that of its host.
 
 With n ranks of a host, y its shadow, p the parameters of all its ranks, U and g as there:
     step:       y <- y + sum_r (U(p, g_r(p)) - p) / n  of the ranks r that take it, then p <- y
@@ -35,7 +35,7 @@ def adpsgd_of_hosts(problem: Problem, log: Log, local_size: int, steps: Sequence
 class HostShadows(Shadows):
     """The shadow of each rank is its host's, of which only its own part is looked at until all parts are put together.
 
-    A rank that has taken fewer steps than its host changes nothing in those that it lacks.
+    A rank that has taken fewer steps than its host changes nothing in the steps that it lacks.
     """
 
     def __init__(self, problem: Problem, log: Log, local_size: int, steps: Sequence[int]) -> None:

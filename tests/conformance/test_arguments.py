@@ -98,7 +98,7 @@ def test_the_result_is_an_instance_of_the_wrapped_class_with_a_driver(binding, w
 @each_wrapper
 @each_binding
 def test_what_is_wrapped_goes_with_its_last_reference(binding, wrapper):
-    """Its memory too: neither its driver nor its replica holds it, so nobody waits for the garbage collector."""
+    """Its memory too: neither its driver nor its replica holds it, so no rank waits for the garbage collector."""
     gc.collect()
     gc.disable()
     try:
@@ -387,7 +387,7 @@ def test_what_keras_steps_cannot_be(wrapper):
             opt.apply([None], [weight])
         if wrapper == "LeaderOptimizer":
             opt.record_loss(1.0)
-        opt.apply([tf.constant(1.0)], [weight])  # it goes on
+        opt.apply([tf.constant(1.0)], [weight])  # it continues
         opt.drain()
         return float(weight)
 
@@ -466,7 +466,7 @@ def test_hosts_are_horovods(binding, hosts):
 
 @each_binding
 def test_hosts_in_force(binding):
-    """One host is quorum "all"; a rank outside of the process set is by itself."""
+    """One host is quorum "all"; a rank outside of the process set is alone."""
     some = {"hierarchical": 2, "process_set": ProcessSet(0, 2)}
     for rank, options, expected in (
         (0, {"hierarchical": 2, "quorum": 2}, (2, 2)),
@@ -527,7 +527,7 @@ DIFFERENCES: list[tuple[Any, Any, dict[str, Any], str]] = [
     DIFFERENCES,
     ids=lambda one: ",".join(one) if isinstance(one, dict) else getattr(one, "__name__", None),
 )
-def test_ranks_that_differ_are_told_so_everywhere(binding, following, other, hint):
+def test_a_difference_between_ranks_is_reported_on_all_of_them(binding, following, other, hint):
     def work(rank: int) -> None:
         options = dict(other) if rank == 2 else {}
         case, grouped = options.pop("case", SGD), options.pop("grouped", False)
@@ -545,7 +545,7 @@ def test_ranks_that_differ_are_told_so_everywhere(binding, following, other, hin
 
 
 @also_graph
-def test_different_weights_name_the_variable_and_can_be_mended(binding):
+def test_different_weights_name_the_variable_and_can_be_fixed(binding):
     def work(rank: int) -> bytes:
         one = binding(binding.least_squares(2), rank)
         one.assign([float(rank)] * 6)
@@ -579,7 +579,7 @@ def test_names_that_would_mislead_are_ours(namespace, names):
     assert [one for one in names if not getattr(namespace, one).__module__.startswith("hvd_async.")] == []
 
 
-def test_names_that_mislead_nobody_are_horovods():
+def test_names_that_do_not_mislead_are_horovods():
     assert torch_hvd.DistributedOptimizer is horovod.torch.DistributedOptimizer
     assert torch_hvd.broadcast_parameters is horovod.torch.broadcast_parameters
 

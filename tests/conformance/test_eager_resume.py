@@ -101,7 +101,7 @@ def whole_run(
 
 
 def total(counts: Sequence[int]) -> list[float]:
-    """The weights once every rank's first so many gradients are applied."""
+    """The weights once the first gradients of each rank, as many as ``counts`` says, are applied."""
     every = [np.concatenate(whole(rank, step)) for rank, count in enumerate(counts) for step in range(count)]
     return [float(x) for x in -sum(every) / len(counts)]
 
@@ -166,7 +166,7 @@ def test_what_was_pending_goes_out_in_a_drain_without_any_step(binding):
 
 
 @both
-def test_what_was_pending_survives_a_mismatch_that_is_mended(binding):
+def test_what_was_pending_survives_a_mismatch_that_is_fixed(binding):
     states = cut_with_two_pending(binding)
 
     def train(rank: int) -> list[float]:
@@ -187,7 +187,7 @@ def test_what_was_pending_survives_a_mismatch_that_is_mended(binding):
 def test_a_state_with_pending_gradients_goes_to_its_own_rank_and_size_and_buckets_only(binding):
     saved = cut_with_two_pending(binding)[1]
 
-    def told(size: int, **options: Any) -> list[str]:
+    def reported(size: int, **options: Any) -> list[str]:
         """Errors of the ranks that load it."""
 
         def load(rank: int) -> str:
@@ -200,16 +200,16 @@ def test_a_state_with_pending_gradients_goes_to_its_own_rank_and_size_and_bucket
         return Cluster(size).run(load)
 
     said = r"rank 1 of 2 after cut\(\), with 2 gradient\(s\) pending; on rank {} of {} they .*save after drain\(\)"
-    assert told(2)[1] == ""
+    assert reported(2)[1] == ""
     for size, rank in ((1, 0), (2, 0), (3, 1)):
-        assert re.search(said.format(rank, size), told(size)[rank])
+        assert re.search(said.format(rank, size), reported(size)[rank])
     assert re.search(
-        r"pending in buckets of .* wrap it with the same bucket_cap_mb, groups", told(2, bucket_cap_mb=25.0)[1]
+        r"pending in buckets of .* wrap it with the same bucket_cap_mb, groups", reported(2, bucket_cap_mb=25.0)[1]
     )
 
 
 @both
-def test_training_goes_on_after_a_cut_in_one_job(binding):
+def test_training_continues_after_a_cut_in_one_job(binding):
     def train(rank: int) -> tuple[list[float], int]:
         one = vectors(binding)
         for end in (one.opt.cut, one.opt.cut, one.opt.drain):
@@ -259,7 +259,7 @@ def test_a_state_that_lacks_gradients_says_how_many_or_that_other_ranks_may_have
         else:
             assert late.wait(60)
             worker.engine.wait(lambda: worker.has_available)
-            one.take(1.0)  # it comes too late for round 1, and nobody starts another
+            one.take(1.0)  # it comes too late for round 1, and no rank starts another
         with pytest.raises(ReplicaStateError, match=r"on their way.*drain\(\).*cut\(\)") as caught:
             one.saved()
         one.opt.drain()

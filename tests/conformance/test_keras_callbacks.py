@@ -183,9 +183,9 @@ def message(call):
     except (ImportError, ValueError) as error:
         return f"{type(error).__name__} {error}"
 wrappers = [hvd_async.EagerOptimizer, hvd_async.GossipOptimizer, hvd_async.LeaderOptimizer]
-told = [message(lambda: wrapper(keras.optimizers.SGD(0.1))) for wrapper in wrappers]
-told.append(message(lambda: __import__("hvd_async.tensorflow.keras")))
-print("told:", *told, sep="\\n")
+errors = [message(lambda: wrapper(keras.optimizers.SGD(0.1))) for wrapper in wrappers]
+errors.append(message(lambda: __import__("hvd_async.tensorflow.keras")))
+print("errors:", *errors, sep="\\n")
 """
 
 
@@ -198,6 +198,6 @@ def test_keras_on_another_backend_is_refused_on_import_and_by_wrappers():
         timeout=300,
         check=False,
     )
-    reported = run.stdout.partition("told:\n")[2].splitlines()
+    reported = run.stdout.partition("errors:\n")[2].splitlines()
     assert [line.split()[0] for line in reported] == ["ValueError"] * 3 + ["ImportError"], run.stderr
     assert all("got 'torch'. Set KERAS_BACKEND=tensorflow" in line for line in reported)

@@ -71,7 +71,7 @@ def test_what_a_fit_that_raised_has_left_is_closed_by_the_next_one(made):
     assert broken.monitors == []
 
 
-def test_a_fit_around_another_one_opens_its_own_anew(made):
+def test_a_fit_around_another_one_opens_its_own_again(made):
     outer = begun(["adam"])
     inner = MonitorCallback()
     inner.on_train_begin()
@@ -97,7 +97,7 @@ def test_a_port_is_free_for_the_fit_after_one_that_raised(monkeypatch):
         port = one.getsockname()[1]
 
     def train(rank: int) -> list[str]:
-        told = []
+        errors = []
         for others in ([Breaks()], []):
             model = conv_model()
             model.compile(optimizer=hvd.EagerOptimizer(keras.optimizers.SGD(0.05)), loss=LOSS, jit_compile=False)
@@ -106,7 +106,7 @@ def test_a_port_is_free_for_the_fit_after_one_that_raised(monkeypatch):
             try:
                 model.fit(images, labels, batch_size=4, verbose=0, callbacks=callbacks)
             except RuntimeError as error:
-                told.append(str(error))
-        return told
+                errors.append(str(error))
+        return errors
 
     assert Cluster(1).run(train) == [["broken"]]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hvd_async.testing import Cluster
-from tests.fixtures.checkpoints import KINDS, RANKS, REPEATABLE, SINCE_0_2_0, Keras, Torch, go_on, path
+from tests.fixtures.checkpoints import KINDS, RANKS, REPEATABLE, SINCE_0_2_0, Keras, Torch, continue_training, path
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 CHECKPOINTS = [*(("0_1_0", kind) for kind in KINDS if kind not in SINCE_0_2_0), *(("0_2_0", kind) for kind in KINDS)]
@@ -22,7 +22,7 @@ def test_training_continues_from_an_old_checkpoint(make, version, kind):
     def train(rank: int) -> np.ndarray:
         trainer = make(kind)
         trainer.load(path(folder, trainer, kind, rank))
-        return go_on(trainer, rank)
+        return continue_training(trainer, rank)
 
     ends = Cluster(RANKS).run(train)
     assert np.array_equal(ends[0], ends[1])

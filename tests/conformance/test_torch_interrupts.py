@@ -1,4 +1,4 @@
-"""torch: Ctrl-C at any line of backward's hooks and of ``step()``; training goes on then, or says why it cannot."""
+"""torch: Ctrl-C at any line of backward's hooks and of ``step()``; training continues then, or says why it cannot."""
 
 from __future__ import annotations
 

@@ -150,12 +150,12 @@ class _Folder:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def processes_of(job: str, but: int | None = None) -> list[psutil.Process]:
-    """Every process of this machine but one, zombies aside, whose environment carries the job id."""
+def processes_of(job: str, spared: int | None = None) -> list[psutil.Process]:
+    """Every process of this machine except ``spared`` and zombies whose environment carries the job id."""
     found = []
     for process in psutil.process_iter():
         try:
-            if process.pid != but and process.environ().get(JOB_VARIABLE) == job:
+            if process.pid != spared and process.environ().get(JOB_VARIABLE) == job:
                 found.append(process)
         except psutil.Error:  # it has ended, or is a zombie, or not ours
             continue
@@ -183,13 +183,13 @@ def _dump_stacks(job: str, script: str) -> None:
     psutil.wait_procs(ranks, timeout=STACKS)
 
 
-def sweep(job: str, patience: float, but: int | None = None) -> list[str]:
-    """Wait for the job's processes to end, kill those still running, and return them; ``but`` is left alone."""
+def sweep(job: str, patience: float, spared: int | None = None) -> list[str]:
+    """Wait for the job's processes to end, kill those still running, and return them; ``spared`` is left alone."""
     deadline = time.monotonic() + patience
-    while (alive := processes_of(job, but)) and (left := deadline - time.monotonic()) > 0:
+    while (alive := processes_of(job, spared)) and (left := deadline - time.monotonic()) > 0:
         psutil.wait_procs(alive, timeout=left)
     descriptions = []
-    while alive := processes_of(job, but):
+    while alive := processes_of(job, spared):
         for process in alive:
             try:
                 descriptions.append(f"{process.pid}: {' '.join(process.cmdline())[:200]}")
@@ -236,7 +236,7 @@ def run_alone(
     script: str, *, args: Sequence[str] = (), env: Mapping[str, str] | None = None, timeout: float = 150.0
 ) -> Job:
     """Run a script that starts its ranks itself, and wait for its end. Arguments as of ``run_job``."""
-    return _run(_Folder(0), [], "by itself", script, args, env, timeout)
+    return _run(_Folder(0), [], "on its own", script, args, env, timeout)
 
 
 def _run(
@@ -436,7 +436,7 @@ class ForkServer:
 
     def sweep(self, patience: float) -> list[str]:
         """``sweep`` of all that it has forked."""
-        return sweep(self._folder.job, patience, but=self._process.pid)
+        return sweep(self._folder.job, patience, spared=self._process.pid)
 
     def close(self) -> None:
         """End the server, and with it whatever it has left."""

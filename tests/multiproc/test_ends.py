@@ -1,4 +1,4 @@
-"""Deaths, slowness and normal ends, with Horovod and without: who is told what and how soon; no process is left."""
+"""Deaths, slowness and normal ends, with Horovod and without: what ranks report and how soon; no process is left."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_death_without_launcher_raises_at_the_others(
 
 
 def check_served_by_a_process(job: Job) -> None:
-    """The coordinator had a process beside rank 0, which has ended; there were no relays."""
+    """The coordinator had a process in addition to rank 0, which has ended; there were no relays."""
     assert [rank["serves"] for rank in job.check_clean().case("first step")] == [["coordinator"], []], str(job)
 
 
@@ -130,7 +130,7 @@ def check_served_by_a_process(job: Job) -> None:
     ("framework", "manner"),
     [("torch", "sigkill"), *([("torch", "falls off"), ("tensorflow", "early")] if LONG_RUN else [])],
 )
-def test_a_coordinator_beside_gpus_ends_under_horovodrun(launched: RunJob, framework: str, manner: str) -> None:
+def test_a_coordinator_with_gpus_ends_under_horovodrun(launched: RunJob, framework: str, manner: str) -> None:
     job = launched(framework, "ends.py", 2, args=(*ends(framework, manner), "--on-gpu"))
     check_served_by_a_process(job)
     if manner == "sigkill":
@@ -148,7 +148,7 @@ if LONG_RUN:
 
 
 @pytest.mark.parametrize(("manner", "victim"), GPU_ENDS)
-def test_a_coordinator_beside_gpus_ends_as_ranks_do(forked: RunJob, manner: str, victim: int) -> None:
+def test_a_coordinator_with_gpus_ends_as_ranks_do(forked: RunJob, manner: str, victim: int) -> None:
     """And outlives its own rank, to report how it ended."""
     job = forked("torch", "ends.py", 2, args=(*ends("torch", manner, victim), "--on-gpu"))
     check_served_by_a_process(job)
@@ -181,8 +181,8 @@ def test_a_slow_rank_is_only_warned_about_by_name(forked: RunJob) -> None:
     ],
     ids=str,
 )
-def test_a_normal_end_drains_by_itself_and_soon(forked: RunJob, where: tuple[str, str], manner: str) -> None:
-    """A rank that has left is done for good: others go on without it, and drain as often as they like."""
+def test_a_normal_end_drains_automatically_and_soon(forked: RunJob, where: tuple[str, str], manner: str) -> None:
+    """A rank that has left is done for good: others continue without it, and drain as often as they like."""
     framework, transport = where
     job = forked(framework, "ends.py", 2, transport=transport, args=ends(framework, manner)).check()
     assert "hvd_async" not in job.output, "a normal end has nothing to say"
@@ -193,7 +193,7 @@ def test_a_normal_end_drains_by_itself_and_soon(forked: RunJob, where: tuple[str
     assert max(job.exited) - last < 5.0
 
 
-def test_a_forked_child_ends_by_itself_and_is_told_that_it_cannot_train(forked: RunJob) -> None:
+def test_a_forked_child_ends_on_its_own_and_its_error_says_that_it_cannot_train(forked: RunJob) -> None:
     job = forked("torch", "ends.py", 2, args=ends("torch", "fork")).check()
     assert [result["status"] for result in job.case("forked")] == [7, 7]
     assert all("was forked from a rank" in result["text"] for result in job.case("forked"))
@@ -204,7 +204,7 @@ def test_a_forked_child_ends_by_itself_and_is_told_that_it_cannot_train(forked: 
     [{"HVD_ASYNC_DEAD_AFTER": "2"}, {"HVD_ASYNC_DEAD_AFTER": "5", "HOROVOD_GLOO_TIMEOUT_SECONDS": "1"}],
     ids=["heartbeats", "gloo"],
 )
-def test_a_rank_that_stands_still_is_named_whoever_gives_up_first(forked: RunJob, env: dict[str, str]) -> None:
+def test_a_rank_that_stands_still_is_named_whichever_rank_gives_up_first(forked: RunJob, env: dict[str, str]) -> None:
     job = forked("torch", "ends.py", 3, args=ends("torch", "stands still"), env=env).check_clean()
     said = f"hvd_async: rank 1 on host localhost {MANNERS['sigkill'].partition(' ended')[0]}"
     assert said in job.outputs[0], str(job)

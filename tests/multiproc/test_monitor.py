@@ -1,4 +1,4 @@
-"""A monitor beside real ranks, one of which is slow for good."""
+"""A monitor of real ranks, one of which is slow for good."""
 
 from __future__ import annotations
 

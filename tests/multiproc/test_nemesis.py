@@ -22,7 +22,7 @@ LEAKS = 50 if LONG_RUN else 8
 """Resets of the schedule that looks for leaks."""
 RELAYED = ("solo", "dpsgd", "adpsgd", "lsgd", "all") if LONG_RUN else ("solo",)
 """Kinds that are trained on two hosts of two ranks."""
-MENDED = {
+FIXED = {
     0: "a step whose round had come when it was broken off was taken for one that user code had ended",
     5: "a new rank gave up when another died while it met the others for the first time",
     48: "who met a rank that died just then waited for it to connect, 150 s",
@@ -80,11 +80,11 @@ def histories(benchmarks: Any, server: Callable[[str], ForkServer]) -> list[Any]
         found = histories_of(benchmarks, 2, [schedule(1000, "solo", grows), schedule(1001, "dpsgd", cuts)], torch)
         relayed = [schedule(1002 + number, kind, falls, 4) for number, kind in enumerate(RELAYED)]
         found += histories_of(benchmarks, 4, relayed, torch, per_host=2)
-    return found + (histories_of(benchmarks, 3, [nemesis.drawn(seed) for seed in MENDED], torch) if LONG_RUN else [])
+    return found + (histories_of(benchmarks, 3, [nemesis.drawn(seed) for seed in FIXED], torch) if LONG_RUN else [])
 
 
 def test_nothing_is_lost_counted_twice_or_hung(histories):
-    assert len(histories) == 2 + len(RELAYED) + len(MENDED) * LONG_RUN
+    assert len(histories) == 2 + len(RELAYED) + len(FIXED) * LONG_RUN
     for history in histories:
         assert history.violations() == [], str(history.schedule)
 
@@ -113,7 +113,8 @@ def test_resets_leave_no_thread_socket_or_file_behind(histories):
 
 @pytest.mark.skipif(not LONG_RUN, reason="virtual hosts are tried in a long run: HVD_ASYNC_TEST_LONG=1")
 def test_survivors_of_the_vanished_host_of_rank_0_train_on_soon(benchmarks):
-    """Seed 206: horovodrun told rank 0 of its own host's end for minutes before it gave the others their new ranks."""
+    """Seed 206: horovodrun reported to rank 0 for minutes that its own host had ended, and only then gave the others
+    their new ranks."""
     if not have_namespaces():
         pytest.skip("virtual hosts need root, ip and tc")
     (history,) = histories_of(benchmarks, 3, [benchmarks("nemesis").drawn(206)], virtual=True)

@@ -75,7 +75,7 @@ def test_the_advisor_blames_the_slow_rank(traces: dict[str, Trace], kind: str) -
 
 
 @pytest.mark.parametrize(("kind", "base"), [("ddp", "DDP"), ("fsdp", "FSDP")])
-def test_the_advice_is_beside_what_the_job_runs(
+def test_the_advice_is_next_to_what_the_job_runs(
     folders: dict[str, Path], capsys: pytest.CaptureFixture[str], kind: str, base: str
 ) -> None:
     few = [str(folders[kind]), "--modes", "solo,adpsgd", "--resamples", "2", "--steps", "50"]
@@ -92,7 +92,7 @@ def test_the_advice_is_beside_what_the_job_runs(
 
 
 @pytest.mark.skipif(not LONG_RUN, reason="tried in a long run: HVD_ASYNC_TEST_LONG=1")
-def test_a_job_that_trains_with_nobody_is_not_recorded(tmp_path: Path) -> None:
+def test_a_job_that_trains_with_no_other_rank_is_not_recorded(tmp_path: Path) -> None:
     script = tmp_path / "alone.py"
     script.write_text("import torch\nw = torch.ones(1, requires_grad=True)\ntorch.optim.SGD([w], lr=0.1).step()\n")
     job = run_job("recorded.py", 2, transport="torch", args=(str(tmp_path / "trace"), str(script)))

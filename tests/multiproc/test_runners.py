@@ -114,7 +114,7 @@ def check_resumed(train: Train, runner: str, line: tuple[str, ...], after: str, 
     return summary
 
 
-def test_a_run_that_was_killed_goes_on_from_its_last_epoch_with_the_same_bits(
+def test_a_run_that_was_killed_continues_from_its_last_epoch_with_the_same_bits(
     forked: RunJob, train: Train, tmp_path: Path
 ) -> None:
     twice = (*SAME, "--cosine", "--epochs", "2", "--checkpoint-dir")
@@ -149,7 +149,7 @@ def test_a_run_that_was_stopped_in_mid_epoch_ends_with_the_same_bits(
     assert len(differing) <= 4, f"the model has four statistics: {differing}"
 
 
-def test_every_rank_stops_where_the_signal_meets_it_and_goes_on_from_there(
+def test_every_rank_stops_where_the_signal_meets_it_and_continues_from_there(
     launched: RunJob, train: Train, tmp_path: Path
 ) -> None:
     line = ("--epochs", "2", "--optimizer", "sgd", "--quorum", "solo", "--checkpoint-dir", str(tmp_path), "--resume")
@@ -222,7 +222,7 @@ def test_a_gossiping_run_is_resumed_by_fewer_ranks_and_another_algorithm(train: 
         train, TORCH, (*line, "--algorithm", "eager", "--epochs", "3", "--steps", "110"), "epoch 2", 110 - 2 * 45
     )
     assert before > 0.7
-    assert after["test_accuracy"] > 0.5, "it went on from what was learned; how far depends on which gradients are late"
+    assert after["test_accuracy"] > 0.5, "it starts from what was learned; how far it comes depends on late gradients"
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def test_a_benchmark_runs_with_horovods_collectives_and_join(swapped: Job) -> No
     assert same(ranks, "weights")
     for rank in ranks:
         assert rank["applied"] == 3 * 12 + 1 + 2
-        assert rank["told"] == ["from", 2]
+        assert rank["received"] == ["from", 2]
         assert rank["mean"] == pytest.approx(sum(rank["everyone"]) / 3, rel=1e-5)
         assert rank["last"] in range(3)
 

@@ -151,7 +151,7 @@ def test_a_server_with_another_key_is_not_trusted():
         assert made.hub.hear(0.3) is None
 
 
-def test_without_encryption_nobody_is_heard():
+def test_without_encryption_no_peer_is_heard():
     with wire(1) as made:
         context = zmq.Context()
         plain = context.socket(zmq.DEALER)
@@ -284,7 +284,7 @@ def on_ranks(size: int, act: Callable[[Collectives], T]) -> list[T | Exception]:
     def main(rank: int) -> None:
         try:
             outcomes[rank] = act(MemoryCollectives(board, rank, size))
-        except Exception as error:  # noqa: BLE001  a thread's error belongs to whoever started it
+        except Exception as error:  # noqa: BLE001  a thread's error belongs to the thread that started it
             outcomes[rank] = error
 
     threads = [threading.Thread(target=main, args=(rank,), name=f"rank-{rank}") for rank in range(size)]
@@ -449,7 +449,7 @@ def test_the_end_of_rank_0s_thread_is_reported_once_after_all_its_messages():
         assert made.hub.hear(0.01) is None
 
 
-def test_rank_0_is_told_of_its_coordinators_end_after_all_its_messages():
+def test_rank_0_hears_of_its_coordinators_end_after_all_its_messages():
     with wire(1) as made:
         channel = near(made)
         for _ in range(3):

@@ -45,7 +45,7 @@ def test_one_of_less_than_a_millisecond_is_not(monkeypatch, sleeper):
 
 
 @pytest.mark.parametrize("selectable", [transport.SELECTABLE, 0])
-def test_whoever_waits_so_shortly_is_woken_too(monkeypatch, sleeper, selectable):
+def test_a_thread_that_waits_so_shortly_is_woken_too(monkeypatch, sleeper, selectable):
     monkeypatch.setattr(transport, "SELECTABLE", selectable)
     for _ in range(3):
         sleeper.wake()

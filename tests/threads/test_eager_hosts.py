@@ -50,7 +50,7 @@ def check_together(plan: Plan, records: Sequence[Record]) -> None:
     check_promises(plan, records)
     size, ends = plan.config.local_size, len(plan.steps)
     if ends > 1:
-        return  # (steps are counted anew after each end)
+        return  # (steps are counted from 0 again after each end)
     for bucket in range(plan.config.buckets):
         for steps in carried(plan, records[0], bucket):
             for first in range(0, plan.size, size):
@@ -82,7 +82,7 @@ def test_hosts_go_together(quorum, staleness, shape, slow, buckets):
     records = run(one, jitter=0.002 * ((size + staleness) % 2))
     check_together(one, records)
     for rank, record in enumerate(records):
-        assert record.per_step == records[rank - rank % local].per_step, "a host's ranks went on with other weights"
+        assert record.per_step == records[rank - rank % local].per_step, "a host's ranks continued with other weights"
         if hosts == 1:
             assert record.stats is not None
             assert [round_.gradients for round_ in record.rounds] == [size] * 5, "one host is all"
@@ -110,7 +110,7 @@ def test_staleness_reaches_its_bound_on_all_ranks_of_a_slow_host(staleness):
 @pytest.mark.parametrize("quorum", ["solo", "majority", 2, "all"])
 @pytest.mark.parametrize("steps", [(5, 0), (0, 4, 3, 0), (0, 0, 5, 5), (1, 7, 3, 3), (0, 4, 9, 2)])
 def test_uneven_and_zero_batches(quorum, steps):
-    """A host goes on with those of its ranks that have batches left."""
+    """A host continues with its ranks that have batches left."""
     one = plan(min(quorum, len(steps) // 2) if quorum == 2 else quorum, 2, steps, local_size=2)
     check_together(one, run(one, jitter=0.001))
 
@@ -154,7 +154,7 @@ def test_a_late_host_finds_the_same_three_rounds_on_its_ranks():
 
 
 def test_rounds_that_come_while_a_late_rank_wakes_belong_to_its_next_step():
-    """Rank 2 goes on two rounds later than rank 3, after the same rounds; what was late is one vector by then."""
+    """Rank 2 continues two rounds later than rank 3, after the same rounds; what was late is one vector by then."""
     ended = threading.Event()
     one = plan("solo", 16, [5, 5, 1, 1], local_size=2)
 
@@ -233,8 +233,8 @@ def test_after_a_cut_each_rank_keeps_its_own_and_a_new_job_takes_it_up():
 
 
 @pytest.mark.parametrize("handed", [0, 1, 2])
-def test_a_host_goes_on_without_a_rank_whose_optimizer_is_gone(handed):
-    """Rank 1 discards its optimizer in its second step, when so many of the two buckets have been handed over."""
+def test_a_host_continues_without_a_rank_whose_optimizer_is_gone(handed):
+    """Rank 1 discards its optimizer in its second step, when ``handed`` of the two buckets have been handed over."""
     one = plan("solo", 4, [4, 4, 4, 4], buckets=2, local_size=2)
 
     def train(rank: int) -> list[ReducedRound]:

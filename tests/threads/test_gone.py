@@ -1,4 +1,4 @@
-"""Ranks whose optimizer is gone, or who have left, under gossip: the others go on, with weights that mean something."""
+"""Ranks whose optimizer is gone, or that have left, under gossip: the others continue with meaningful weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Rank:
         self.z = self.worker.gather(self.z + 0, flush)
 
     def steps(self, count: int) -> None:
-        """Take so many."""
+        """Take ``count`` steps."""
         for _ in range(count):
             self.z = self.worker.mix(self.z + 0, self.z + 1.0)
             self.worker.publish(self.z)
@@ -116,9 +116,9 @@ def test_nothing_is_given_to_a_rank_that_is_gone(seed: int, algorithm: str):
     ],
     ids=str,
 )
-def test_a_host_goes_on_when_one_of_its_ranks_has_left(more: dict[str, Any], flush: bool):
-    """Its engine still owns a part of the host's weights, with estimates of other hosts', and counts steps anew after
-    each end, as the others do."""
+def test_a_host_continues_when_one_of_its_ranks_has_left(more: dict[str, Any], flush: bool):
+    """Its engine still owns a part of the host's weights, with estimates of other hosts', and counts steps from 0 again
+    after each end, as the others do."""
 
     def train(number: int) -> Any:
         rank = Rank(make_plan(4, **{"graph": "ring", "local_size": 2, **more}))
@@ -137,7 +137,7 @@ def test_a_host_goes_on_when_one_of_its_ranks_has_left(more: dict[str, Any], flu
 
 
 @pytest.mark.parametrize("left", [[1], [0], [1, 2], [0, 1]], ids=str)
-def test_pairs_of_hosts_go_on_when_ranks_are_discarded_between_two_steps(left: list[int]):
+def test_pairs_of_hosts_continue_when_ranks_are_discarded_between_two_steps(left: list[int]):
     """Their engines own their parts of the host's weights, and know the average of the next drain, and of the one
     after. Hosts of which one rank is left count half as much."""
     gone = threading.Barrier(4)
@@ -204,7 +204,7 @@ def test_the_engine_of_a_rank_that_is_discarded_in_a_drain_waits_for_the_average
     all_equal([outcomes[number] for number in (0, 2, 3)], 5 / 3)
 
 
-def test_a_host_goes_on_when_one_of_its_ranks_is_discarded_with_a_message_of_another_host():
+def test_a_host_continues_when_one_of_its_ranks_is_discarded_with_a_message_of_another_host():
     came, deleted = threading.Event(), threading.Event()
 
     def train(number: int) -> Any:
@@ -256,7 +256,7 @@ def test_a_rank_that_is_discarded_while_it_waits_in_an_average_adds_nothing_to_i
 @pytest.mark.parametrize("before", [1, 2])
 @pytest.mark.parametrize("compression", ["none", "bf16"])
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_a_rank_that_goes_after_it_has_entered_an_average_holds_nobody_up(fragments, compression, before):
+def test_a_rank_that_goes_after_it_has_entered_an_average_holds_no_rank_up(fragments, compression, before):
     """Its average starts without what it has sent, or had started; its engine still adds up its part for the others.
 
     Args:

@@ -51,7 +51,7 @@ DIMENSIONS: list[tuple[Any, ...]] = [("none", "fp16", "bf16"), (1, 4), ("ring", 
 
 
 def table(crossed: int) -> list[Crossing]:
-    """Rows in which any so many options have all their values."""
+    """Rows in which any ``crossed`` options have all their values."""
     rows = covering(DIMENSIONS, crossed)
     return [Crossing(compression, most, graph, hosts, ranks) for compression, most, graph, (hosts, ranks) in rows]
 
@@ -80,7 +80,7 @@ def test_ranks_that_end_early_equal_the_reference(row):
 
 @pytest.mark.parametrize("row", TABLE, ids=str)
 def test_ranks_that_end_early_cut_and_drain_lose_nothing(row):
-    """Hosts whose ranks all are done before, and hosts of which one goes on; after a cut a host's ranks are alike."""
+    """Hosts whose ranks all are done before, and hosts of which one continues; after a cut a host's ranks are alike."""
     one = row.job(((4,), (5, 0, 3, 8), (2, 6, 1), (0,), (6, 6, 2, 2, 4)), cuts=frozenset({0, 1, 3}))
     records = run(one, jitter=0.001)
     check_sums(one, records)
@@ -93,7 +93,7 @@ def test_ranks_that_end_early_cut_and_drain_lose_nothing(row):
 @pytest.mark.parametrize("most", [1, 4])
 @pytest.mark.parametrize("stuck", [0, 1])
 def test_a_host_that_is_stuck_holds_up_no_other(stuck, most):
-    """One of its ranks goes on when all ranks of the other hosts have taken all their steps; its engines have served
+    """One of its ranks continues when all ranks of the other hosts have taken all their steps; its engines have served
     them meanwhile, which have no other neighbour."""
     finished, one = threading.Semaphore(0), job([12] * 6, "adpsgd", "star", max_local_steps=most, local_size=2)
 
@@ -110,7 +110,7 @@ def test_a_host_that_is_stuck_holds_up_no_other(stuck, most):
 
 @pytest.mark.parametrize("most", [1, 3])
 def test_no_host_takes_more_steps_between_two_averagings(most):
-    """Whichever of its ranks requests them: the first ones finish, and one of each host goes on."""
+    """Whichever of its ranks requests them: the first ones finish, and one of each host continues."""
     one = job([1, 4, 40] * 3, "adpsgd", "ring", max_local_steps=most, local_size=3)
     records = run(one, jitter=0.001)
     check(one, records)
@@ -159,13 +159,13 @@ def test_an_averaging_that_was_requested_by_a_rank_that_finishes_is_requested_by
 
 
 @pytest.mark.parametrize("counts", [((9,),), ((9, 0), (0, 9), (3, 3))])
-def test_a_host_alone_waits_for_nobody(counts):
+def test_a_host_alone_waits_for_no_rank(counts):
     one = job([(own * 3)[:3] for own in counts], "adpsgd", "complete", max_local_steps=1, local_size=3)
     check(one, run(one))
 
 
 @pytest.mark.parametrize("end", [frozenset(), frozenset({0})], ids=["drain", "cut"])
-def test_a_cut_goes_on_as_it_would_have(end):
+def test_a_cut_continues_as_it_would_have(end):
     """A job that begins with the states of a cut keeps the mean, and so does the one that has made it."""
     first = job(((5, 2, 4, 1),), "adpsgd", "ring", local_size=2, cuts=frozenset({0}))
     records = run(first, jitter=0.001)

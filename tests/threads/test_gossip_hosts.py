@@ -13,17 +13,17 @@ from tests.threads.gossip_workload import check_sums, job, run, work
 
 
 def test_what_another_host_sent_late_survives_a_cut():
-    """Host 0's message of step 2 is on its way when host 1 is told that all are done; after the cut host 0 is a step
+    """Host 0's message of step 2 is on its way when host 1 learns that all are done; after the cut host 0 is a step
     ahead, and its next message of that number comes before host 1 takes that step."""
-    step_2, told, released = 2 * STAGES + GOSSIP, set[int](), set[int]()
+    step_2, reported, released = 2 * STAGES + GOSSIP, set[int](), set[int]()
     behind, ahead = threading.Barrier(4), threading.Barrier(4)
     received: dict[int, list[int]] = {place: [] for place in range(4)}
     one = job(((2,) * 4, (2,) * 4), "osgp", max_staleness=1, local_size=2, cuts=frozenset({0}), saves=False)
 
     def lands(worker: Any, keys: list[int]) -> bool:
         if step_2 in keys and worker._place >= 2 and worker._place not in released:
-            if worker._place not in told:  # (as if its first message had gone to another rank, which has it)
-                told.add(worker._place)
+            if worker._place not in reported:  # (as if its first message had gone to another rank, which has it)
+                reported.add(worker._place)
                 worker.engine.send(ExchangeDone(worker._registered_number(), worker._exchanges.completed + 1))
             if worker._inbox.drained is None:
                 return False

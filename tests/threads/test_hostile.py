@@ -52,7 +52,7 @@ def test_a_frame_that_announces_gibibytes_is_not_taken_in(kind):
         assert made.hear() == (0, Leaving())
 
 
-def test_strangers_with_keys_of_their_own_keep_nobody_out():
+def test_strangers_with_keys_of_their_own_keep_no_rank_out():
     with wire(2) as made:
         strangers = [made.connect(None, zmq.curve_keypair()) for _ in range(30)]
         for stranger in strangers:
@@ -151,7 +151,7 @@ def test_a_thousand_idle_connections_leave_rank_0_its_files():
 
         port = int(ask("port"))
         with contextlib.ExitStack() as idle:  # before all ranks are in
-            for _ in range(5):  # (so few at a time that they fit in, even when nobody looks at them meanwhile)
+            for _ in range(5):  # (so few at a time that they fit in, even when no thread looks at them meanwhile)
                 knock(idle, port, 300)
                 assert ask("look") == "ok"
         assert ask("look") == "ok"
@@ -197,7 +197,7 @@ def flood(made: Wire, rank: int, count: int) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_a_flood_that_nobody_reads_does_not_fill_the_memory():
+def test_a_flood_that_is_not_read_does_not_fill_the_memory():
     with wire(2) as made, flood(made, 1, 500_000) as flooding:
         assert made.hear() == (1, StepTaken(0, 1.0))
         before = memory()

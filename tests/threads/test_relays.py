@@ -102,7 +102,7 @@ def test_what_ranks_of_a_relay_say_alike_comes_once(below):
             assert event == GradientReady(0, [0], step)
             left -= {*ranks}
             heard.append(len(ranks))
-    assert max(heard) == 3, "ranks behind the relay together, the one without by itself"
+    assert max(heard) == 3, "ranks behind the relay together, the one without a relay alone"
     assert sum(heard) == 800
 
 
@@ -209,7 +209,7 @@ def test_with_tensors_on_gpus_the_coordinator_has_a_process_and_no_relays(monkey
     ("where", "victim"), [("hosts_of_two", "coordinator"), ("hosts_of_two", "relay"), ("gpus", "coordinator")]
 )
 def test_a_control_process_that_dies_is_named(request, where, victim):
-    """As of its rank; by whoever can still be told."""
+    """It is named as its rank would be, by all ranks that can still be reached."""
     request.getfixturevalue(where)
     killed = threading.Event()
     controls: list[Control] = []
@@ -233,18 +233,18 @@ def test_a_control_process_that_dies_is_named(request, where, victim):
         engine.stop()
         return str(engine.failure)
 
-    told = on_ranks(4, live)
+    errors = on_ranks(4, live)
     for control in controls:
         control.join(WAIT)
         control.stop()
     assert descendants() == []
     if victim == "coordinator":
         assert all(
-            "rank 0 on host" in str(one) and "the connection to the coordinator ended" in str(one) for one in told
+            "rank 0 on host" in str(one) and "the connection to the coordinator ended" in str(one) for one in errors
         )
     else:
-        assert all("rank 2 on host" in str(one) and RELAY_DIED in str(one) for one in told[:2]), told
-        assert all("the relay of rank 2" in str(one) for one in told[2:]), told
+        assert all("rank 2 on host" in str(one) and RELAY_DIED in str(one) for one in errors[:2]), errors
+        assert all("the relay of rank 2" in str(one) for one in errors[2:]), errors
 
 
 def test_a_control_process_that_is_not_needed_ends():
@@ -276,7 +276,7 @@ def test_a_control_process_that_cannot_start_says_so(monkeypatch):
 @pytest.mark.parametrize(
     ("where", "role"), [("hosts_of_two", "coordinator"), ("hosts_of_two", "relay"), ("gpus", "coordinator")]
 )
-def test_a_control_process_that_cannot_start_is_told_by_all_ranks(request, monkeypatch, where, role):
+def test_a_control_process_that_cannot_start_is_reported_by_all_ranks(request, monkeypatch, where, role):
     request.getfixturevalue(where)
 
     def start(of: str) -> ControlProcess:
@@ -285,9 +285,9 @@ def test_a_control_process_that_cannot_start_is_told_by_all_ranks(request, monke
         return ControlProcess(of)
 
     monkeypatch.setattr(meeting, "ControlProcess", start)
-    told = on_ranks(4, lambda collectives: rendezvous(collectives, FAMILIES))
-    assert all(isinstance(one, EngineError) for one in told), told
-    assert all(f"the {role} could not be started: no more processes" in str(one) for one in told), told
+    errors = on_ranks(4, lambda collectives: rendezvous(collectives, FAMILIES))
+    assert all(isinstance(one, EngineError) for one in errors), errors
+    assert all(f"the {role} could not be started: no more processes" in str(one) for one in errors), errors
 
 
 def test_rank_0_decides_whether_there_are_relays(monkeypatch, hosts_of_two):
@@ -299,8 +299,8 @@ def test_rank_0_decides_whether_there_are_relays(monkeypatch, hosts_of_two):
     train = work(one)
     check_promises(one, on_ranks(4, lambda collectives: live_once(collectives, train)))  # type: ignore[arg-type]
     monkeypatch.setattr(meeting.time_limits, "relays_from", lambda: int("many"))
-    told = on_ranks(2, lambda collectives: rendezvous(collectives, FAMILIES))
-    assert all(isinstance(each, EngineError) and "many" in str(each) for each in told), told
+    errors = on_ranks(2, lambda collectives: rendezvous(collectives, FAMILIES))
+    assert all(isinstance(each, EngineError) and "many" in str(each) for each in errors), errors
 
 
 def test_files_of_the_working_directory_and_what_is_printed_meanwhile_do_no_harm(monkeypatch, tmp_path):
@@ -318,12 +318,12 @@ def test_files_of_the_working_directory_and_what_is_printed_meanwhile_do_no_harm
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_too_few_descriptors_are_told_by_all_ranks_with_the_number_that_is_needed(monkeypatch, on_gpu):
+def test_too_few_descriptors_are_reported_by_all_ranks_with_the_number_that_is_needed(monkeypatch, on_gpu):
     monkeypatch.setattr(MemoryCollectives, "on_gpu", on_gpu)
     monkeypatch.setattr(descriptors.resource, "getrlimit", lambda _: (60, 120))
-    told = on_ranks(2, lambda collectives: rendezvous(collectives, FAMILIES))
-    assert all("rank 0 on host" in str(one) and "2 connections to this host need" in str(one) for one in told), told
-    assert all("ulimit -Hn" in str(one) for one in told)
+    errors = on_ranks(2, lambda collectives: rendezvous(collectives, FAMILIES))
+    assert all("rank 0 on host" in str(one) and "2 connections to this host need" in str(one) for one in errors), errors
+    assert all("ulimit -Hn" in str(one) for one in errors)
 
 
 def test_a_soft_limit_on_descriptors_is_raised(monkeypatch):

@@ -66,7 +66,7 @@ def test_a_bucket_is_handed_over_once_and_all_are():
 
 
 class Overwriting(MemoryCollectives):
-    """Collectives whose sums are in place, as Horovod's: what was given away is gone, unless it is to be kept."""
+    """Collectives whose sums are in place, as Horovod's: what was handed over is gone, unless it is to be kept."""
 
     def allreduce_sum(
         self, vector: Any, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
@@ -114,7 +114,7 @@ def test_an_empty_bucket_is_a_step_and_no_gradient(quorum, early):
         assert sum(stats.staleness.values()) == (3 if rank else 5)  # of bucket 0
 
 
-def test_rounds_of_nothing_are_told_from_others():
+def test_rounds_of_nothing_are_distinguished_from_others():
     def train(rank: int) -> list[int]:
         one = worker(SOLO)
         one.connect(["w"], [1])
@@ -290,13 +290,13 @@ def test_vectors_that_turn_out_to_hold_nothing_are_neither_produced_nor_applied(
     def train(rank: int) -> list[int]:
         emptied: list[int] = []
 
-        def told() -> list[int]:
+        def take_emptied() -> list[int]:
             found, emptied[:] = list(emptied), []
             return found
 
         config, zeros = EagerConfig("all", 0, 0.0, 0, 1), np.zeros(2, np.float32)
         wire = GradientFormat(zeros=lambda bucket: zeros, nbytes=(8,))
-        one = EagerWorker(engine(), config, wire, lambda flush: None, emptied=told)
+        one = EagerWorker(engine(), config, wire, lambda flush: None, emptied=take_emptied)
         one.connect(["w"], [1])
         counts: list[int] = []
         for step in range(4):

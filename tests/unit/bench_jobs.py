@@ -130,15 +130,15 @@ def soak(plan: Block, size: int, well: bool) -> Block:
 def nemesis(schedule: Schedule, weights: int, well: bool) -> Block:
     """A schedule with a death; or one in which that is known late, and a step is taken again."""
     troubles = schedule.troubles or (Trouble(0, "kill", "step", 3, 0, 0.0),)
-    told = history_of(msgspec.structs.replace(schedule, troubles=troubles), weights)
-    for records in told.values() if not well and schedule.kind != HOROVOD else ():
+    history = history_of(msgspec.structs.replace(schedule, troubles=troubles), weights)
+    for records in history.values() if not well and schedule.kind != HOROVOD else ():
         late = 0.5 if any(record["what"] == "meeting" for record in records) else 0.0
         records.sort(key=lambda record: record["at"])
         for record in records:
             record["at"] += late * (record["what"] in ("meeting", "generation") and record["at"] > 1)
         ended = [record for record in records if record["what"] == "stepped"]
         ended[-1]["batch"] = ended[-2]["batch"]
-    return {"schedule": schedule.content(), "history": told}
+    return {"schedule": schedule.content(), "history": history}
 
 
 ROWS = {"timed": timed, "timed_keras": timed, "activation": activation}
@@ -154,9 +154,9 @@ def blocks_of(job: str, size: int, plan: Block, well: bool) -> list[Block]:
     else:
         found = []
         for block in plan["blocks"]:
-            told = {key: value for key, value in block.items() if key != "times"}
+            setting = {key: value for key, value in block.items() if key != "times"}
             waits = {"cudaDeviceSynchronize": 0.0 if well else 1.0, "cudaStreamSynchronize": 2.0}
             ranks = [waits if block.get("profile") else ROWS[job](block, rank, size, well) for rank in range(size)]
-            found.append({**told, "by_rank": ranks})
+            found.append({**setting, "by_rank": ranks})
     read: list[Block] = json.loads(json.dumps(found))
     return read

@@ -25,7 +25,7 @@ from hvd_async.algorithms.leader.easgd import EASGD, State
 
 @dataclass(frozen=True)
 class FedAvg(EASGD):
-    """Ranks go on from an anchor, which moves towards the mean of what they have made of it."""
+    """Ranks continue from an anchor, which moves towards the mean of what they have made of it."""
 
     def on_pull(self, state, group, own, result):
         """Return the state after a pull: the anchor has moved by ``server_lr``, and ranks are to go to it."""
@@ -77,9 +77,9 @@ assert "server_lr" in inspect.signature(takes(LeaderOptions)(lambda given: given
 options = parse("torch", "--algorithm fedavg --server-lr 0.5 --global-period 2".split())
 assert options.own == LeaderOptions(algorithm="fedavg", global_period=2, server_lr=0.5) and options.follows
 assert options.settings["server_lr"] == 0.5
-told = " ".join(build_parser("torch").format_help().split())
+help_text = " ".join(build_parser("torch").format_help().split())
 for part in ("--server-lr SERVER_LR of fedavg: how far", "move the anchor", "fedavg towards an anchor"):
-    assert part in told, told
+    assert part in help_text, help_text
 for line, hint in (
     ("--algorithm lsgd --server-lr 0.5", "--server-lr only means something with --algorithm fedavg"),
     ("--algorithm fedavg --server-lr 1", "must be at least 0 and below 1, got 1"),
@@ -126,7 +126,7 @@ print("trained")
 
 
 GOSSIP = "hvd_async/algorithms/gossip"
-STRATEGY = '''"""Gossip with momentum: a rank goes on in the direction in which neighbours have pulled it."""
+STRATEGY = '''"""Gossip with momentum: a rank keeps moving in the direction in which neighbours have pulled it."""
 
 from hvd_async.algorithms.gossip.rank import NeighbourAverageWorker
 
@@ -159,7 +159,7 @@ class HeavyBallWorker(NeighbourAverageWorker):
 STRATEGY_ENTRY = """        _with_neighbours(
             "heavy-ball",
             {**_PUSH_SUM, "topology": "ring"},
-            "goes on as its neighbours have pulled it",
+            "keeps moving as its neighbours have pulled it",
             rank="heavy_ball:HeavyBallWorker",
             **_BOTH_WAYS,
         ),

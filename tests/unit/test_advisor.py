@@ -110,7 +110,7 @@ def test_the_bandwidth_is_fitted_from_the_wait_of_the_last(tmp_path):
 def test_a_network_that_is_given_is_taken(tmp_path):
     record_synchronous(tmp_path / "trace", SLOW, allreduce_s=0.0605)
     file = tmp_path / "network.json"
-    file.write_text('{"latency_s": 0.002, "bandwidth_bytes_s": 2e8, "by": "somebody"}')
+    file.write_text('{"latency_s": 0.002, "bandwidth_bytes_s": 2e8, "by": "a user"}')
     link = fit(read_trace(tmp_path / "trace"), read_given(file))
     assert (link.network.latency, link.network.bandwidth) == (0.002, 2e8)
     assert link.network.operation == pytest.approx(0.06 - 6e6 / 2e8, abs=1e-3)

@@ -272,7 +272,7 @@ def test_without_a_gpu_the_case_says_so(monkeypatch):
         overhead.visible_devices()
 
 
-def test_results_are_kept_and_a_run_goes_on_with_what_is_left(monkeypatch, tmp_path):
+def test_results_are_kept_and_a_run_continues_with_what_is_left(monkeypatch, tmp_path):
     from scripts.benchmarks.support import launch
 
     args = types.SimpleNamespace(ranks=2, resume=tmp_path / "kept", limit=None)

@@ -189,11 +189,11 @@ def test_buckets_set_ranks_further_apart_and_an_epoch_has_each_clip_once():
 # -- plans and bounds -------------------------------------------------------------------------------------------------
 
 
-def test_split_classes_gives_ranks_that_wait_for_nobody_as_many_steps_together():
+def test_split_classes_gives_ranks_that_wait_for_none_as_many_steps_together():
     args = options(CASES["split_classes"], "--folds", "2", ranks=RANKS, repetitions=2)
     blocks = trainings.split_blocks(args, ["horovod", "sgp", "lsgd", MUTANT], 264)
     assert len({(b["arm"], b["task"]["fold"], b["seed"]) for b in blocks}) == len(blocks) == 16
-    steps = {block["arm"]: block["steps"] for block in blocks}  # where nobody waits, the late rank takes fewer
+    steps = {block["arm"]: block["steps"] for block in blocks}  # where no rank waits, the late rank takes fewer
     assert steps["horovod"] == steps[MUTANT] == steps["sgp"] == [264] * RANKS
     assert steps["lsgd"] == [302, 302, 302, 151]
 

@@ -87,7 +87,7 @@ def test_a_look_is_at_the_mean_or_at_rank_0(job, name):
     assert np.array_equal(timed.flat(task.model), before)
 
 
-def test_a_job_ends_when_it_is_told_that_it_is_enough(tmp_path, monkeypatch):
+def test_a_job_ends_when_a_file_says_that_it_is_enough(tmp_path, monkeypatch):
     (tmp_path / "plan.json").write_text(
         '{"may_end": true, "blocks": [{"repetition": 0}, {"repetition": 1}, {"repetition": 2, "always": true}]}'
     )

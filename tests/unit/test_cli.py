@@ -20,16 +20,16 @@ def called(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_version_and_help():
     assert called("--version").stdout == f"hvd_async {hvd_async.__version__}\n"
-    told = called("--help").stdout
-    assert all(f"\n    {command} " in told for command in COMMANDS)
+    help_text = called("--help").stdout
+    assert all(f"\n    {command} " in help_text for command in COMMANDS)
     assert called().returncode == 2
 
 
-def test_flags_are_those_that_users_know():
+def test_flags_are_the_ones_that_users_know():
     assert frozen.flags() == frozen.FLAGS.read_text("utf-8"), "see tests/fixtures/frozen.py"
 
 
-def test_a_script_that_makes_no_optimizer_is_told_so(tmp_path):
+def test_a_script_that_makes_no_optimizer_gets_an_error_that_says_so(tmp_path):
     (tmp_path / "train.py").write_text("import sys\nprint(sys.argv[1:])\n")
     done = called("record", "--out", str(tmp_path / "trace"), str(tmp_path / "train.py"), "--out", "x")
     assert "['--out', 'x']" in done.stdout

@@ -129,7 +129,7 @@ CANNOT_BE: dict[str, list[Event]] = {
     "no such quorum": [opened(EagerConfig("some", 2, 0.0, 0, 1), members=ALONE, number=9), StepEntered(9, 1, []),
                        GradientReady(9, [0], 1)],
     "no such neighbour": [opened(GossipConfig("adpsgd", "ring", [[5]]), members=ALONE, number=9), PairRequested(9)],
-    "neighbours of nobody": [opened(GossipConfig("adpsgd", "ring", []), members=ALONE, number=9), PairRequested(9)],
+    "neighbours of no rank": [opened(GossipConfig("adpsgd", "ring", []), members=ALONE, number=9), PairRequested(9)],
     "no such rank in a group": [opened(LeaderConfig("lsgd", [[5]], 1, 1, ""), members=ALONE, number=9)],
     "a standing of other groups": [opened(LeaderConfig("lsgd", [[0]], 1, 1, "", progress=PullProgress(0, [], [])),
                                           members=ALONE, number=9)],

@@ -112,8 +112,8 @@ def messages() -> dict[str, bool]:
             if isinstance(node, ast.Call) and node.args:
                 given = text_of(node.args[0])
                 called = ast.unparse(node.func)
-                told = called in own or called in ("warn", "warnings.warn")
-                if given is not None and told and "a bug in" not in given and max(map(len, given.split(GAP))) > 20:
+                is_shown = called in own or called in ("warn", "warnings.warn")
+                if given is not None and is_shown and "a bug in" not in given and max(map(len, given.split(GAP))) > 20:
                     found[given] = True
     return found
 
@@ -136,7 +136,7 @@ def test_a_message_that_is_explained_is_in_the_source(fragment):
     assert [message for message in messages() if quoted(fragment, message)], f"{fragment!r}: not in hvd_async/"
 
 
-def test_every_error_and_warning_of_ours_is_explained():
+def test_every_error_and_warning_of_the_library_is_explained():
     missing = [
         message.replace(GAP, "...")
         for message, wanted in messages().items()

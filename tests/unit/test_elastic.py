@@ -1,4 +1,4 @@
-"""Elastic training, the pure half: whose state ranks go on from, and which gradients are pending then."""
+"""Elastic training, the pure half: from whose state ranks continue, and which gradients are pending then."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def jobs(draw: st.DrawFn) -> tuple[list[Remains], np.ndarray, list[int]]:
 
 @given(jobs())
 def test_each_gradient_of_a_survivor_is_in_the_weights_or_pending_and_never_both(job):
-    """Whatever rounds each survivor has seen: those that only others saw count as well."""
+    """Whatever rounds each survivor has seen: the rounds that only others saw count as well."""
     remains, took, seen = job
     version = max(seen)
     ranks, _, steps = took.shape
@@ -89,11 +89,11 @@ def test_counting_from_an_earlier_round_changes_no_gradient(job, rounds, steps):
     ("begun", "ended", "handed", "furthest", "brought"),
     [
         (5, 5, set(), 5, set()),  # between two steps
-        (6, 5, set(), 5, {0, 1}),  # a step was broken off, and nobody has ended it: its gradient is there
+        (6, 5, set(), 5, {0, 1}),  # a step was broken off, and no rank has ended it: its gradient is there
         (6, 5, set(), 6, set()),  # another rank has ended it: the next step is a new one
         (5, 5, {1}, 5, {1}),  # broken off in backward: one bucket had left
         (5, 5, {1}, 6, set()),  # another rank is a step further
-        (4, 4, set(), 7, set()),  # a slow rank goes on where the furthest is
+        (4, 4, set(), 7, set()),  # a slow rank continues where the furthest is
     ],
 )
 def test_a_gradient_that_is_there_is_not_brought_again(begun, ended, handed, furthest, brought):
@@ -142,7 +142,7 @@ NEW = Report(False, [Standing(0, 0, 0)])
         ([own_weights(2, 5), own_weights(3, 4), NEW], 0, 1, {2}),  # weights of their own; the anchor is the newest
     ],
 )
-def test_ranks_go_on_from_the_one_that_is_furthest(reports, position, source, takers):
+def test_ranks_continue_from_the_one_that_is_furthest(reports, position, source, takers):
     found = plan(reports)
     (agreed,) = found.optimizers
     assert (found.position, agreed.source, agreed.takers) == (position, source, frozenset(takers))
@@ -273,17 +273,17 @@ class _Engine:
 
 @given(st.integers(1, 5), st.data())
 def test_all_ranks_stop_at_the_same_commit_and_none_passes_it(ranks, data):
-    """Whenever each is asked, and told. One that was asked takes its next commit when it is told."""
+    """Whenever each is asked, and informed. One that was asked takes its next commit when it is informed."""
     counts, own = CommitCounts(ranks), [Commits() for _ in range(ranks)]
-    told: dict[int, int] = {}
+    informed: dict[int, int] = {}
     stopped: dict[int, int] = {}
     asked, stop = set[int](), None
     assert len(counts.ask()) == 1
     assert counts.ask() == []
     while len(stopped) < ranks:
         moves = [("ask", rank) for rank in range(ranks) if rank not in asked]
-        moves += [("tell", rank) for rank in range(ranks) if stop is not None and rank not in told]
-        free = [rank for rank in range(ranks) if rank not in stopped and (rank not in asked or rank in told)]
+        moves += [("tell", rank) for rank in range(ranks) if stop is not None and rank not in informed]
+        free = [rank for rank in range(ranks) if rank not in stopped and (rank not in asked or rank in informed)]
         moves += [("commit", rank) for rank in free]
         move, rank = data.draw(st.sampled_from(moves))
         if move == "ask":
@@ -291,7 +291,7 @@ def test_all_ranks_stop_at_the_same_commit_and_none_passes_it(ranks, data):
             for command in counts.count(rank, own[rank].answer().made) or ():
                 stop = command.commit
         elif move == "tell":
-            told[rank] = own[rank].stop_at = stop
+            informed[rank] = own[rank].stop_at = stop
         elif own[rank].commit(_Engine()):
             stopped[rank] = own[rank].made
         if own[rank].made > 30 and rank not in asked:
@@ -301,7 +301,7 @@ def test_all_ranks_stop_at_the_same_commit_and_none_passes_it(ranks, data):
     assert {*stopped.values()} == {stop}
 
 
-def test_commits_that_nobody_has_asked_for_are_refused():
+def test_commits_that_no_rank_has_asked_for_are_refused():
     counts = CommitCounts(2)
     assert counts.count(0, 3) is None
     counts.ask()

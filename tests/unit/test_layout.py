@@ -19,7 +19,7 @@ STOREYS = [
     {"runtime", "mixing"},  # runs any algorithm, knows none
     {"algorithms"},
     {"optimizers", "testing", "simulation", "traces"},  # framework-neutral users of algorithms; what records
-    {"monitor"},  # what a run shows while it goes on, in any framework
+    {"monitor"},  # what a run shows while it lasts, in any framework
     {"torch", "tensorflow"},  # the bindings, which record too
     {"advisor", "doctor"},  # from traces, by simulation; looks at a machine and its network
     {"cli"},
@@ -118,7 +118,7 @@ def test_imports_point_down(path):
         if not name.startswith("hvd_async.") or target == own:
             continue
         assert own != "hvd_async", f"hvd_async/__init__.py imports {name}: it must import no part when it is imported"
-        assert STOREY[target] < STOREY[own], f"{own} imports {name}, which stands above or beside it"
+        assert STOREY[target] < STOREY[own], f"{own} imports {name}, which stands above it or on its floor"
 
 
 @pytest.mark.parametrize("path", LIBRARY, **identify)

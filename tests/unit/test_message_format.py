@@ -89,13 +89,13 @@ def test_half_precision_is_that_of_numpy_except_for_what_is_too_large(bfloat16, 
 
 @settings(max_examples=examples(60))
 @given(FINITE)
-def test_int8_is_off_by_half_a_level_at_the_most(values):
+def test_int8_is_off_by_at_most_half_a_level(values):
     decoded, scale = dequantize(quantize(values), len(values)), np.abs(values).max() / np.float32(LEVELS)
     assert (np.abs(decoded - values) <= scale * 0.5001 + 1e-38).all()
     np.testing.assert_array_equal(dequantize(quantize(-values), len(values)), -decoded)
 
 
-def test_int8_scales_each_chunk_by_itself():
+def test_int8_scales_each_chunk_separately():
     values = vector(2 * CHUNK + 5)
     values[CHUNK : 2 * CHUNK] *= 1e6
     values[2 * CHUNK :] *= 1e-6
@@ -120,7 +120,7 @@ def test_int8_by_hand():
     assert dequantize(data, len(values))[CHUNK:].tolist() == [0.0, -127 / 4, 0.5]
 
 
-def test_int8_of_zeros_and_of_what_is_no_number():
+def test_int8_of_zeros_and_of_values_that_are_not_finite():
     with np.errstate(all="raise"):
         assert dequantize(quantize(np.zeros(5, np.float32)), 5).tolist() == [0.0] * 5
     values = np.ones(2 * CHUNK, np.float32)

@@ -181,8 +181,8 @@ def test_files_and_the_endpoint_hold_the_last_sample(tmp_path: pathlib.Path):
         assert own["hvd_async_consensus_distance"] == 0.25
         culprit = (("culprit", "2"), ("host", "n1"), ("waiter", "all"))
         assert found[WAITS, culprit] == pytest.approx(3.0)
-        assert not [key for key in found if key[0] == WAITS and ("culprit", "0") in key[1]], "nobody waited for it"
-        assert [one.name for one in path.parent.iterdir()] == ["metrics.prom"], "nothing is left beside it"
+        assert not [key for key in found if key[0] == WAITS and ("culprit", "0") in key[1]], "no rank waited for it"
+        assert [one.name for one in path.parent.iterdir()] == ["metrics.prom"], "no other file is left"
         optimizer.now, clock.now = dataclasses.replace(LATER, steps=70, held_s=(0.0, 0.3, 4.5, 0.0)), 106.0
         monitor.step()
     assert monitor.port is None
@@ -222,7 +222,7 @@ def test_other_ranks_write_only_if_all_do_and_nothing_twice(tmp_path: pathlib.Pa
     assert WAITS not in {name for name, _ in found}, "the first rank reports what all ranks know"
 
 
-def test_a_file_that_cannot_be_written_is_dropped_and_training_goes_on(tmp_path: pathlib.Path, said: list[str]):
+def test_a_file_that_cannot_be_written_is_dropped_and_training_continues(tmp_path: pathlib.Path, said: list[str]):
     optimizer = Optimizer(FIRST)
     monitor = Monitor(optimizer, prometheus=tmp_path / "m.prom", tensorboard=tmp_path / "tb")
     (tmp_path / "m.prom").mkdir()
@@ -276,7 +276,7 @@ def test_only_the_first_rank_warns_and_not_if_it_must_not(said: list[str], optio
 
 
 def test_it_continues_among_other_ranks(said: list[str], tmp_path: pathlib.Path):
-    """Elastic training: rank 1 of 4 becomes rank 0 of 3, and seconds held start anew."""
+    """Elastic training: rank 1 of 4 becomes rank 0 of 3, and seconds held start again at 0."""
     clock, optimizer = Clock(), Optimizer(Stats(held_s=(0.0,) * 4), place=1)
     monitor = Monitor(optimizer, window=10, clock=clock, prometheus=tmp_path / "m.prom")
     run(monitor, optimizer, clock, 4, (0.0, 0.0, 0.5, 2.0))
@@ -411,7 +411,7 @@ GIVES = "would let it contribute fewer gradients instead of delaying the others"
 
 
 @pytest.mark.parametrize(
-    ("settings", "slow", "told"),
+    ("settings", "slow", "expected"),
     [
         ({}, 1, f'pace="rounds" {GIVES}'),
         ({"quorum": "auto"}, 1, f'pace="rounds" {GIVES}'),
@@ -428,8 +428,8 @@ GIVES = "would let it contribute fewer gradients instead of delaying the others"
                                                             "rarer"),
     ],
 )  # fmt: skip
-def test_the_advice_fits_the_mode(settings, slow, told):
-    assert advice({**EAGER, **settings}, 4, slow) == told
+def test_the_advice_fits_the_mode(settings, slow, expected):
+    assert advice({**EAGER, **settings}, 4, slow) == expected
 
 
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))

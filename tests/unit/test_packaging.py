@@ -92,13 +92,13 @@ def test_the_wheel_holds_the_library_and_nothing_else(wheel):
 def test_the_wheel_says_what_it_is(wheel):
     archive = zipfile.ZipFile(wheel)
     (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-    told = email.message_from_bytes(archive.read(name))
-    assert told["Name"] == "hvd_async"
-    assert told["Requires-Python"] == ">=3.10"
-    assert {"torch", "tensorflow", "horovod", "runners", "docs", "dev"} <= set(told.get_all("Provides-Extra"))
-    needed = {name for name, extra in requirements(told) if extra is None}
+    metadata = email.message_from_bytes(archive.read(name))
+    assert metadata["Name"] == "hvd_async"
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert {"torch", "tensorflow", "horovod", "runners", "docs", "dev"} <= set(metadata.get_all("Provides-Extra"))
+    needed = {name for name, extra in requirements(metadata) if extra is None}
     assert needed == {"msgspec", "numpy", "prometheus_client", "psutil", "pyzmq", "rich"}
-    assert [name for name, extra in requirements(told) if extra == "torch"] == ["torch"], "no Horovod, no compiler"
+    assert [name for name, extra in requirements(metadata) if extra == "torch"] == ["torch"], "no Horovod, no compiler"
     (name,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
     assert "hvd_async = hvd_async.cli.main:main" in archive.read(name).decode()
 

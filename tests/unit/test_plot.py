@@ -135,7 +135,7 @@ HETERO = '{"case": "hetero", "ranks": 4, "transport": "gloo", "rows": [{"value":
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "expected"),
     [
         ("x.csv", "a,b\n1,2\n", "x.csv is no metrics.csv, step_times.csv, leaders.csv of a runner (it begins with"),
         ("x.csv", "epoch,train_loss\n1,many\n", "could not convert string to float: 'many'"),
@@ -146,11 +146,11 @@ HETERO = '{"case": "hetero", "ranks": 4, "transport": "gloo", "rows": [{"value":
         ("x.json", HETERO, "x.json: its rows do not fit hetero"),
     ],
 )
-def test_a_file_that_cannot_be_drawn_is_refused(plot, tmp_path, capsys, name, text, told):
+def test_a_file_that_cannot_be_drawn_is_refused(plot, tmp_path, capsys, name, text, expected):
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(SystemExit) as stopped:
         plot.main([str(tmp_path / name), "--plot", str(tmp_path / "no.png")])
     assert stopped.value.code == 2
-    assert told in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
     assert not (tmp_path / "no.png").exists()

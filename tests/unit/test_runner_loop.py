@@ -146,7 +146,7 @@ class Counter:
 def run_all(size, *line, right=(1.0,), paces=(), distances=(), stops=None):
     """(summaries, trainers) of a whole job with digits at 8 x 8.
 
-    stops: the steps after which each rank is asked to stop; without it nobody can be asked.
+    stops: the steps after which each rank is asked to stop; without it no rank can be asked.
     """
     job, options = Job(size), parse("torch", ["--image-size", "8", *line])
 

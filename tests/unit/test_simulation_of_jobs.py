@@ -88,7 +88,7 @@ def test_after_a_barrier_waits_are_those_of_the_schedule_played():
         assert found.contributors == pytest.approx(replay(times, arm, barrier=True).contributors)
 
 
-def test_in_pace_rounds_a_slow_rank_keeps_nobody_waiting():
+def test_in_pace_rounds_a_slow_rank_keeps_no_rank_waiting():
     """Seven ranks take 1 s a step and one 4 s: in 40 s that is 290 steps of all."""
     setup = Setup(schedule.one_slow(10, 8, 1.0, 4), window=40.5)
     found = simulate("solo", setup, grace=0.0, pace="rounds")
@@ -113,7 +113,7 @@ def test_grace_lets_those_in_that_come_right_after():
     assert simulate("solo", Setup(times)).contributors > 1.5  # grace="auto" has learned it
 
 
-def test_a_round_starts_when_its_grace_is_over_whether_or_not_somebody_comes():
+def test_a_round_starts_when_its_grace_is_over_whether_or_not_another_rank_comes():
     found = simulate("solo", Setup(np.array([[1.0, 9.0]] * 4)), grace=0.5)
     # Rank 0 waits half a second for rank 1 in each of its four steps; rank 1 is late for all but the last round.
     assert found.wait_s == pytest.approx(4 * 0.5 / 8)
@@ -173,7 +173,7 @@ def test_a_collective_starts_at_horovods_next_cycle_and_after_the_one_before():
     assert found.seconds == pytest.approx(1.6)  # from 1.25 to 1.35, from 1.5 to 1.6
 
 
-# -- those that ours are compared with --------------------------------------------------------------------------
+# -- the rivals -----------------------------------------------------------------------------------------------
 
 
 def test_averages_inside_groups_wait_for_the_group_alone():
@@ -222,14 +222,14 @@ def test_the_same_seed_gives_the_same_and_another_does_not(arm):
     assert first.seconds != other.seconds
 
 
-def test_where_nobody_can_go_on_it_says_who_waits():
+def test_where_no_rank_can_continue_it_says_who_waits():
     job = job_of("all", Setup(schedule.constant(3, 4, 0.1)))
     job.coordinator.receive = lambda rank, events: None  # it hears nothing
     with pytest.raises(RuntimeError, match=r"ranks \[0, 1, 2, 3\] wait for"):
         job.run()
 
 
-# -- beside what was measured -----------------------------------------------------------------------------------
+# -- compared with what was measured ---------------------------------------------------------------------------
 
 
 def test_simulated_ratios_are_those_measured():

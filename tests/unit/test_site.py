@@ -25,7 +25,7 @@ needs_mkdocs = pytest.mark.skipif(
     reason="what builds the site is not installed: pip install -e '.[docs]'",
 )
 LOADING = {"script": "src", "img": "src", "iframe": "src", "source": "src", "use": "href"}
-"""Attributes whose target a browser fetches by itself; of ``link`` its href."""
+"""Attributes whose target a browser fetches automatically; of ``link`` its href."""
 
 
 class Page(html.parser.HTMLParser):

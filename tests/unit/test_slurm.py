@@ -28,8 +28,8 @@ def environment(node, local, hosts="a:2,b:2", addresses=("127.0.0.1", "127.0.0.2
 
 def test_tasks_become_ranks_node_by_node():
     keys = ("HOSTNAME", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
-    told = [[environment(node, local)[f"HOROVOD_{key}"] for key in keys] for node in (0, 1) for local in (0, 1)]
-    assert [" ".join(values) for values in told] == [
+    environments = [[environment(node, local)[f"HOROVOD_{key}"] for key in keys] for node in (0, 1) for local in (0, 1)]
+    assert [" ".join(values) for values in environments] == [
         "a 0 4 0 2 0 2", "a 1 4 1 2 0 2", "b 2 4 0 2 1 2", "b 3 4 1 2 1 2"
     ]  # fmt: skip
 
@@ -48,7 +48,7 @@ def test_an_interface_that_was_named_is_left_alone():
     assert not {"HOROVOD_GLOO_IFACE", "HVD_ASYNC_ADDRESS"} & own.keys()
 
 
-def test_the_server_goes_on_until_its_input_ends():
+def test_the_server_runs_until_its_input_ends():
     command = [*RANKS, "serve", "--hosts", "a:1,b:1"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         port = int(server.stdout.readline())
@@ -68,9 +68,9 @@ def test_a_rank_of_mpi_only_keeps_the_signal_for_later():
 
 
 def test_the_script_says_how_it_is_used():
-    told = bash("--help").stdout
-    assert told.startswith("usage: sbatch ")
-    assert max(map(len, told.splitlines())) <= 120
+    help_text = bash("--help").stdout
+    assert help_text.startswith("usage: sbatch ")
+    assert max(map(len, help_text.splitlines())) <= 120
     assert "submit it with sbatch" in bash("--algorithm", "sgp").stderr
 
 

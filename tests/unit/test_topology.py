@@ -75,7 +75,7 @@ def test_several_peers_are_all_different_ones(size, data):
 
 
 @given(st.integers(1, 32))
-def test_in_a_bipartite_graph_nobody_has_two_partners(size):
+def test_in_a_bipartite_graph_no_rank_has_two_partners(size):
     for graph in (topology.bipartite_exponential(size), topology.bipartite_linear(size)):
         for step in range(graph.period):
             partners = [graph.out(rank, step) for rank in range(size)]
@@ -86,7 +86,7 @@ def test_in_a_bipartite_graph_nobody_has_two_partners(size):
 @pytest.mark.parametrize("make", [base_graph, simple_base_graph])
 @pytest.mark.parametrize("peers", [1, 2, 3, 4])
 def test_a_base_graph_agrees_exactly_after_a_period_at_any_size(peers, make):
-    """Each phase has at most so many neighbours of a rank, and a symmetric, doubly stochastic matrix."""
+    """Each phase has at most ``peers`` neighbours of a rank, and a symmetric, doubly stochastic matrix."""
     for size in range(1, 41):
         product = np.eye(size)
         phases = make(range(size), peers)

@@ -1,4 +1,4 @@
-"""Private process groups: their ranks meet anew each time, and what they receive reuses memory."""
+"""Private process groups: their ranks meet again each time, and what they receive reuses memory."""
 
 from __future__ import annotations
 

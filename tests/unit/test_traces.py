@@ -248,7 +248,7 @@ def test_a_recorded_optimizer_trains_as_before_and_under_a_scheduler(tmp_path):
     assert (trace.headers[0].algorithm, trace.headers[0].parameter_bytes) == (PLAIN, 16)
 
 
-def test_of_ours_the_wait_is_what_the_worker_says_also_between_steps(tmp_path):
+def test_under_this_library_the_wait_is_what_the_worker_says_also_between_steps(tmp_path):
     _, optimizer = plain()
     worker = types.SimpleNamespace(wait_s=5.0)
     settings = {"algorithm": "sgp", "topology": torch.nn.Linear}

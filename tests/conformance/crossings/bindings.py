@@ -15,7 +15,7 @@ class Binding(NamedTuple):
 
     Attributes:
         make: makes a run, of a cell and a rank.
-        levels: of each factor, beside "none".
+        levels: of each factor, in addition to "none".
         allowed: whether levels may meet.
         equivalent: returns a cell in which ranks' weights are to be the same.
     """

@@ -98,7 +98,7 @@ def run_ranks(cell: Cell, make: Callable[[Cell, int | None], Any]) -> Sequence[A
         try:
             return one.train()
         finally:
-            for event in done:  # (also of a rank that has failed: nobody waits for it)
+            for event in done:  # (also of a rank that has failed: no rank waits for it)
                 event.set()
 
     if cell["middle"] == "elastic":
@@ -252,7 +252,7 @@ def _statistics(runs: Sequence[Any], tolerance: float) -> list[str]:
 def _counts(cell: Cell, runs: Sequence[Any]) -> list[str]:
     """No gradient is lost, and rounds are counted."""
     arm, found = ARMS[cell.arm], []
-    if arm.eager and cell["middle"] not in ("resume", "cut", "anew", "zeroed-discarded"):
+    if arm.eager and cell["middle"] not in ("resume", "cut", "remade", "zeroed-discarded"):
         produced = sum(one.stats.gradients_produced for one in runs)
         if any(one.stats.gradients_applied != produced for one in runs) or produced != steps_of(cell) * cell.ranks:
             found.append(f"gradients are lost: {produced} were produced")

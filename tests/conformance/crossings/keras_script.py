@@ -48,7 +48,7 @@ BUFFERS: Mapping[str, tuple[str, Any]] = {
     "bfloat16": ("bfloat16", np.linspace(0, 1, 7)),
     "float16": ("float16", np.linspace(0, 1, 7)),
 }
-"""Variables that are neither trained nor statistics, beside batch norm: dtype and values."""
+"""Variables that are neither trained nor statistics, used together with batch norm: dtype and values."""
 
 
 class Gain(keras.layers.Layer):
@@ -266,7 +266,7 @@ class Run(Script):
             for variable, own in zip(self.net.variables, weights, strict=True):
                 raw(variable).assign(own)
             self.make_optimizer(state)
-        elif level == "anew":
+        elif level == "remade":
             self.drain()
             rate, schedule = self.rate(), self.cell["rate"] in ("drop", "warm-up")
             iterations = int(raw(self.opt.iterations))
@@ -329,7 +329,7 @@ class Run(Script):
         self.step = tf.function(self.take, reduce_retracing=False) if in_graph else self.take
 
     def wrapped(self, plain: Any) -> Any:
-        """Return an optimizer of ours."""
+        """Return this library's optimizer."""
         options = options_of(self.cell, hvd, ProcessSet)
         if self.cell["gradients"] == "transform" and self.arm.eager:
             options["round_transform"] = clip
@@ -411,7 +411,7 @@ LEVELS: Mapping[str, Mapping[str, Any]] = {
     "buffers": dict.fromkeys(["norm", "dropout", *BUFFERS]),
     "dtype": dict.fromkeys(["float64", "bfloat16"]),
     **{factor: dict.fromkeys(levels) for factor, levels in CONNECTED.items()},
-    "middle": dict.fromkeys(["drain", "consensus", "resume", "cut", "anew", "switch", "elastic"]),
+    "middle": dict.fromkeys(["drain", "consensus", "resume", "cut", "remade", "switch", "elastic"]),
 }
 """By factor and level."""
 IDLE: Mapping[str, Mapping[str, str]] = {

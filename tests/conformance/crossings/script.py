@@ -63,7 +63,7 @@ class Script:
 
     @property
     def ours(self) -> bool:
-        """Whether an optimizer of ours is run."""
+        """Whether this library's optimizer is run."""
         return self.rank is not None
 
     def cut(self, state: Callable[[], Any]) -> bool:
@@ -123,7 +123,7 @@ class Script:
         if self.ours and self.arm.holdable and self.rank == self.cell.ranks - 1:
             for own, other in HELD:
                 if self.t == own % self.steps and not self.done[other % self.steps].wait(PATIENCE):
-                    self.report("others go on while a rank has not begun its step: they do not")
+                    self.report("others continue while a rank has not begun its step: they do not")
 
     def voices(self) -> list[int]:
         """Return the ranks whose data a step sees: of the plain run all."""

@@ -61,7 +61,7 @@ class Arm:
 
     @property
     def holdable(self) -> bool:
-        """Whether ranks go on while one has not begun its step."""
+        """Whether ranks continue while one has not begun its step."""
         return self.late and self.algorithm != "osgp"
 
     @property
@@ -235,7 +235,7 @@ def connects(levels: Mapping[str, str]) -> bool:
     arm, middle = ARMS.get(levels.get("arm", "")), levels.get("middle", "none")
     travel, hosts, inside = (levels.get(factor, "none") for factor in CONNECTED)
     if middle == "elastic" and (hosts != "none" or inside != "none"):
-        return False  # (process sets and hosts of an elastic job are told to it anew)
+        return False  # (an elastic job has to be given its process sets and hosts again)
     if arm is None:
         return True
     if travel != "none" and (arm.wrapper == "LeaderOptimizer" or arm.algorithm == "allreduce"):

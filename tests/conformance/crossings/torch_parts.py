@@ -70,7 +70,7 @@ BUFFERS: Mapping[str, Callable[[], torch.Tensor]] = {
     "not-persistent": lambda: torch.linspace(-1, 1, 5),
     "empty": lambda: torch.zeros(0),
 }
-"""A buffer that is no statistic, beside batch norm."""
+"""A buffer that is no statistic, used together with batch norm."""
 
 
 class Part:
@@ -538,9 +538,9 @@ class Resume(Part):
         run.resumed_from(state, schedule)
 
     def retire(self, run: Run) -> None:
-        """Let go of the optimizer that was."""
+        """Discard the previous optimizer."""
         if run.ours:
-            run.rounds = 0  # (a resumed optimizer goes on from the rounds it had)
+            run.rounds = 0  # (a resumed optimizer continues from the rounds it had)
             run.opt.discard()
 
 
@@ -557,7 +557,7 @@ class Cut(Resume):
         run.resumed_from(state, schedule)
 
 
-class Anew(Part):
+class Remade(Part):
     """After a drain the optimizer is discarded and a new one made for the same model."""
 
     def middle(self, run: Run) -> None:
@@ -664,7 +664,7 @@ LEVELS: Mapping[str, Mapping[str, type[Part]]] = {
         "consensus-inference": ConsensusInInference,
         "resume": Resume,
         "cut": Cut,
-        "anew": Anew,
+        "remade": Remade,
         "zeroed": Zeroed,
         "zeroed-discarded": ZeroedAndDiscarded,
         "another-part": AnotherPart,

@@ -144,7 +144,7 @@ class Run(Script):
             dtype = self.net.first.weight.dtype
             inputs, targets = (torch.as_tensor(values, dtype=dtype) for values in self.draw(voice))
             losses.append((self.net(inputs, self.with_gain(voice)) - targets).square().mean())
-            if self.cell["training"] == "unused-on-a-rank" and voice == 0:  # (gains go on growing)
+            if self.cell["training"] == "unused-on-a-rank" and voice == 0:  # (gains keep growing)
                 losses[-1] = losses[-1] - 0.3 * self.net.gain.sum()
         return sum(losses[1:], losses[0]) / len(losses)
 
@@ -164,7 +164,7 @@ class Run(Script):
         return self.cell["middle"] == "another-part" and name.startswith("second")
 
     def wrapped(self, plain: torch.optim.Optimizer) -> Any:
-        """Return an optimizer of ours."""
+        """Return this library's optimizer."""
         options = options_of(self.cell, hvd, ProcessSet)
         for part in self.parts:
             options.update(part.options(self))
@@ -233,7 +233,7 @@ class Run(Script):
             self.report("tensors: of inference mode are left in the model or the optimizer")
 
     def resumed_from(self, state: Mapping[str, Any], schedule: Any) -> None:
-        """Make everything anew, from a state."""
+        """Make everything again, from a state."""
         self.net = Net(self.cell)
         extra = [(name, buffer) for name, buffer in self.net.named_buffers() if name == "extra"]
         self.net.load_state_dict(state["model"], strict=not extra)

@@ -1,7 +1,7 @@
 """How a job ends: one rank dies in some manner while the others train, or is slow, or all end without a drain.
 
 ``--framework torch|tensorflow --manner MANNER --point POINT --victim RANK --quorum QUORUM``, and ``--on-gpu`` where the
-control plane is to take it that tensors are on GPUs.
+control plane is to assume that tensors are on GPUs.
 """
 
 from __future__ import annotations

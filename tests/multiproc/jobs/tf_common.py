@@ -142,7 +142,7 @@ class Observer(keras.callbacks.Callback):
 
 
 def state(optimizer: Any) -> list[Any]:
-    """The optimizer's variables, but for the learning rate, which is each rank's own between rounds."""
+    """The optimizer's variables except for the learning rate, which is each rank's own between rounds."""
     return [v for v in optimizer.variables if v is not optimizer.learning_rate]
 
 

@@ -56,7 +56,7 @@ def speed(report: Report) -> None:
         last=last,
         weights=crc(model.variables),
         applied=stats.gradients_applied,
-        told=hvd.broadcast_object(["from", hvd.rank()], root_rank=2, name="told"),
+        received=hvd.broadcast_object(["from", hvd.rank()], root_rank=2, name="received"),
     )
 
 

@@ -199,7 +199,7 @@ def errors() -> dict[str, Any]:
     return {
         **{name: raised(call)["kind"] for name, call in calls.items()},
         "splits": raised(lambda: hvd.alltoall(ramp(2), splits=[9] * hvd.size(), name="splits"))["kind"] != "",
-        "goes on": hvd.allreduce(ramp(2), op=hvd.Sum, name="goes on"),
+        "continues": hvd.allreduce(ramp(2), op=hvd.Sum, name="continues"),
     }
 
 
