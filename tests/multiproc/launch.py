@@ -151,7 +151,7 @@ class _Folder:
 
 
 def processes_of(job: str, spared: int | None = None) -> list[psutil.Process]:
-    """Every process of this machine except one and zombies, whose environment carries the job id."""
+    """Every process of this machine except ``spared`` and zombies whose environment carries the job id."""
     found = []
     for process in psutil.process_iter():
         try:
