@@ -140,7 +140,7 @@ class RoundsInFlight:
         self._units: dict[str, float] = {}
         """By name, the divisor of gradients in the next round of that name. All ranks derive it from the previous round
         of that name, which completes on each of them before the next is submitted."""
-        self._held: deque[_Start] = deque()
+        self._waiting: deque[_Start] = deque()
         self._flights: dict[int, _Flight] = {}
         self._last_hyper: Hyper | None = None
         """Hyperparameters that the coordinator sent last."""
@@ -158,7 +158,7 @@ class RoundsInFlight:
         self._staleness: Counter[int] = Counter()
         self._contributors: Counter[int] = Counter()
         self._held_s = dict.fromkeys(ranks, 0.0)
-        self._sent = self._rounds = 0
+        self._sent = self._complete = 0
         self._latency = self._longest = 0.0
 
     # -- any thread -------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class RoundsInFlight:
             "contributors": dict(sorted(self._contributors.copy().items())),
             "held_s": tuple(self._held_s.values()),
             "bytes_sent": self._sent,
-            "latency_s": self._latency / self._rounds if self._rounds else 0.0,
+            "latency_s": self._latency / self._complete if self._complete else 0.0,
             "latency_max_s": self._longest,
             "held_bytes": self._held_bytes,
             "peak_bytes": self._peak_bytes,
@@ -240,7 +240,7 @@ class RoundsInFlight:
     def end_step(self, whole: int) -> None:
         """Make a late step of the host pending, except in buckets whose pending gradients an earlier round has yet to
         take."""
-        for bucket in {*range(self._buckets)} - {held.bucket for held in self._held}:
+        for bucket in {*range(self._buckets)} - {held.bucket for held in self._waiting}:
             self.release(bucket, whole)
 
     def end(self) -> None:
@@ -250,7 +250,7 @@ class RoundsInFlight:
             held.released = 0
         for flight in self._flights.values():
             flight.whole = 0
-        self._held = deque(replace(start, whole=None if start.whole is None else 0) for start in self._held)
+        self._waiting = deque(replace(start, whole=None if start.whole is None else 0) for start in self._waiting)
 
     def add(self, bucket: int, vector: Vector, version: int) -> None:
         """Add a gradient, computed at ``version``, to the pending ones."""
@@ -284,7 +284,7 @@ class RoundsInFlight:
     def keep_for_cut(self) -> None:
         """Keep a copy of the pending gradients as the state to save after a cut, without the gradients that a started
         round, which still waits for its name, will carry."""
-        leaving = {start.bucket for start in self._held}
+        leaving = {start.bucket for start in self._waiting}
         held = [
             PendingGradient(None, []) if vector is None or bucket in leaving else PendingGradient(vector + 0, at)
             for bucket, (vector, at) in enumerate(self.pending())
@@ -318,8 +318,8 @@ class RoundsInFlight:
 
     def _start(self, go: _Start) -> None:
         name, bucket = f"hvd_async.eager.{go.optimizer}.{go.bucket}.{go.round % NAMES_IN_RING}", go.bucket
-        if name in self._busy or any(held.bucket == bucket for held in self._held):
-            self._held.append(go)  # its name, or that of an earlier round, is still in flight on this rank
+        if name in self._busy or any(held.bucket == bucket for held in self._waiting):
+            self._waiting.append(go)  # its name, or that of an earlier round, is still in flight on this rank
             return
         self._busy.add(name)
         flight, wire = self._flight(go.round), self._wire
@@ -351,7 +351,7 @@ class RoundsInFlight:
             # Now, rather than at the last bucket, for which all ranks wait:
             flight.counts[bucket], flight.weights[bucket], self._units[name] = wire.tally(decoded, unit)
             self._pass_on()
-            held, self._held = self._held, deque()
+            held, self._waiting = self._waiting, deque()
             for late in held:
                 self._start(late)
 
@@ -390,7 +390,7 @@ class RoundsInFlight:
                 break
             del self._flights[self._next_ready]
             seconds = self._engine.clock() - flight.started
-            self._rounds, self._latency = self._rounds + 1, self._latency + seconds
+            self._complete, self._latency = self._complete + 1, self._latency + seconds
             self._longest = max(self._longest, seconds)
             counts, weights, whole = tuple(flight.counts), tuple(flight.weights), flight.whole or 0
             ready.append(ReducedRound(self._next_ready, sums, flight.hyper, counts, whole, weights))
