@@ -1,16 +1,20 @@
-"""Private process groups: their ranks meet anew each time, and what they receive reuses memory."""
+"""Private process groups: their ranks meet anew each time, what they receive reuses memory, failures name who ended."""
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
-from hvd_async.torch.distributed import world
+from hvd_async.torch.distributed import requests, world
 from hvd_async.torch.streams import ReusedMemory
 from hvd_async.torch.torch_collectives import TorchCollectives
 
@@ -48,3 +52,33 @@ def test_received_rows_reuse_the_memory_of_earlier_ones(monkeypatch: pytest.Monk
         handle.result()
     own.stop()
     assert len(addresses) <= 4, "one of this exchange, one of the last, and some between the two"
+
+
+def test_a_collective_that_fails_on_all_ranks_suspects_none_and_hides_no_later_death(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gloo refuses some dtypes on all ranks alike: nobody has ended. When one ends later, it alone is named."""
+    here, store = threading.local(), HashStore()
+    monkeypatch.setattr(world, "current", lambda: here.world)
+    monkeypatch.setattr(world, "ROLL_CALL", timedelta(seconds=0.5))
+
+    def open_queue(rank: int) -> requests.Queue:
+        here.world = own = object.__new__(world.World)
+        own.rank, own.store, own._made, own._groups = rank, store, Counter(), []  # type: ignore[assignment]
+        return requests.Queue(0, [0, 1])
+
+    def error_of(queue: requests.Queue) -> str:
+        def wait(limit: timedelta) -> None:
+            raise RuntimeError("Invalid scalar type")
+
+        with pytest.raises(world.HorovodInternalError) as caught:
+            queue.wait(SimpleNamespace(wait=wait, is_completed=lambda: True), "allreduce")
+        return str(caught.value)
+
+    with ThreadPoolExecutor() as ranks:
+        queues = list(ranks.map(open_queue, range(2)))
+        assert list(ranks.map(error_of, queues)) == ["allreduce has failed: Invalid scalar type"] * 2
+        assert error_of(queues[0]) == "allreduce has failed; rank 1 has probably ended: Invalid scalar type"
+        assert error_of(queues[0]) == "allreduce has failed; rank 1 has probably ended: Invalid scalar type"
+    for queue in queues:
+        queue.close()
