@@ -58,8 +58,8 @@ def test_received_rows_reuse_the_memory_of_earlier_ones(monkeypatch: pytest.Monk
 def test_a_collective_that_fails_on_all_ranks_suspects_none_and_hides_no_later_death(
     seen_by: int, suspects: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gloo refuses some dtypes on all ranks alike: nobody has ended. When one ends later, those that do not report it
-    are named; a rank that computes for longer than the others ask has not ended."""
+    """Gloo refuses some dtypes on all ranks alike: no rank has ended. When one ends later, the ranks that do not
+    report it are named; a rank that computes for longer than the others ask has not ended."""
     here, store = threading.local(), HashStore()
     monkeypatch.setattr(world, "current", lambda: here.world)
     monkeypatch.setattr(world, "ROLL_CALL", timedelta(seconds=0.5))
