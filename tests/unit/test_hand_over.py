@@ -68,3 +68,19 @@ def test_the_next_step_is_not_taken_for_this_one(bench: Bench) -> None:
     assert bench.report(in_step=True) == [StepEntered(7, 1, None)]
     assert bench.report(step=2, in_step=True) == [StepEntered(7, 2, None, [2, 0])]
     assert sum(len(pending.versions) for pending in bench.rounds.pending()) == 3
+
+
+def test_the_peak_is_never_below_what_is_held(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``stats()`` takes no lock, so it may read between any two assignments."""
+    seen: list[bool] = []
+
+    def set_and_look(rounds: RoundsInFlight, name: str, value: Any) -> None:
+        object.__setattr__(rounds, name, value)
+        counts = rounds.counts()
+        seen.append(counts["held_bytes"] <= counts["peak_bytes"])
+
+    monkeypatch.setattr(RoundsInFlight, "__setattr__", set_and_look)
+    bench.rounds.hold(8)
+    bench.rounds.hold(-8)
+    assert seen
+    assert all(seen)

@@ -1,16 +1,20 @@
-"""Private process groups: their ranks meet again each time, and what they receive reuses memory."""
+"""Private process groups: their ranks meet again each time, reuse memory of what they received, and name who ended."""
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
-from hvd_async.torch.distributed import world
+from hvd_async.torch.distributed import requests, world
 from hvd_async.torch.streams import ReusedMemory
 from hvd_async.torch.torch_collectives import TorchCollectives
 
@@ -48,3 +52,36 @@ def test_received_rows_reuse_the_memory_of_earlier_ones(monkeypatch: pytest.Monk
         handle.result()
     own.stop()
     assert len(addresses) <= 4, "one of this exchange, one of the last, and some between the two"
+
+
+@pytest.mark.parametrize(("seen_by", "suspects"), [(2, "rank 2"), (1, "one of ranks 1, 2")])
+def test_a_collective_that_fails_on_all_ranks_suspects_none_and_hides_no_later_death(
+    seen_by: int, suspects: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gloo refuses some dtypes on all ranks alike: no rank has ended. When one ends later, the ranks that do not
+    report it are named; a rank that computes for longer than the others ask has not ended."""
+    here, store = threading.local(), HashStore()
+    monkeypatch.setattr(world, "current", lambda: here.world)
+    monkeypatch.setattr(world, "ROLL_CALL", timedelta(seconds=0.5))
+
+    def open_queue(rank: int) -> requests.Queue:
+        here.world = own = object.__new__(world.World)
+        own.rank, own.store, own._made, own._groups = rank, store, Counter(), []  # type: ignore[assignment]
+        return requests.Queue(0, [0, 1, 2])
+
+    def error_of(queue: requests.Queue) -> str:
+        def wait(limit: timedelta) -> None:
+            raise RuntimeError("Invalid scalar type")
+
+        with pytest.raises(world.HorovodInternalError) as caught:
+            queue.wait(SimpleNamespace(wait=wait, is_completed=lambda: True), "allreduce")
+        return str(caught.value)
+
+    with ThreadPoolExecutor() as ranks:
+        queues = list(ranks.map(open_queue, range(3)))
+        assert list(ranks.map(error_of, queues)) == ["allreduce has failed: Invalid scalar type"] * 3
+        for _ in range(2):
+            for error in ranks.map(error_of, queues[:seen_by]):
+                assert error == f"allreduce has failed; {suspects} has probably ended: Invalid scalar type"
+    for queue in queues:
+        queue.close()

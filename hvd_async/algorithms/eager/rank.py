@@ -172,8 +172,9 @@ class RoundsInFlight:
     def hold(self, nbytes: int) -> None:
         """Adjust the number of held gradient bytes by ``nbytes``, which may be negative."""
         with self._lock:
-            self._held_bytes += nbytes
-            self._peak_bytes = max(self._peak_bytes, self._held_bytes)
+            held = self._held_bytes + nbytes
+            self._peak_bytes = max(self._peak_bytes, held)  # (first, since ``counts`` reads it last, without the lock)
+            self._held_bytes = held
 
     def counts(self) -> dict[str, Any]:
         """Return the fields of ``Stats`` that are counted here."""

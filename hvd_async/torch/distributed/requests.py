@@ -110,7 +110,9 @@ class Queue:
         self.place = self.ranks.index(self._world.rank)
         self.group = self._world.group(self._name, self.ranks)
         self._suspects = ""
-        """Ranks that have probably ended, as a clause for errors; empty while no collective has failed."""
+        """Ranks that have probably ended, as a clause for errors; empty while none is suspected."""
+        self._failures = 0
+        """Number of collectives that have failed, the same on all ranks until one has ended."""
         self._called: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._names: set[str] = set()
         """Names of the collectives that are outstanding here."""
@@ -233,8 +235,10 @@ class Queue:
         try:
             future.wait()
         except RuntimeError as error:
-            self._suspects = self._suspects or self._world.suspects(self._name, self.ranks)
-            raise HorovodInternalError(f"{what} has failed; {self._suspects}: {error}") from error
+            self._failures += 1
+            failure = f"{self._name}.{self._failures}"
+            self._suspects = self._suspects or self._world.suspects(failure, self.ranks)
+            raise HorovodInternalError(f"{what} has failed{self._suspects}: {error}") from error
 
     def _exchange(self, called: list[Request], outstanding: list[str]) -> list[list[Request]]:
         """Return what each rank announces, in the order of the ranks; ``outstanding`` is for messages."""

@@ -102,17 +102,19 @@ class World:
         return []
 
     def suspects(self, name: str, ranks: Sequence[int]) -> str:
-        """Return, for an error, which ranks have probably ended: all ranks but the ones that report the same failure.
+        """Return, for an error, which ranks may have ended: all ranks but the ones that report the same failure. If all
+        report it (a dtype that Gloo does not know), the clause is empty.
 
         Args:
-            name: of what has failed, the same on all ranks; it fails once.
+            name: of the failure, the same on all ranks.
             ranks: all ranks that took part.
         """
         try:
             missing = self._missing(f"failed/{name}", "", ranks, ROLL_CALL)
         except RuntimeError:
-            return "the ranks' store was lost: rank 0 or the launcher has ended"
-        return f"{ranks_text(missing or ranks)} {'has' if len(missing) == 1 else 'have'} probably ended"
+            return "; the ranks' store was lost: rank 0 or the launcher has ended"
+        one = "one of " if len(missing) > 1 else ""  # (the others may still compute, and see the failure later)
+        return f"; {one}{ranks_text(missing)} has probably ended" if missing else ""
 
     def group(self, name: str, ranks: Sequence[int], timeout: timedelta = FOREVER) -> Any:
         """Return a new Gloo process group of some ranks, all of which call this. A collective.
