@@ -24,7 +24,7 @@ PATIENCE = 0.2
 """Seconds that a caller waits for its line to be written."""
 GOODBYE = 1.0
 """Seconds that a process waits at its end until its last lines are written."""
-PACKAGE = str(Path(__file__).parents[1])
+PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def printable(text: str, longest: int = LONGEST) -> str:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hvd_async.runtime.log import LONGEST, printable, warn
+from hvd_async.runtime.log import LONGEST, PACKAGE, printable, users_line, warn
 
 FULL = """
 import os, sys
@@ -91,3 +91,10 @@ def test_text_is_one_line_of_bounded_length():
     assert len(printable("\n" * 10**6)) < LONGEST + 10
     assert printable("x" * (LONGEST + 1)).endswith("x [...]")
     assert printable("x" * LONGEST) == "x" * LONGEST
+
+
+def test_a_script_beside_the_package_is_user_code():
+    """Whatever its name begins with; called from another one."""
+    beside = {"users_line": users_line}
+    exec(compile("def level():\n    return users_line()", f"{PACKAGE.rstrip(os.sep)}_tools.py", "exec"), beside)
+    assert beside["level"]() == 1
