@@ -93,8 +93,8 @@ def test_text_is_one_line_of_bounded_length():
     assert printable("x" * LONGEST) == "x" * LONGEST
 
 
-def test_a_script_beside_the_package_is_user_code():
+def test_a_script_next_to_the_package_is_user_code():
     """Whatever its name begins with; called from another one."""
-    beside = {"users_line": users_line}
-    exec(compile("def level():\n    return users_line()", f"{PACKAGE.rstrip(os.sep)}_tools.py", "exec"), beside)
-    assert beside["level"]() == 1
+    script = {"users_line": users_line}
+    exec(compile("def level():\n    return users_line()", f"{PACKAGE.rstrip(os.sep)}_tools.py", "exec"), script)
+    assert script["level"]() == 1

@@ -70,11 +70,10 @@ def test_a_collective_that_fails_on_all_ranks_suspects_none_and_hides_no_later_d
         return requests.Queue(0, [0, 1, 2])
 
     def error_of(queue: requests.Queue) -> str:
-        def wait(limit: timedelta) -> None:
-            raise RuntimeError("Invalid scalar type")
-
+        refused: torch.futures.Future[None] = torch.futures.Future()
+        refused.set_exception(RuntimeError("Invalid scalar type"))  # type: ignore[arg-type]
         with pytest.raises(world.HorovodInternalError) as caught:
-            queue.wait(SimpleNamespace(wait=wait, is_completed=lambda: True), "allreduce")
+            queue.wait(SimpleNamespace(get_future=lambda: refused), "allreduce")
         return str(caught.value)
 
     with ThreadPoolExecutor() as ranks:
