@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -54,20 +55,41 @@ def test_received_rows_reuse_the_memory_of_earlier_ones(monkeypatch: pytest.Monk
     assert len(addresses) <= 4, "one of this exchange, one of the last, and some between the two"
 
 
+Open = Callable[[int, int], requests.Queue]
+
+
+@pytest.fixture
+def open_queue(monkeypatch: pytest.MonkeyPatch) -> Open:
+    """A function that opens a rank's queue; ranks are threads."""
+    here, store = threading.local(), HashStore()
+    monkeypatch.setattr(world, "current", lambda: here.world)
+
+    def opened(rank: int, size: int) -> requests.Queue:
+        here.world = own = object.__new__(world.World)
+        own.rank, own.store, own._made, own._groups = rank, store, Counter(), []  # type: ignore[assignment]
+        return requests.Queue(0, range(size))
+
+    return opened
+
+
+def test_a_collective_that_others_do_not_call_ends_with_the_shutdown(open_queue: Open) -> None:
+    with ThreadPoolExecutor() as ranks:
+        first, second = ranks.map(lambda rank: open_queue(rank, 2), range(2))
+    announced = first.submit(requests.Request("barrier", "alone"), lambda queue, each: None)
+    first.close(timeout=0.2)
+    with pytest.raises(world.HorovodInternalError, match=r"hvd\.shutdown\(\) has ended barrier 'alone'"):
+        announced.result(timeout=60)
+    second.close()
+    first._thread.join(60)  # (its connection has ended)
+
+
 @pytest.mark.parametrize(("seen_by", "suspects"), [(2, "rank 2"), (1, "one of ranks 1, 2")])
 def test_a_collective_that_fails_on_all_ranks_suspects_none_and_hides_no_later_death(
-    seen_by: int, suspects: str, monkeypatch: pytest.MonkeyPatch
+    seen_by: int, suspects: str, open_queue: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gloo refuses some dtypes on all ranks alike: no rank has ended. When one ends later, the ranks that do not
     report it are named; a rank that computes for longer than the others ask has not ended."""
-    here, store = threading.local(), HashStore()
-    monkeypatch.setattr(world, "current", lambda: here.world)
     monkeypatch.setattr(world, "ROLL_CALL", timedelta(seconds=0.5))
-
-    def open_queue(rank: int) -> requests.Queue:
-        here.world = own = object.__new__(world.World)
-        own.rank, own.store, own._made, own._groups = rank, store, Counter(), []  # type: ignore[assignment]
-        return requests.Queue(0, [0, 1, 2])
 
     def error_of(queue: requests.Queue) -> str:
         refused: torch.futures.Future[None] = torch.futures.Future()
@@ -77,7 +99,7 @@ def test_a_collective_that_fails_on_all_ranks_suspects_none_and_hides_no_later_d
         return str(caught.value)
 
     with ThreadPoolExecutor() as ranks:
-        queues = list(ranks.map(open_queue, range(3)))
+        queues = list(ranks.map(lambda rank: open_queue(rank, 3), range(3)))
         assert list(ranks.map(error_of, queues)) == ["allreduce has failed: Invalid scalar type"] * 3
         for _ in range(2):
             for error in ranks.map(error_of, queues[:seen_by]):

@@ -15,7 +15,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -80,6 +80,11 @@ class Handle(Future[Any]):
         super().__init__()
         self.then: Callable[[Any], Any] = lambda result: result
 
+    def fail(self, error: Exception) -> None:
+        """End with an error, unless it has ended."""
+        with contextlib.suppress(InvalidStateError):
+            self.set_exception(error)
+
 
 Run = Callable[["Queue", list[Request]], Any]
 """Carries out a collective, once all ranks' requests are known to match."""
@@ -116,6 +121,8 @@ class Queue:
         self._called: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._names: set[str] = set()
         """Names of the collectives that are outstanding here."""
+        self._outstanding: dict[str, _Item] = {}
+        """The collectives that the thread has announced, by name."""
         self._unnamed: Counter[str] = Counter()
         self._warn_after = time_limits.warn_after()
         self._thread = threading.Thread(target=self._serve, name=f"hvd_async-requests-{number}", daemon=True)
@@ -140,9 +147,14 @@ class Queue:
         return handle
 
     def close(self, timeout: float = 5.0) -> None:
-        """End the thread; connections of collectives that do not end stay open."""
+        """End the thread, and collectives that other ranks have not called by an error; connections of these stay
+        open."""
         self._called.put(None)
         self._thread.join(timeout)
+        for item in list(self._outstanding.values()):
+            item.handle.fail(
+                HorovodInternalError(f"hvd.shutdown() has ended {item.request}, which not all ranks called")
+            )
         if not self._thread.is_alive():
             self._world.close([self.group])
 
@@ -150,16 +162,16 @@ class Queue:
 
     def _serve(self) -> None:
         torch.set_num_threads(1)  # (of this thread)
-        outstanding: dict[str, _Item] = {}
+        outstanding = self._outstanding
         announced: dict[str, dict[int, Request]] = {}
         joined: dict[int, int] = {}
         try:
             for cycle in itertools.count():
                 called = self._take(block=not outstanding)
-                if None in called:
-                    return
                 items = [item for item in called if item is not None]
                 outstanding.update({item.request.name: item for item in items})
+                if None in called:
+                    return
                 for place, requests in enumerate(self._exchange([item.request for item in items], [*outstanding])):
                     for request in requests:
                         if request.kind == JOIN:
@@ -188,18 +200,21 @@ class Queue:
     def _finish(self, item: _Item, run: Callable[[], Any]) -> None:
         self._names.discard(item.request.name)
         try:
-            item.handle.set_result(run())
+            result = run()
         except HorovodInternalError as error:
-            item.handle.set_exception(error)
+            item.handle.fail(error)
         except Exception as error:  # noqa: BLE001  raised by ``synchronize``
-            item.handle.set_exception(HorovodInternalError(str(error)))
+            item.handle.fail(HorovodInternalError(str(error)))
+        else:
+            with contextlib.suppress(InvalidStateError):  # (``close`` has ended it)
+                item.handle.set_result(result)
 
     def _fail(self, outstanding: dict[str, _Item], error: Exception) -> None:
         """Fail all collectives, later ones too."""
         for item in outstanding.values():
-            item.handle.set_exception(error)
+            item.handle.fail(error)
         while (later := self._called.get()) is not None:
-            later.handle.set_exception(error)
+            later.handle.fail(error)
 
     def _carry_out(self, requests: dict[int, Request], item: _Item | None) -> None:
         """Run a collective that all ranks have announced; without ``item`` this rank has joined."""
