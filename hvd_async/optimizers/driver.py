@@ -280,8 +280,9 @@ class Driver(abc.ABC):
             if not self.is_registered:
                 engine = self.engine or self.lifecycle.engine()
                 engine.find = functools.partial(self.lifecycle.find, engine)
-                self.rounds_before = self.rounds
+                rounds, stats = self.rounds, self.stats()  # (of a worker whose engine was shut down)
                 self.worker = self._new_worker(engine)
+                self.rounds_before, self.stats_before = rounds, stats
                 self.register_worker(self.worker, number)
             return self.worker
 

@@ -242,8 +242,6 @@ class LocalDriver(Driver):
 
     def make_worker(self, engine: Any, finish: Callable[[bool], None]) -> Any:
         self.replica.prepare()
-        if self.worker is not None:  # (it belongs to an engine that was drained and shut down)
-            self.stats_before = self.stats()
         return self.make_local_worker(engine, finish)
 
     @abc.abstractmethod

@@ -120,6 +120,7 @@ def test_shutdown_and_init_again(names: Names, framework: str) -> None:
     for rank in names(framework).case("start again"):
         for what in ("after_shutdown", "new", "old"):
             assert rank[what] == rank[f"{what}_expected"], what
+        assert rank["counts"] == [5, 5], "statistics continue after a shutdown"
 
 
 def test_the_broadcast_callback_makes_seeds_and_rates_equal(names: Names) -> None:

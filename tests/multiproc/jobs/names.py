@@ -50,6 +50,7 @@ def start_again(binding: Any, report: Report, rank: int) -> None:
         new_expected=whole_expected([4, 4]),
         old=old.weights(),
         old_expected=whole_expected([5, 5]),
+        counts=[old.optimizer.stats().steps, old.optimizer.stats().gradients_produced],
     )
 
 
