@@ -62,7 +62,8 @@ def draw(chart: Chart, rows: Sequence[Sequence[str]], path: Path) -> None:
 
     height = 0.8 / len(chart.series)
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.heading, "font.size": 9}):
-        figure = Figure(figsize=(9, 1.0 + 0.2 * len(rows) * (len(chart.series) + 0.8)), layout="constrained")
+        figure = Figure(figsize=(9, 1.0 + 0.2 * len(rows) * (len(chart.series) + 0.8)))
+        figure.set_layout_engine("constrained", w_pad=0.3)  # (inches, for viewers whose font is wider)
         axes = figure.subplots()
         for number, (legend, column) in enumerate(chart.series.items()):
             places = [group + number * height for group in range(len(rows))]
