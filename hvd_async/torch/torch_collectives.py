@@ -131,7 +131,7 @@ class TorchCollectives(TensorCollectives):
         self._groups: dict[tuple[Any, ...], Any] = {}
         self._waiters: dict[tuple[Any, ...], _Waiter] = {}
         self._unfinished: list[Callable[[], bool]] = []
-        """Of each collective in flight, whether it is done. (No handles: these hold results.)"""
+        """For each collective in flight, a function that returns whether it is done."""
         self._wake: Callable[[], None] = lambda: None
 
     def start(self, wake: Callable[[], None]) -> None:

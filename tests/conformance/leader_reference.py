@@ -138,7 +138,7 @@ class Outcome:
         return [(step, fresh[group][1]) for step, fresh in enumerate(self.taken[rank], 1) if group in fresh]
 
     def best(self, ranks: Sequence[int], step: int) -> int:
-        """Whose mean is the lowest, when all have taken this many steps."""
+        """Return the rank with the lowest mean loss after this many steps of each rank."""
         return _best({rank: self.means[rank][step - 1] for rank in ranks}, ranks)
 
 

@@ -323,7 +323,7 @@ def test_fit_in_mixed_float16_tells_losses_as_they_are():
 
 
 def test_a_loss_scale_optimizer_outside_keeps_losses_away_and_the_message_says_so():
-    """As ``compile()`` puts one around under mixed_float16. EASGD does not need losses."""
+    """``compile()`` wraps the optimizer in a LossScaleOptimizer under mixed_float16. EASGD does not need losses."""
 
     def train(rank: int) -> None:
         inside = r"(?s)LossScaleOptimizer must be inside: LeaderOptimizer\(LossScaleOptimizer\(optimizer\)\)"

@@ -75,7 +75,7 @@ def connected(report: Report, sizes: list[int], rounds: int, say: Say) -> None:
 SCALE = Case(
     name="scale",
     help="the coordinator with up to 10,000 ranks: alone, with real connections, and in simulated trainings",
-    text="""What many ranks cost, without having them: state machines alone, real connections, simulated jobs.
+    text="""Cost of many ranks on one machine: state machines alone, real connections, simulated jobs.
 
 machines: microseconds per event, with up to 10,000 ranks. connections: the production coordinator and relays as
 processes of this machine, and ranks that are connections only. jobs: whole trainings, simulated with the production

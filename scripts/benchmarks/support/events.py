@@ -257,7 +257,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 class Cost(NamedTuple):
-    """What a kind costs the coordinator.
+    """Cost of a kind of job for the coordinator.
 
     Attributes:
         microseconds: CPU time per event, median over the steps.
