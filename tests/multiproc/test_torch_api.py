@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from launch import Job, RunJob
+from launch import REPOSITORY, Job, RunJob
 
 pytestmark = pytest.mark.multiproc
 
@@ -28,3 +32,16 @@ def test_results_are_horovods(jobs: Callable[[int, str], Job], case: str, ranks:
     ours = jobs(ranks, "torch").check().case(case)
     for own, expected in zip(ours, jobs(ranks, "gloo").case(case), strict=True):
         assert own["found"] == expected["found"]
+
+
+def test_horovodrun_starts_ranks_without_horovod() -> None:
+    code = (
+        "import torch, hvd_async.torch as hvd\nhvd.init()\nassert hvd.allreduce.__module__.startswith('hvd_async')\n"
+        "assert (hvd.size(), hvd.local_size(), hvd.cross_size()) == (2, 2, 1)\n"
+        "assert hvd.allreduce(torch.tensor(1.0 + hvd.rank())).item() == 1.5\nhvd.shutdown()\n"
+    )
+    launcher = str(Path(__file__).with_name("horovodrun.py"))
+    command = [sys.executable, launcher, "-np", "2", "--gloo", sys.executable, "-c", code]
+    env = {**os.environ, "HVD_ASYNC_TRANSPORT": "torch", "PYTHONPATH": str(REPOSITORY)}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr

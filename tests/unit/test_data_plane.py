@@ -14,7 +14,10 @@ TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "x", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "GROUP_RANK": "1",
     "MASTER_ADDR": "a", "MASTER_PORT": "29500",
 }  # fmt: skip
-HOROVODRUN = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}
+HOROVODRUN = {
+    "HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_CROSS_SIZE": "1", "HOROVOD_HOSTNAME": "h",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "7",
+}  # fmt: skip
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 SRUN = {
     "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NODEID": "1", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",
@@ -76,6 +79,30 @@ def test_torch_works_without_horovod() -> None:
 
 def test_torchruns_environment() -> None:
     assert read(TORCHRUN) == (3, 4, "a", 29500, "node 1", "torchrun")
+
+
+def test_horovodruns_environment() -> None:
+    own, other = read(HOROVODRUN), read({**HOROVODRUN, "HOROVOD_RANK": "0"})
+    assert (own.rank, own.size, own.address, own.host, own.launcher) == (1, 2, "127.0.0.1", "h", "horovodrun")
+    assert own.port == other.port
+    assert own.port != read({**HOROVODRUN, "HOROVOD_GLOO_RENDEZVOUS_PORT": "8"}).port
+
+
+def test_several_hosts_of_horovodrun_need_an_address() -> None:
+    several = {**HOROVODRUN, "HOROVOD_CROSS_SIZE": "2"}
+    with pytest.raises(ValueError, match=r"rank 1 of 2 does not know.*export both before horovodrun"):
+        read(several)
+    assert read({**several, "MASTER_ADDR": "a", "MASTER_PORT": "9"})[2:4] == ("a", 9)
+
+
+def test_an_elastic_job_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs Horovod's data plane: unset HVD_ASYNC_TRANSPORT"):
+        read({**HOROVODRUN, "HOROVOD_ELASTIC": "1"})
+
+
+def test_other_mpis_need_an_address() -> None:
+    with pytest.raises(ValueError, match=r"rank 1 of 2 does not know.*export both before mpiexec"):
+        read({"PMI_RANK": "1", "PMI_SIZE": "2"})
 
 
 def test_open_mpis_environment() -> None:

@@ -80,7 +80,7 @@ def test_the_peak_is_never_below_what_is_held(bench: Bench, monkeypatch: pytest.
         seen.append(counts["held_bytes"] <= counts["peak_bytes"])
 
     monkeypatch.setattr(RoundsInFlight, "__setattr__", set_and_look)
-    bench.rounds.hold(8)
-    bench.rounds.hold(-8)
+    bench.rounds.count_bytes(8)
+    bench.rounds.count_bytes(-8)
     assert seen
     assert all(seen)

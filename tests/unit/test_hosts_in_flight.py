@@ -72,7 +72,7 @@ def test_an_empty_gradient_is_one_of_the_hosts_steps(bench: Bench) -> None:
 
 def test_late_steps_are_added_up_when_they_are_whole(bench: Bench) -> None:
     for value, whole in ((1.0, 1), (10.0, 2)):
-        bench.rounds.hold(16)
+        bench.rounds.count_bytes(16)
         bench.arrive(value)
         bench.rounds.end_step(whole)
     assert [vector.tolist() for vector, _ in bench.rounds.pending()] == [[11.0, 2.0]]

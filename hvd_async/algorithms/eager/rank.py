@@ -73,8 +73,8 @@ class _Pending:
 
 
 @dataclass
-class _Held:
-    """Gradients of a bucket (None: an empty one) and their versions, held until the host's other ranks have theirs."""
+class _HostQueue:
+    """Gradients of a bucket (None: an empty one) and their versions, until the host's other ranks have theirs."""
 
     gradients: deque[tuple[Vector | None, int]] = field(default_factory=deque)
     released: int = 0
@@ -111,7 +111,7 @@ class _Start:
 class RoundsInFlight:
     """Gradients of an optimizer on their way: handed over, pending, and in rounds in flight.
 
-    The engine thread owns it. Any thread may call ``give``, ``hold`` and ``counts``.
+    The engine thread owns it. Any thread may call ``give``, ``count_bytes`` and ``counts``.
 
     Args:
         engine: the engine of this rank.
@@ -135,7 +135,7 @@ class RoundsInFlight:
         self._queue: deque[HandedOver] = deque()
         """Buckets on their way from the training thread."""
         self._pending = [_Pending() for _ in range(self._buckets)]
-        self._held_back = [_Held() for _ in range(self._buckets)]
+        self._host_queues = [_HostQueue() for _ in range(self._buckets)]
         self._busy: set[str] = set()
         self._units: dict[str, float] = {}
         """By name, the divisor of gradients in the next round of that name. All ranks derive it from the previous round
@@ -166,11 +166,11 @@ class RoundsInFlight:
     def give(self, one: HandedOver) -> None:
         """Append a bucket to the queue, from which the engine takes it by ``report``."""
         if one.vector is not None:
-            self.hold(self._wire.nbytes[one.bucket])
+            self.count_bytes(self._wire.nbytes[one.bucket])
         self._queue.append(one)
 
-    def hold(self, nbytes: int) -> None:
-        """Adjust the number of held gradient bytes by ``nbytes``, which may be negative."""
+    def count_bytes(self, nbytes: int) -> None:
+        """Add ``nbytes``, which may be negative, to the number of bytes in use by gradients."""
         with self._lock:
             held = self._held_bytes + nbytes
             self._peak_bytes = max(self._peak_bytes, held)  # (first, since ``counts`` reads it last, without the lock)
@@ -217,21 +217,21 @@ class RoundsInFlight:
     def arrive(self, bucket: int, vector: Vector | None, version: int) -> None:
         """Take in a gradient computed at ``version``; None if it is empty."""
         if self._host is not None:
-            self._held_back[bucket].gradients.append((vector, version))
+            self._host_queues[bucket].gradients.append((vector, version))
         elif vector is not None:
             self.add(bucket, vector, version)
 
     def release(self, bucket: int, whole: int | None) -> None:
-        """Make the first ``whole`` gradients since the last drain or cut pending; None: all held gradients."""
-        held = self._held_back[bucket]
-        while held.gradients and (whole is None or held.released < whole):
-            held.released += 1
-            vector, version = held.gradients.popleft()
+        """Make the first ``whole`` gradients since the last drain or cut pending; None: all of them."""
+        queue = self._host_queues[bucket]
+        while queue.gradients and (whole is None or queue.released < whole):
+            queue.released += 1
+            vector, version = queue.gradients.popleft()
             if vector is not None:
                 self.add(bucket, vector, version)
 
     def take_in_all(self) -> None:
-        """Make all queued and held gradients pending, after the engine has ended."""
+        """Make all queued gradients pending, after the engine has ended."""
         while self._queue:
             bucket, vector, version, *_ = self._queue.popleft()
             self.arrive(bucket, vector, version)
@@ -241,14 +241,14 @@ class RoundsInFlight:
     def end_step(self, whole: int) -> None:
         """Make a late step of the host pending, except in buckets whose pending gradients an earlier round has yet to
         take."""
-        for bucket in {*range(self._buckets)} - {held.bucket for held in self._waiting}:
+        for bucket in {*range(self._buckets)} - {start.bucket for start in self._waiting}:
             self.release(bucket, whole)
 
     def end(self) -> None:
         """Make all gradients pending and count the host's steps from 0, after all ranks have finished."""
-        for bucket, held in enumerate(self._held_back):
+        for bucket, queue in enumerate(self._host_queues):
             self.release(bucket, None)
-            held.released = 0
+            queue.released = 0
         for flight in self._flights.values():
             flight.whole = 0
         self._waiting = deque(replace(start, whole=None if start.whole is None else 0) for start in self._waiting)
@@ -260,15 +260,15 @@ class RoundsInFlight:
             pending.vector = vector
         else:
             pending.vector += vector
-            self.hold(-self._wire.nbytes[bucket])
+            self.count_bytes(-self._wire.nbytes[bucket])
         pending.versions.append(version)
 
-    def restore(self, held: list[PendingGradient]) -> None:
+    def restore(self, pending: list[PendingGradient]) -> None:
         """Start with the pending gradients of an earlier run's cut, before registration."""
-        for bucket, (vector, versions) in enumerate(held):
+        for bucket, (vector, versions) in enumerate(pending):
             self._pending[bucket] = _Pending(vector, list(versions))
             if vector is not None:
-                self.hold(self._wire.nbytes[bucket])
+                self.count_bytes(self._wire.nbytes[bucket])
 
     def pending(self) -> list[PendingGradient]:
         """Return the pending gradients, by bucket; after a drain or cut, all that no round has carried."""
@@ -286,21 +286,21 @@ class RoundsInFlight:
         """Keep a copy of the pending gradients as the state to save after a cut, without the gradients that a started
         round, which still waits for its name, will carry."""
         leaving = {start.bucket for start in self._waiting}
-        held = [
+        kept = [
             PendingGradient(None, []) if vector is None or bucket in leaving else PendingGradient(vector + 0, at)
             for bucket, (vector, at) in enumerate(self.pending())
         ]
-        self.hold(self._nbytes(held))
-        self.at_cut = held
+        self.count_bytes(self._nbytes(kept))
+        self.at_cut = kept
 
     def forget_cut(self) -> None:
         """Drop the copy of ``keep_for_cut``, before a step, drain or cut (training thread or engine thread)."""
-        held, self.at_cut = self.at_cut, None
-        if held is not None:
-            self.hold(-self._nbytes(held))
+        kept, self.at_cut = self.at_cut, None
+        if kept is not None:
+            self.count_bytes(-self._nbytes(kept))
 
-    def _nbytes(self, held: list[PendingGradient]) -> int:
-        pairs = zip(held, self._wire.nbytes, strict=True)
+    def _nbytes(self, pending: list[PendingGradient]) -> int:
+        pairs = zip(pending, self._wire.nbytes, strict=True)
         return sum(nbytes for (vector, _), nbytes in pairs if vector is not None)
 
     # -- rounds -----------------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ class RoundsInFlight:
 
     def _start(self, go: _Start) -> None:
         name, bucket = f"hvd_async.eager.{go.optimizer}.{go.bucket}.{go.round % NAMES_IN_RING}", go.bucket
-        if name in self._busy or any(held.bucket == bucket for held in self._waiting):
+        if name in self._busy or any(start.bucket == bucket for start in self._waiting):
             self._waiting.append(go)  # its name, or that of an earlier round, is still in flight on this rank
             return
         self._busy.add(name)
@@ -334,7 +334,7 @@ class RoundsInFlight:
             self._contributors[go.arrived] += 1
         self._sent += (wire.sent or wire.nbytes)[bucket]
         if taken.vector is None:
-            self.hold(wire.nbytes[bucket])  # of the vector that the collective returns
+            self.count_bytes(wire.nbytes[bucket])  # of the vector that the collective returns
         keep = self._engine.elastic
         if keep:
             flight.taken[bucket] = taken
@@ -352,9 +352,9 @@ class RoundsInFlight:
             # Now, rather than at the last bucket, for which all ranks wait:
             flight.counts[bucket], flight.weights[bucket], self._units[name] = wire.tally(decoded, unit)
             self._pass_on()
-            held, self._waiting = self._waiting, deque()
-            for late in held:
-                self._start(late)
+            waiting, self._waiting = self._waiting, deque()
+            for start in waiting:
+                self._start(start)
 
         keep = keep or taken.vector is None
         self._engine.submit(
@@ -472,7 +472,7 @@ class Remains:
         return dataclasses.replace(
             self,
             version=self.version + rounds,
-            in_rounds={number + rounds: _moved(held, rounds) for number, held in self.in_rounds.items()},
+            in_rounds={number + rounds: _moved(taken, rounds) for number, taken in self.in_rounds.items()},
             pending=_moved(self.pending, rounds),
             begun=self.begun + steps,
             ended=self.ended + steps,
@@ -754,7 +754,7 @@ class EagerWorker(Worker):
         self.version = round_.index
         self.applied = [a + b for a, b in zip(self.applied, round_.counts, strict=True)]
         self._applied_rounds += round_.gradients > 0
-        self._in_flight.hold(-sum(self.wire.nbytes))
+        self._in_flight.count_bytes(-sum(self.wire.nbytes))
         self._half_applied = False
         self.whole.end()
 
@@ -852,11 +852,11 @@ class EagerWorker(Worker):
         yield Wait(lambda: bool(found), counts=False)
         return found[0]
 
-    def restore(self, held: list[PendingGradient]) -> None:
+    def restore(self, pending: list[PendingGradient]) -> None:
         """Start with the pending gradients of an earlier run, before ``connect``; versions are those at its cut."""
-        self._in_flight.restore(held)
-        self._restored = max((len(versions) for _, versions in held), default=0)
-        for bucket, (_, versions) in enumerate(held):
+        self._in_flight.restore(pending)
+        self._restored = max((len(versions) for _, versions in pending), default=0)
+        for bucket, (_, versions) in enumerate(pending):
             self.produced[bucket] += len(versions)
 
     # -- elastic training (training thread) ---------------------------------------------------------------------

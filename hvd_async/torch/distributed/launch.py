@@ -32,15 +32,22 @@ class Launch(NamedTuple):
 
 
 def read(environment: Mapping[str, str]) -> Launch:
-    """Return what the environment says: torchrun's and compatible variables, Open MPI's, SLURM's, or a single process.
+    """Return what the environment says: torchrun's and compatible variables, horovodrun's, those of Open MPI, SLURM and
+    other MPIs, or a single process.
 
     Raises:
-        ValueError: a variable is missing or is not a number.
+        ValueError: a variable is missing or is not a number, or the job is an elastic one of horovodrun.
     """
     host = socket.gethostname()
     if "RANK" in environment and "WORLD_SIZE" in environment:
         host = f"node {environment['GROUP_RANK']}" if "GROUP_RANK" in environment else host
         return _launch(environment, "torchrun", ("RANK", "WORLD_SIZE"), host, "", 0)
+    if "HOROVOD_RANK" in environment:
+        if "HOROVOD_ELASTIC" in environment:
+            raise ValueError("an elastic job of horovodrun needs Horovod's data plane: unset HVD_ASYNC_TRANSPORT.")
+        names, job = ("HOROVOD_RANK", "HOROVOD_SIZE"), environment.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
+        host, one_host = environment.get("HOROVOD_HOSTNAME", host), environment.get("HOROVOD_CROSS_SIZE") == "1"
+        return _launch(environment, "horovodrun", names, host, "127.0.0.1" if one_host else "", _port(job))
     if "OMPI_COMM_WORLD_RANK" in environment:
         names, job = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), environment.get("PMIX_NAMESPACE", "")
         one_host = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == environment.get("OMPI_COMM_WORLD_SIZE")
@@ -50,6 +57,8 @@ def read(environment: Mapping[str, str]) -> Launch:
         host = f"node {environment['SLURM_NODEID']}" if "SLURM_NODEID" in environment else host
         first = first_host(environment.get("SLURM_STEP_NODELIST", ""))
         return _launch(environment, "srun", ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), host, first, _port(job))
+    if "PMI_RANK" in environment:  # (MPICH, Intel MPI)
+        return _launch(environment, "mpiexec", ("PMI_RANK", "PMI_SIZE"), host, "", 0)
     return Launch(0, 1, "", 0, host, "no launcher")
 
 
@@ -61,9 +70,10 @@ def _launch(
     port = _number(environment, "MASTER_PORT") if "MASTER_PORT" in environment else port
     if size > 1 and not (address and port):
         how = {"mpirun": "mpirun -x MASTER_ADDR=HOST ...", "torchrun": "start the ranks with torchrun"}
+        export = f"export both before {launcher}"
         raise ValueError(
             f"rank {rank} of {size} does not know where rank 0 is. Set MASTER_ADDR to the host of rank 0 and "
-            f"MASTER_PORT to a free port there ({how.get(launcher, 'export both before srun')})."
+            f"MASTER_PORT to a free port there ({how.get(launcher, export)})."
         )
     return Launch(rank, size, address, port, host, launcher)
 
