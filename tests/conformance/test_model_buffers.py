@@ -16,6 +16,7 @@ import torch
 import hvd_async.tensorflow.keras as keras_hvd
 import hvd_async.torch as torch_hvd
 from hvd_async.testing import Cluster
+from hvd_async.torch import tensors
 from hvd_async.torch.tensors import NamedBuffers
 from tests.conftest import LONG_RUN
 
@@ -239,6 +240,7 @@ def test_only_the_statistic_that_is_not_finite_is_left_out_and_named(made, wrapp
 
 GIVEN = {
     "pairs": lambda model: model.named_buffers(),
+    "list": lambda model: [*model.named_buffers()],
     "function": lambda model: model.named_buffers,
     "module": lambda model: model,
 }
@@ -265,7 +267,7 @@ def test_statistics_that_are_the_same_on_all_ranks_keep_their_bits(wrapper):
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "given"), [("eager", "pairs"), ("gossip", "function"), ("lsgd", "module"), ("easgd", "pairs")]
+    ("wrapper", "given"), [("eager", "pairs"), ("gossip", "function"), ("lsgd", "module"), ("easgd", "list")]
 )
 def test_a_buffer_that_its_module_has_replaced_is_averaged_where_it_is_now(wrapper, given):
     def train(rank: int) -> tuple[list[float], list[float]]:
@@ -283,6 +285,14 @@ def test_a_buffer_that_its_module_has_replaced_is_averaged_where_it_is_now(wrapp
         return model.norm.running_mean.tolist(), model.mask.tolist()
 
     assert Cluster(2).run(train) == [([1.5] * 3, [1.0] * 4)] * 2
+
+
+def test_a_models_buffers_are_not_searched_for_among_all_objects(monkeypatch):
+    monkeypatch.setattr(tensors, "_dicts_of_buffers", lambda found: pytest.fail("it searches all objects"))
+    model = Net()
+    buffers = NamedBuffers(model.named_buffers())
+    model.norm.running_mean = torch.ones(3)
+    assert dict(buffers.now())["norm.running_mean"] is model.norm.running_mean
 
 
 @all_wrappers
@@ -328,7 +338,7 @@ def test_buffers_are_looked_up_while_other_threads_make_tuples():
         for thread in threads:
             thread.start()
         for _ in range(40):
-            NamedBuffers(model.named_buffers())
+            NamedBuffers([*model.named_buffers()])
     finally:
         done.set()
         sys.setswitchinterval(before)
