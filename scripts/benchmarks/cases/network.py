@@ -53,8 +53,8 @@ def network(args: argparse.Namespace, say: Say) -> Report:
         raise ValueError(f"--per-host {args.per_host}: {args.ranks} ranks cannot be divided so")
     how = {"gossip": True, "leaders": True, "compressed": True}
     arms = parse_arms(args.arms, args.ranks, RIVALS, **how, local_size=args.per_host)
-    if min(args.mbit) <= 0 or args.steps < 1:
-        raise ValueError("--mbit and --steps: take numbers above 0")
+    if min(args.mbit) <= 0 or args.steps < 2:
+        raise ValueError("take an --mbit above 0, and --steps above 1: the first of these is not timed")
     found: list[Block] = []
     progress = Progress(len(arms) * args.repetitions * len(args.mbit), say)
 
@@ -136,8 +136,9 @@ def least_seconds(arm: str, ranks: int, block: Block) -> float:
 
 
 def durations(own: dict[str, list[float]]) -> list[float]:
-    """Return the seconds of a rank's steps."""
-    return [b - a for a, b in itertools.pairwise([0.0, *own["ends"]])]
+    """Return the seconds of a rank's steps after the first, which begins with no message on its way: in it some
+    algorithms wait for a message that nothing hides, and others for none."""
+    return [b - a for a, b in itertools.pairwise(own["ends"])]
 
 
 def slowest_step(block: Block) -> float:
@@ -254,7 +255,7 @@ all arms, and its accuracy is shown with its speed.""",
             *("--compute", None, "computed in each step; not given: a quarter of an allreduce"),
             {"type": float, "metavar": "S"},
         ),
-        Option("--steps", 24, "of each training, after some that are not timed"),
+        Option("--steps", 24, "of each training, after some before a drain; the first of these is not timed"),
         Option("--batch-size", 16, "samples a rank and step", {"metavar": "N"}),
         Option("--lr", 0.05, "learning rate, of all arms"),
     ),
