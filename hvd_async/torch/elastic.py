@@ -149,7 +149,7 @@ class _Exchange(elastic.Exchange):
         return [p for group in optimizer.param_groups for p in group["params"]]
 
     def state_of(self, root: int, optimizer: Any, name: str) -> Any:
-        return receive_state(optimizer, root, name, self.object_of, self.tensors_of)
+        return receive_state(optimizer, self.rank, root, name, self.object_of, self.tensors_of)
 
     def put_state(self, optimizer: Any, state: Any) -> None:
         optimizer.load_state_dict(state)

@@ -87,7 +87,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     if optimizer._async.worker is not None:
         optimizer.drain()  # (no round may be in flight)
     rounds = _object_of(root_rank, optimizer.rounds, "hvd_async.optimizer_rounds")
-    state = receive_state(optimizer, root_rank, "hvd_async.optimizer_state", _object_of, _tensors_of)
+    state = receive_state(optimizer, hvd.rank(), root_rank, "hvd_async.optimizer_state", _object_of, _tensors_of)
     optimizer.load_state_dict(state)
     optimizer._async.count_from(rounds)
 
@@ -103,6 +103,7 @@ def _tensors_of(root_rank: int, tensors: list[torch.Tensor], name: str) -> list[
 
 def receive_state(
     optimizer: Any,
+    rank: int,
     root_rank: int,
     name: str,
     object_of: Callable[[int, Any, str], Any],
@@ -112,6 +113,7 @@ def receive_state(
 
     Args:
         optimizer: this rank's wrapped optimizer; it does not change.
+        rank: this one.
         root_rank: the rank whose state is returned.
         name: prefix of the collectives' names.
         object_of, tensors_of: collectives that return a rank's value, and its tensors.
@@ -132,7 +134,7 @@ def receive_state(
     def fill(value: Any) -> Any:
         if isinstance(value, _Shape):
             shape, dtype = value
-            if hvd.rank() == root_rank:  # (Horovod takes contiguous tensors only)
+            if rank == root_rank:  # (Horovod takes contiguous tensors only)
                 sent = next(on_root).cpu().clone(memory_format=torch.contiguous_format)
             else:
                 sent = torch.zeros(shape, dtype=dtype)

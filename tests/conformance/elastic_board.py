@@ -55,9 +55,6 @@ class TorchExchange(Exchange, torch_elastic._Exchange):
     def tensors_of(self, root: int, tensors: Any, name: str) -> list[Any]:
         return self.board.gather(self.rank, [t.detach() for t in tensors], pickles=False)[root]
 
-    def state_of(self, root: int, optimizer: Any, name: str) -> Any:
-        return self.board.gather(self.rank, copy.deepcopy(optimizer._wrapped_class.state_dict(optimizer)))[root]
-
 
 class KerasExchange(Exchange, keras_elastic._Exchange):
     def tensors_of(self, root: int, tensors: Any, name: str) -> list[Any]:

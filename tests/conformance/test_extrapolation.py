@@ -245,16 +245,15 @@ def test_the_state_of_a_torch_optimizer_holds_its_own_entries_alone():
     assert Cluster(2).run(train) == [[["momentum_buffer"]] * 2] * 2
 
 
-def test_leads_are_sent_with_the_state_of_a_torch_optimizer(monkeypatch):
+def test_leads_are_sent_with_the_state_of_a_torch_optimizer():
     """To ranks that take it by ``broadcast_optimizer_state()`` or join an elastic job."""
-    monkeypatch.setattr(functions.hvd, "rank", lambda: 0)
 
     def train(rank):
         one = TORCH.vectors([3], MOMENTUM, quorum=2, weight_prediction=2)
         one.take(np.full(3, 1.0))
         one.opt.drain()
         sent = functions.receive_state(
-            one.opt, 0, "state", lambda _, value, name: value, lambda _, tensors, name: tensors
+            one.opt, 0, 0, "state", lambda _, value, name: value, lambda _, tensors, name: tensors
         )
         other = TORCH.vectors([3], MOMENTUM, quorum=2, weight_prediction=2)
         other.assign(0, one.weights())
