@@ -106,7 +106,7 @@ def calls_submitted() -> list[int]:
 
 
 HOLDING = {
-    rounds_submitted: (RoundsInFlight, "_start", "for late in held:", "for late in reversed(held):"),
+    rounds_submitted: (RoundsInFlight, "_start", "for start in waiting:", "for start in reversed(waiting):"),
     exchanges_submitted: (MessageExchange, "_try_held", "self._held.popleft()", "self._held.pop()"),
     calls_submitted: (CollectiveCalls, "_next", "self._commands.popleft()", "self._commands.pop()"),
 }
