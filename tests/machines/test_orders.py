@@ -33,7 +33,7 @@ from tests.threads.workload import plan, work
 
 ORDERS = 40 if LONG_RUN else 4
 """Orders in which each small job is run."""
-STATES = 20_000 if LONG_RUN else 300
+STATES = 20_000 if LONG_RUN else 100
 """States of each small job that an exploration visits."""
 FOUND = 200
 """Orders in which a planted fault is looked for."""
