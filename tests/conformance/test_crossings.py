@@ -23,12 +23,23 @@ from tests.conformance.crossings import bindings, judge, torch_script
 from tests.conformance.crossings.table import ARMS, FEW, Cell
 from tests.conftest import LONG_RUN
 
-CELLS = (
-    [
+FEW_OF = {"torch": FEW, "keras": bindings.KERAS_FEW, "keras-graph": bindings.GRAPH_FEW}
+"""Arms of an ordinary run, by binding."""
+
+
+def cells_of_a_long_run() -> list[Cell]:
+    """All levels of any three factors (Keras: two) with the arms of an ordinary run, of any two (one) with all arms."""
+    chosen = [
         cell
-        for name, crossed in (("torch", 3), ("keras", 2), ("keras-graph", 2))
-        for cell in bindings.cells(name, crossed, seldom=())
+        for name, few in FEW_OF.items()
+        for crossed in [3 if name == "torch" else 2]
+        for cell in [*bindings.cells(name, crossed, few, ()), *bindings.cells(name, crossed - 1, seldom=())]
     ]
+    return list({cell.id: cell for cell in chosen}.values())
+
+
+CELLS = (
+    cells_of_a_long_run()
     if LONG_RUN
     else [
         *bindings.cells("torch", 2, FEW),
