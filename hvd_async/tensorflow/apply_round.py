@@ -245,13 +245,25 @@ class Update:
         """Return a function that restores the variables, and the optimizer's variables for them, that a round must not
         move. (Keras moves all variables that it is given, by decay and momentum also without a gradient. In the graph
         of the update this would double its size, and the time to trace it.)"""
-        unmoved = set(self._unmoved(round_))
+        optimizer, unmoved = self._optimizer, set(self._unmoved(round_))
         held = self._held() if unmoved else []
         kept = [(variable, tf.identity(variable)) for index, variable in held if index in unmoved]
+        averages = optimizer._model_variables_moving_average if optimizer.use_ema else []
+        pairs = [pair for index, pair in enumerate(zip(self._variables, averages, strict=False)) if index in unmoved]
+        averaged = [(raw(v), raw(average), tf.identity(raw(average))) for v, average in pairs if average is not None]
 
         def put_back() -> None:
             for variable, value in kept:
                 variable.assign(value)
+            if not averaged:
+                return
+            # Keras averages variables that it does not move, too, and overwrites them; in the update they had moved.
+            updates, period = int(optimizer.iterations), optimizer.ema_overwrite_frequency
+            momentum = 0.0 if updates == 1 else optimizer.ema_momentum
+            for variable, average, before in averaged:
+                average.assign(momentum * before + (1.0 - momentum) * variable)
+                if period and updates % period == 0:
+                    variable.assign(average)
 
         return put_back
 
