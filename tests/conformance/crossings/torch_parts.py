@@ -723,6 +723,8 @@ def allowed(levels: Mapping[str, str]) -> bool:
             return False  # (each rank's batch norm sees its own batch)
         if training == "unused-on-a-rank" and not (arm.own and arm.ranks > 1):
             return False
+        if arm.late and levels.get("middle") == "elastic" and levels.get("averages") == "lookahead":
+            return False  # (a rank that is behind takes over weights, but not what its hook has counted)
     if buffers == "expanded" and (
         levels.get("averages") in ("hook", "loop", "swapped") or levels.get("middle") in ("resume", "cut")
     ):
