@@ -126,8 +126,9 @@ class Script:
                     self.report("others continue while a rank has not begun its step: they do not")
 
     def voices(self) -> list[int]:
-        """Return the ranks whose data a step sees: of the plain run all."""
-        own = range(self.cell.ranks) if self.rank is None else [self.rank]
+        """Return the ranks whose data a step sees: of the plain run all, of a rank outside of the process set rank
+        0's."""
+        own = range(self.cell.ranks) if self.rank is None else [self.rank % self.cell.ranks]
         return list(own) if self.arm.own else [0]
 
     def draw(self, voice: int) -> tuple[Array, Array]:
