@@ -215,7 +215,7 @@ def _near(cell: Cell, plain: Any, runs: Sequence[Any]) -> list[str]:
     if cell["training"] == "unused-on-a-rank" and cell["rate"] == "none" and arm.options.get("quasi_global"):
         last = steps_of(cell) - 8
         far, moved = np.abs(path.mean(axis=0) - due)[last, gain].max(), np.abs(due[last] - due[0])[gain].max()
-        if far > 0.9 * moved:  # (it moves less: ranks without a gradient have no momentum)
+        if far > moved:  # (it moves less, since ranks without a gradient have no momentum, and no further)
             found.append(
                 f"a parameter that one rank trains is far from a plain run: {far:.3g}, which moved by {moved:.3g}"
             )

@@ -130,7 +130,7 @@ class Clamp(Part):
         if run.cell.moved_by_ends:
             return
         if run.arm.mixes and run.cell["travel"] != "none":  # (an end adds what rounding has left out of messages)
-            Clamp.verify(self, run, 0.03)
+            Clamp.verify(self, run, 0.2 if run.cell["travel"] == "int8" else 0.03)
         else:
             self.verify(run)
 
