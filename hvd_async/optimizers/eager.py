@@ -218,7 +218,9 @@ class EagerDriver(Driver):
         worker.register(*self.fingerprint(), self.replica.hyperparameters(), number)
 
     def on_registered(self) -> None:
-        """Drop the loaded or kept gradients, which the worker has taken over."""
+        """Drop the loaded or kept gradients, which the worker has taken over, with the counts of earlier ones."""
+        if self.remains is not None:
+            self.stats_before = dataclasses.replace(self.stats_before, gradients_produced=0, gradients_applied=0)
         self.restored = self.remains = None
 
     def finish(self, worker: EagerWorker, flush: bool) -> None:

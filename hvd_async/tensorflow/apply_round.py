@@ -251,18 +251,16 @@ class Update:
         averages = optimizer._model_variables_moving_average if optimizer.use_ema else []
         pairs = [pair for index, pair in enumerate(zip(self._variables, averages, strict=False)) if index in unmoved]
         averaged = [(raw(v), raw(average), tf.identity(raw(average))) for v, average in pairs if average is not None]
+        updates, period = int(optimizer.iterations) if averaged else 0, optimizer.ema_overwrite_frequency
 
         def put_back() -> None:
             for variable, value in kept:
                 variable.assign(value)
-            if not averaged:
-                return
             # Keras averages variables that it does not move, too, and overwrites them; in the update they had moved.
-            updates, period = int(optimizer.iterations), optimizer.ema_overwrite_frequency
-            momentum = 0.0 if updates == 1 else optimizer.ema_momentum
             for variable, average, before in averaged:
-                average.assign(momentum * before + (1.0 - momentum) * variable)
-                if period and updates % period == 0:
+                momentum = tf.constant(optimizer.ema_momentum if updates else 0.0, variable.dtype)
+                average.assign(momentum * before + (1 - momentum) * variable)
+                if period and (updates + 1) % period == 0:
                     variable.assign(average)
 
         return put_back

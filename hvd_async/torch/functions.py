@@ -113,7 +113,7 @@ def receive_state(
 
     Args:
         optimizer: this rank's wrapped optimizer; it does not change.
-        rank: this one.
+        rank: this process's rank.
         root_rank: the rank whose state is returned.
         name: prefix of the collectives' names.
         object_of, tensors_of: collectives that return a rank's value, and its tensors.

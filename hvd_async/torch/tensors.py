@@ -192,7 +192,9 @@ def _owners(pairs: Sequence[tuple[str, torch.Tensor]], model: torch.nn.Module | 
                     found[key] = _Place(buffers, name)
         return found
 
-    in_model = places(module._buffers for module in model.modules()) if model is not None else {}
+    # (TorchScript's modules have no dictionary)
+    held = [] if model is None else [one._buffers for one in model.modules() if isinstance(one._buffers, dict)]
+    in_model = places(held)
     return in_model if len(in_model) == len(last_parts) else places(_dicts_of_buffers([tensor for _, tensor in pairs]))
 
 

@@ -15,7 +15,7 @@ TORCHRUN = {
     "MASTER_ADDR": "a", "MASTER_PORT": "29500",
 }  # fmt: skip
 HOROVODRUN = {
-    "HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_CROSS_SIZE": "1", "HOROVOD_HOSTNAME": "h",
+    "HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_SIZE": "2", "HOROVOD_HOSTNAME": "h",
     "HOROVOD_GLOO_RENDEZVOUS_PORT": "7",
 }  # fmt: skip
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
@@ -89,10 +89,21 @@ def test_horovodruns_environment() -> None:
 
 
 def test_several_hosts_of_horovodrun_need_an_address() -> None:
-    several = {**HOROVODRUN, "HOROVOD_CROSS_SIZE": "2"}
+    several = {**HOROVODRUN, "HOROVOD_LOCAL_SIZE": "1"}
     with pytest.raises(ValueError, match=r"rank 1 of 2 does not know.*export both before horovodrun"):
         read(several)
     assert read({**several, "MASTER_ADDR": "a", "MASTER_PORT": "9"})[2:4] == ("a", 9)
+
+
+def test_variables_of_a_pod_do_not_hide_horovodruns() -> None:
+    assert read({**HOROVODRUN, "RANK": "0", "WORLD_SIZE": "1"})[:2] == (1, 2)
+    assert read({**HOROVODRUN, **TORCHRUN})[:2] == (3, 4)
+
+
+def test_a_proxy_that_srun_has_started_does_not_hide_its_ranks() -> None:
+    hydra = {"PMI_RANK": "3", "PMI_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "9"}
+    assert read({**hydra, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"})[:2] == (3, 8)
+    assert read({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8"}).launcher == "srun"
 
 
 def test_an_elastic_job_is_refused() -> None:

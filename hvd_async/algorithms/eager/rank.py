@@ -416,6 +416,7 @@ class Remains:
         handed: buckets of the step after ``begun`` that were handed over.
         fit: whether other ranks may continue from these weights; if not, a round was half applied.
         tail: the counting elements at the end of each vector.
+        produced, applied: numbers of gradients so far, by bucket: as in ``EagerWorker``, with those of earlier workers.
     """
 
     version: int = 0
@@ -426,6 +427,8 @@ class Remains:
     handed: frozenset[int] = frozenset()
     fit: bool = True
     tail: Tail = field(default_factory=Tail)
+    produced: list[int] = field(default_factory=list)
+    applied: list[int] = field(default_factory=list)
 
     @property
     def brought(self) -> frozenset[int]:
@@ -477,6 +480,10 @@ class Remains:
             begun=self.begun + steps,
             ended=self.ended + steps,
         )
+
+
+def _added(before: list[int], since: list[int]) -> list[int]:
+    return [a + b for a, b in zip(before, since, strict=True)]
 
 
 def _moved(gradients: list[PendingGradient], rounds: int) -> list[PendingGradient]:
@@ -555,6 +562,8 @@ class EagerWorker(Worker):
         self._half_applied = False
         self.version = 0
         self.produced, self.applied = [0] * config.buckets, [0] * config.buckets
+        self._before = list(self.produced), list(self.applied)
+        """``produced`` and ``applied`` of earlier workers, before a membership change, for ``stats``."""
         self._applied_rounds = self._skipped = 0
         self._total_produced: int | None = None
         self.copied_from: int | None = None
@@ -879,12 +888,16 @@ class EagerWorker(Worker):
             handed=frozenset() if all_brought else self._brought | self._handed,
             fit=fit,
             tail=self.wire.tail,
+            produced=_added(self._before[0], self.produced),
+            applied=_added(self._before[1], self.applied),
         )
 
     def take_over(self, remains: Remains) -> None:
         """Start with gradients from before a reset, before ``connect``; the current version counts as 0."""
         self.restore(remains.pending_in(self.wire))
         self._brought = remains.brought
+        again = [len(one.versions) for one in remains.pending]  # (which ``restore`` has counted)
+        self._before = [every - own for every, own in zip(remains.produced, again, strict=True)], remains.applied
 
     def stats(self) -> Stats:
         return Stats(
@@ -892,8 +905,8 @@ class EagerWorker(Worker):
             rounds=self.version,
             wait_s=self._wait_s,
             rounds_applied=self._applied_rounds,
-            gradients_produced=max(self.produced),
-            gradients_applied=max(self.applied),
+            gradients_produced=max(_added(self._before[0], self.produced)),
+            gradients_applied=max(_added(self._before[1], self.applied)),
             gradients_skipped=self._skipped,
             total_produced=self._total_produced,
             **self._in_flight.counts(),

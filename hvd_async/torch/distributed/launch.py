@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 FIRST_PORT, PORTS = 20000, 20000
-"""Range of the ports at which the ranks of SLURM's and Open MPI's jobs meet, below Linux' ephemeral ports."""
+"""Ports at which the ranks of SLURM's, Open MPI's and horovodrun's jobs meet, below Linux' ephemeral ports."""
 
 
 class Launch(NamedTuple):
@@ -39,25 +39,28 @@ def read(environment: Mapping[str, str]) -> Launch:
         ValueError: a variable is missing or is not a number, or the job is an elastic one of horovodrun.
     """
     host = socket.gethostname()
-    if "RANK" in environment and "WORLD_SIZE" in environment:
+    by_torchrun = "TORCHELASTIC_RUN_ID" in environment or "HOROVOD_RANK" not in environment
+    if by_torchrun and "RANK" in environment and "WORLD_SIZE" in environment:
         host = f"node {environment['GROUP_RANK']}" if "GROUP_RANK" in environment else host
         return _launch(environment, "torchrun", ("RANK", "WORLD_SIZE"), host, "", 0)
     if "HOROVOD_RANK" in environment:
         if "HOROVOD_ELASTIC" in environment:
             raise ValueError("an elastic job of horovodrun needs Horovod's data plane: unset HVD_ASYNC_TRANSPORT.")
         names, job = ("HOROVOD_RANK", "HOROVOD_SIZE"), environment.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
-        host, one_host = environment.get("HOROVOD_HOSTNAME", host), environment.get("HOROVOD_CROSS_SIZE") == "1"
+        host = environment.get("HOROVOD_HOSTNAME", host)
+        one_host = environment.get("HOROVOD_LOCAL_SIZE") == environment.get("HOROVOD_SIZE")
         return _launch(environment, "horovodrun", names, host, "127.0.0.1" if one_host else "", _port(job))
     if "OMPI_COMM_WORLD_RANK" in environment:
         names, job = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), environment.get("PMIX_NAMESPACE", "")
         one_host = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == environment.get("OMPI_COMM_WORLD_SIZE")
         return _launch(environment, "mpirun", names, host, "127.0.0.1" if one_host else "", _port(job))
-    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    pmi, tasks = environment.get("PMI_SIZE", "1"), environment.get("SLURM_STEP_NUM_TASKS", "1")
+    if int(tasks) > 1 and pmi in ("1", tasks):  # (else mpiexec has started a proxy on each host by srun)
         job = f"{environment.get('SLURM_JOB_ID', '')}.{environment.get('SLURM_STEP_ID', '')}"
         host = f"node {environment['SLURM_NODEID']}" if "SLURM_NODEID" in environment else host
         first = first_host(environment.get("SLURM_STEP_NODELIST", ""))
         return _launch(environment, "srun", ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), host, first, _port(job))
-    if "PMI_RANK" in environment:  # (MPICH, Intel MPI)
+    if int(pmi) > 1:  # (MPICH, Intel MPI)
         return _launch(environment, "mpiexec", ("PMI_RANK", "PMI_SIZE"), host, "", 0)
     return Launch(0, 1, "", 0, host, "no launcher")
 
@@ -81,7 +84,7 @@ def _launch(
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "")
     if not text.isdecimal():
-        raise ValueError(f"{name} must be a number, got {text!r}. Start the ranks with torchrun, srun or mpirun.")
+        raise ValueError(f"{name} must be a number, got {text!r}. Start the ranks with a launcher, such as torchrun.")
     return int(text)
 
 

@@ -53,8 +53,8 @@ def network(args: argparse.Namespace, say: Say) -> Report:
         raise ValueError(f"--per-host {args.per_host}: {args.ranks} ranks cannot be divided so")
     how = {"gossip": True, "leaders": True, "compressed": True}
     arms = parse_arms(args.arms, args.ranks, RIVALS, **how, local_size=args.per_host)
-    if min(args.mbit) <= 0 or args.steps < 2:
-        raise ValueError("take an --mbit above 0, and --steps above 1: the first of these is not timed")
+    if min(args.mbit) <= 0 or args.steps < 1:
+        raise ValueError("--mbit and --steps: take numbers above 0")
     found: list[Block] = []
     progress = Progress(len(arms) * args.repetitions * len(args.mbit), say)
 
@@ -79,7 +79,8 @@ def blocks_of(args: argparse.Namespace, arms: Sequence[str], mbit: float) -> lis
     allreduce = wire_seconds(2 * (args.ranks - 1) / args.ranks * args.megabytes, mbit)
     compute = SHARE * allreduce if args.compute is None else args.compute
     task = {"name": "images", "data": "digits", "megabytes": args.megabytes, "batch": args.batch_size}
-    common = {**chosen(args, "megabytes", "steps", "lr"), "bandwidth_mbit": mbit, "batch": args.batch_size}
+    common = {**chosen(args, "megabytes", "lr"), "steps": args.steps + 1, "bandwidth_mbit": mbit}
+    common |= {"batch": args.batch_size}
     common |= {"compute": compute, "times": [[compute] * args.ranks], "exact": True, "momentum": 0.9, "scored": True}
     common |= {"per_host": args.per_host} if args.per_host > 1 else {}
     return [
@@ -255,7 +256,7 @@ all arms, and its accuracy is shown with its speed.""",
             *("--compute", None, "computed in each step; not given: a quarter of an allreduce"),
             {"type": float, "metavar": "S"},
         ),
-        Option("--steps", 24, "of each training, after some before a drain; the first of these is not timed"),
+        Option("--steps", 24, "timed ones of each training; the one before, after a drain, is not timed"),
         Option("--batch-size", 16, "samples a rank and step", {"metavar": "N"}),
         Option("--lr", 0.05, "learning rate, of all arms"),
     ),

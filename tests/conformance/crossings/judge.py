@@ -11,7 +11,7 @@ import torch
 
 from hvd_async.runtime.interfaces import Handle
 from hvd_async.testing import Cluster, InjectedError, MemoryCollectives
-from tests.conformance.crossings.table import ARMS, FALLS, MIDDLE, STEPS, Cell, drop_of, steps_of
+from tests.conformance.crossings.table import ARMS, FALLS, MIDDLE, NORMS, STEPS, Cell, drop_of, steps_of
 from tests.conformance.elastic_board import among_others, over_a_board, trained
 
 SUMMED = {"float16", "bfloat16", "int32", "int64", "float32", "float64"}
@@ -172,10 +172,11 @@ def problems(cell: Cell, make: Callable[[Cell, int | None], Any], equivalent: Ca
     # (when ranks change, averages on their way may have arrived or not)
     chance = arm.late or (cell["middle"] == "elastic" and cell.moved_by_ends)
     if other.id != cell.id and not cell.plain and not chance:
+        slack = 1e-6 if cell.binding != "torch" and cell["weights"] in NORMS else 10 * tolerance
         for one, due in zip(runs, run_ranks(other, make), strict=True):
             if isinstance(due, BaseException):
                 found.append(f"{other.id} raises {type(due).__name__}: {due}")
-            elif not np.allclose(one.path, due.path, rtol=10 * tolerance, atol=10 * tolerance):
+            elif not np.allclose(one.path, due.path, rtol=slack, atol=slack):
                 off = np.abs(np.array(one.path) - due.path).max()
                 found.append(f"weights are not as in {other.id}: {off:.3g} off")
     for one in runs:
@@ -214,11 +215,10 @@ def _near(cell: Cell, plain: Any, runs: Sequence[Any]) -> list[str]:
         found.append(f"weights are far from a plain run on all data: {far:.3g}, which moved by {moved:.3g}")
     if cell["training"] == "unused-on-a-rank" and cell["rate"] == "none" and arm.options.get("quasi_global"):
         last = steps_of(cell) - 8
-        far, moved = np.abs(path.mean(axis=0) - due)[last, gain].max(), np.abs(due[last] - due[0])[gain].max()
-        if far > moved:  # (it moves less, since ranks without a gradient have no momentum, and no further)
-            found.append(
-                f"a parameter that one rank trains is far from a plain run: {far:.3g}, which moved by {moved:.3g}"
-            )
+        moved, expected = (path.mean(axis=0)[last] - due[0])[gain], (due[last] - due[0])[gain]
+        share = float(moved @ expected / (expected @ expected))
+        if not 0.0 < share < 1.1:  # (it moves less, since ranks without a gradient have no momentum)
+            found.append(f"a parameter that one rank trains moves {share:.3g} times as far as a plain run's")
     leap = np.abs(np.diff(path, axis=1)).max() / (np.abs(np.diff(due, axis=0)).max() + 1e-9)
     jumps = cell["averages"] in ("ema-overwrite", "lookahead") and cell["optimizer"] in ("none", "momentum")
     if jumps and arm.name == "eager-ahead" and leap > LEAP:
@@ -257,9 +257,7 @@ def _counts(cell: Cell, runs: Sequence[Any]) -> list[str]:
     if arm.eager and cell["middle"] not in ("resume", "cut", "remade", "zeroed-discarded"):
         produced = sum(one.stats.gradients_produced for one in runs)
         applied = [one.stats.gradients_applied for one in runs]
-        if (
-            cell["middle"] == "elastic"
-        ):  # (a rank that is behind takes over weights, and applies fewer gradients itself)
+        if arm.late and cell["middle"] == "elastic":  # (a rank that is behind takes weights over, and applies fewer)
             applied = [max(applied)]
         if any(one != produced for one in applied) or produced != steps_of(cell) * cell.ranks:
             found.append(f"gradients are lost: {produced} were produced")

@@ -23,6 +23,7 @@ from tests.conformance.crossings.table import (
     CONNECTED,
     FROZEN,
     MIDDLE,
+    NORMS,
     Cell,
     connects,
     drop_of,
@@ -247,7 +248,9 @@ class Run(Script):
             with self.opt.consensus():
                 self.look()
                 self.drained.append(self.weights().tobytes())
-            if not (self.arm.late or np.array_equal(own, self.weights())):
+            # (the cut at its begin applies constraints; Keras' norms change by 1e-7 each time)
+            slack = 1e-6 if self.cell["weights"] in NORMS else 0.0
+            if not (self.arm.late or np.allclose(own, self.weights(), rtol=0.0, atol=slack)):
                 self.report("after consensus() weights are the rank's own: others")
             self.opt.consensus_distance()
         elif level in ("resume", "cut"):

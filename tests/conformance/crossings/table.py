@@ -19,6 +19,8 @@ TINY_MB = 1e-6
 """A ``bucket_cap_mb`` that gives every tensor a bucket of its own."""
 FALLS = ("drop", "by-hand")
 """Levels of ``rate`` with which it falls to a tenth."""
+NORMS = ("max-norm", "unit-norm")
+"""Levels of ``weights`` that are constraints on norms. Keras' change weights that satisfy them by 1e-7 each time."""
 HELD = ((0, 1), (-1, -1))
 """Before which step the last rank of an arm waits, and which step of rank 0 it waits for."""
 FROZEN = range(4, 9)
