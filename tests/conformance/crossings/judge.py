@@ -11,7 +11,7 @@ import torch
 
 from hvd_async.runtime.interfaces import Handle
 from hvd_async.testing import Cluster, InjectedError, MemoryCollectives
-from tests.conformance.crossings.table import ARMS, FALLS, MIDDLE, NORMS, STEPS, Cell, drop_of, steps_of
+from tests.conformance.crossings.table import ARMS, FALLS, MIDDLE, STEPS, Cell, drop_of, steps_of
 from tests.conformance.elastic_board import among_others, over_a_board, trained
 
 SUMMED = {"float16", "bfloat16", "int32", "int64", "float32", "float64"}
@@ -172,7 +172,9 @@ def problems(cell: Cell, make: Callable[[Cell, int | None], Any], equivalent: Ca
     # (when ranks change, averages on their way may have arrived or not)
     chance = arm.late or (cell["middle"] == "elastic" and cell.moved_by_ends)
     if other.id != cell.id and not cell.plain and not chance:
-        slack = 1e-6 if cell.binding != "torch" and cell["weights"] in NORMS else 10 * tolerance
+        slack = 10 * tolerance
+        if cell.binding != "torch":  # (some of Keras' sums are of float32; they decide how a message is rounded)
+            slack = max(slack, 1e-6 if cell["travel"] == "none" else 2e-3)
         for one, due in zip(runs, run_ranks(other, make), strict=True):
             if isinstance(due, BaseException):
                 found.append(f"{other.id} raises {type(due).__name__}: {due}")
@@ -182,7 +184,8 @@ def problems(cell: Cell, make: Callable[[Cell, int | None], Any], equivalent: Ca
     for one in runs:
         if one.rates != plain.rates and not (arm.late and cell.binding != "torch"):  # (Keras counts rounds)
             found.append("learning rates or momenta are not the plain run's")
-    if runs[0].frozen and arm.mixes and arm.algorithm in MEAN_KEPT:
+    overwritten = cell["averages"] == "ema-overwrite"  # (by Keras, frozen ones too)
+    if runs[0].frozen and arm.mixes and arm.algorithm in MEAN_KEPT and not overwritten:
         kept = np.mean([one.frozen[0] for one in runs], axis=0)
         if not np.allclose(runs[0].frozen[1], kept, rtol=1e-4 + tolerance, atol=1e-4 + tolerance):
             found.append("a frozen parameter is the ranks' mean after a drain: it has moved")
