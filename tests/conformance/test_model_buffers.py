@@ -295,6 +295,11 @@ def test_a_models_buffers_are_not_searched_for_among_all_objects(monkeypatch):
     assert dict(buffers.now())["norm.running_mean"] is model.norm.running_mean
 
 
+def test_buffers_of_a_torchscript_module_are_taken_as_they_are():
+    model = torch.nn.Sequential(torch.jit.script(torch.nn.BatchNorm1d(3)), torch.nn.BatchNorm1d(3))
+    assert [name for name, _ in NamedBuffers(model.named_buffers()).now()] == [n for n, _ in model.named_buffers()]
+
+
 @all_wrappers
 def test_a_buffer_with_another_shape_on_a_rank_is_left_alone_and_named(wrapper):
     """A rotary table that has grown with the longest sentence of a rank."""
