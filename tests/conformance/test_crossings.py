@@ -46,8 +46,6 @@ CELLS = (
         *bindings.cells("keras", 1, bindings.KERAS_FEW, ()),
         *bindings.cells("keras-graph", 1, bindings.GRAPH_FEW, ()),
         *(Cell("keras", arm, {"weights": level}) for arm in bindings.KERAS_FEW for level in ("non-neg", "unit-norm")),
-        Cell("keras", "eager-all", {"averages": "ema-overwrite", "training": "freeze-at-drain"}),
-        Cell("torch", "eager-solo-plain", {"optimizer": "counting", "middle": "elastic"}),
     ]
 )
 

@@ -197,6 +197,45 @@ def test_a_new_rank_gets_the_backward_passes_of_a_step():
     np.testing.assert_allclose(seen, [weights] * 3, rtol=1e-5)
 
 
+# -- what is counted across a membership change ------------------------------------------------------------------------
+
+
+class TwoBuckets(TorchJob):
+    """One rank's script with two parameters in a bucket each."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.ParameterList([torch.ones(1), torch.ones(1)])
+        plain = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.opt = hvd_torch.EagerOptimizer(plain, quorum="all", bucket_cap_mb=1e-6)
+        self.state = hvd_torch.elastic.TorchState(model=self.model, optimizer=self.opt)
+
+    def take(self, spoilt: int | None) -> None:
+        """A step in which the gradient of one parameter is NaN, and its bucket goes empty."""
+        self.opt.zero_grad()
+        sum(p.sum() * (np.nan if i == spoilt else 1.0) for i, p in enumerate(self.model)).backward()
+        self.opt.step()
+
+
+def test_gradients_are_counted_by_bucket_across_a_change_of_the_ranks():
+    """A bucket that lacks one before the change and another that lacks one after it: 3 gradients each, not 2 and 2."""
+
+    def before(rank: int) -> Any:
+        one = TwoBuckets()
+        one.state.sync()
+        for spoilt in (0, None):
+            one.take(spoilt)
+        one.opt.drain()
+        return one
+
+    def after(rank: int, one: Any) -> tuple[int, int]:
+        for spoilt in (1, None):
+            one.take(spoilt)
+        one.opt.drain()
+        return one.opt.stats().gradients_produced, one.opt.stats().gradients_applied
+
+    assert among_others(2, trained(2, before), TwoBuckets, after) == [(3, 6)] * 2
+
+
 # -- a commit between two passes of a step -----------------------------------------------------------------------------
 
 

@@ -137,6 +137,33 @@ def test_a_model_is_compiled_again_with_a_layer_frozen():
     assert not np.array_equal(one[1][0], one[2][0])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "passes"),
+    [("float32", None), ("float32", 2), ("bfloat16", None)],
+    ids=["plain", "accumulated", "bfloat16"],
+)
+def test_averages_of_frozen_variables_are_those_of_plain_keras(dtype: str, passes: int | None):
+    """Keras averages and overwrites them too, in each update; a round moves no frozen variable."""
+
+    def train(wrap: Any) -> list[float]:
+        variables = [keras.Variable(1.0, dtype=dtype, name=name) for name in ("moving", "frozen")]
+        averaged = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
+        opt = wrap(sgd(0.25, momentum=0.5, gradient_accumulation_steps=passes, **averaged))
+        opt.build(variables)
+        gradients = [tf.constant(gradient, dtype) for gradient in (1.0, 2.0)]
+        for step in range(12):
+            variables[1].trainable = not 4 <= step < 8
+            there = 1 if 4 <= step < 8 else 2
+            opt.apply(gradients[:there], variables[:there])
+        averages = opt._model_variables_moving_average
+        return [float(keras.ops.cast(one, "float32")) for one in (*variables, *averages)]
+
+    def wrapped(rank: int) -> list[float]:
+        return train(lambda inner: hvd.EagerOptimizer(inner, quorum="all", weight_prediction=0))
+
+    assert Cluster(1).run(wrapped) == [train(lambda inner: inner)]
+
+
 # -- ending by rounds -----------------------------------------------------------------------------------------
 
 

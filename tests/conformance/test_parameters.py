@@ -25,6 +25,21 @@ HALVING = Case("halving", "sgd", 1.0, momentum=0.5)
 # -- without gradient -----------------------------------------------------------------------------------------
 
 
+@all_modes
+@pytest.mark.parametrize("cap", [TINY, 25.0], ids=["apart", "together"])
+def test_a_missing_gradient_counts_as_zero_in_whatever_bucket(binding, cap):
+    """As in Horovod: weight decay moves the parameter, on ranks of which none or one has a gradient for it."""
+    case = Case("decay", "sgd", 0.5, weight_decay=0.5)
+
+    def train(rank: int) -> list[float]:
+        one = binding.vectors([1, 1, 1], case, start=1.0, quorum="all", bucket_cap_mb=cap)
+        one.take(None, 0.0 if rank else None, 0.0)
+        one.opt.drain()
+        return one.weights().tolist()
+
+    assert Cluster(2).run(train) == [[0.75] * 3] * 2
+
+
 # -- frozen ---------------------------------------------------------------------------------------------------
 
 
