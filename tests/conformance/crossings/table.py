@@ -63,8 +63,8 @@ class Arm:
 
     @property
     def holdable(self) -> bool:
-        """Whether ranks continue while one has not begun its step."""
-        return self.late and self.algorithm != "osgp"
+        """Whether ranks continue while one has not begun its step. (A majority waits for the rank that it draws.)"""
+        return self.late and self.algorithm != "osgp" and self.options.get("quorum") != "majority"
 
     @property
     def mixes(self) -> bool:
