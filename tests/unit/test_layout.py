@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import pathlib
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -81,6 +83,7 @@ def module_of(path: pathlib.Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
 def imports(path: pathlib.Path) -> set[str]:
     """All modules that a file imports, anywhere in it, as absolute dotted names."""
     found: set[str] = set()
@@ -102,7 +105,6 @@ def imports(path: pathlib.Path) -> set[str]:
 
 
 LIBRARY = [path for path in sources() if not path.is_relative_to(ROOT / "tests")]
-identify = {"ids": lambda path: str(path.relative_to(ROOT))}
 
 
 def test_every_module_has_its_place():
@@ -110,24 +112,26 @@ def test_every_module_has_its_place():
     assert not unknown, f"add {unknown} to STOREYS, each above all that it imports"
 
 
-@pytest.mark.parametrize("path", LIBRARY, **identify)
-def test_imports_point_down(path):
-    own = unit(module_of(path))
-    for name in imports(path):
-        target = unit(name)
-        if not name.startswith("hvd_async.") or target == own:
-            continue
-        assert own != "hvd_async", f"hvd_async/__init__.py imports {name}: it must import no part when it is imported"
-        assert STOREY[target] < STOREY[own], f"{own} imports {name}, which stands above it or on its floor"
+def pairs() -> Iterator[tuple[pathlib.Path, str]]:
+    """Each file of ``LIBRARY`` with each module that it imports."""
+    return ((path, name) for path in LIBRARY for name in sorted(imports(path)))
 
 
-@pytest.mark.parametrize("path", LIBRARY, **identify)
-def test_frameworks_stay_in_their_bindings(path):
-    own = unit(module_of(path))
-    for name in imports(path):
-        if name.split(".")[0] in FRAMEWORKS:
-            allowed = MAY.get(own, set())
-            assert any(f"{name}.".startswith(f"{a}.") for a in allowed), f"{own} imports {name}"
+def test_imports_point_down():
+    """``hvd_async/__init__.py`` imports no part: ``import hvd_async`` is to need no framework."""
+
+    def up(own: str, name: str) -> bool:
+        inside = name.startswith("hvd_async.") and unit(name) != own
+        return inside and (own == "hvd_async" or STOREY[unit(name)] >= STOREY[own])
+
+    found = [f"{module_of(path)} imports {name}" for path, name in pairs() if up(unit(module_of(path)), name)]
+    assert not found, "what is imported stands higher or on the same floor"
+
+
+def test_frameworks_stay_in_their_bindings():
+    for path, name in pairs():
+        allowed = tuple(f"{each}." for each in MAY.get(unit(module_of(path)), ()))
+        assert name.split(".")[0] not in FRAMEWORKS or f"{name}.".startswith(allowed), f"{path} imports {name}"
 
 
 BENCHMARKS = {
@@ -138,13 +142,12 @@ BENCHMARKS = {
 """Parts of the benchmarks, and what each may import of them: the launching side imports no job, so no framework."""
 
 
-@pytest.mark.parametrize("path", [path for path in LIBRARY if "benchmarks" in path.parts], **identify)
-def test_benchmarks_point_down(path):
-    own = module_of(path).split(".")[2:3]
-    for name in imports(path):
-        parts = name.split(".")
-        if own and name.startswith("scripts.benchmarks."):
-            assert parts[2] in BENCHMARKS[own[0]], f"{module_of(path)} imports {name}"
+def test_benchmarks_point_down():
+    def part(name: str) -> str | None:
+        return name.split(".")[2] if name.startswith("scripts.benchmarks.") else None
+
+    inside = {(part(module_of(path)), part(name)) for path, name in pairs()}
+    assert not [f"{own} imports {other}" for own, other in inside if own and other and other not in BENCHMARKS[own]]
 
 
 def family(module: str) -> str | None:
@@ -153,11 +156,9 @@ def family(module: str) -> str | None:
     return parts[2] if parts[:2] == ["hvd_async", "algorithms"] and len(parts) > 2 and parts[2] in FAMILIES else None
 
 
-@pytest.mark.parametrize("path", LIBRARY, **identify)
-def test_no_family_imports_another(path):
-    own = family(module_of(path))
-    for name in imports(path):
-        assert own is None or family(name) in (None, own), f"{module_of(path)} imports {name}"
+def test_no_family_imports_another():
+    families = ((module_of(path), name) for path, name in pairs() if family(module_of(path)) and family(name))
+    assert not [f"{own} imports {name}" for own, name in families if family(own) != family(name)]
 
 
 def pure_files() -> list[pathlib.Path]:
@@ -166,13 +167,12 @@ def pure_files() -> list[pathlib.Path]:
     return [path for folder in folders for path in sorted(folder.glob("*.py")) if path.stem in PURE]
 
 
-@pytest.mark.parametrize("path", pure_files(), **identify)
-def test_what_is_pure_needs_of_the_runtime_only_messages(path):
-    for name in imports(path):
-        if name.startswith("hvd_async.runtime"):
-            assert name.split(".")[-1] in FOR_PURE, f"{module_of(path)} imports {name}"
-        if name.startswith("hvd_async.algorithms."):
-            assert name.split(".")[-1] in {*PURE, *FAMILIES}, f"{module_of(path)} imports {name}"
+def test_what_is_pure_needs_of_the_runtime_only_messages():
+    allowed = {"hvd_async.runtime": FOR_PURE, "hvd_async.algorithms.": {*PURE, *FAMILIES}}
+    for path in pure_files():
+        for name in imports(path):
+            for part, names in allowed.items():
+                assert not name.startswith(part) or name.split(".")[-1] in names, f"{module_of(path)} imports {name}"
 
 
 def test_each_family_has_its_pure_half():
@@ -227,13 +227,14 @@ def names_decided_by(tree: ast.AST) -> set[str]:
     return {leaf.value for leaf in texts if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str)}
 
 
-@pytest.mark.parametrize("path", [path for path in LIBRARY if path.is_relative_to(ROOT / "hvd_async")], **identify)
-def test_no_code_decides_by_an_algorithms_name(path):
+def test_no_code_decides_by_an_algorithms_name():
     """The tables of the families answer; they alone are by name."""
-    tables = family(module_of(path)) is not None and path.stem == "config"
     ours = ALGORITHMS.keys() - FAMILIES - set(BUFFERS)  # ("eager" is the name of a family too, "local" a policy)
-    decided = names_decided_by(ast.parse(path.read_text(encoding="utf-8")))
-    assert tables or not decided & ours, "ask the registry what sets the algorithm apart"
+    for path in LIBRARY:
+        tables = family(module_of(path)) is not None and path.stem == "config"
+        if path.is_relative_to(ROOT / "hvd_async") and not tables:
+            decided = names_decided_by(ast.parse(path.read_text(encoding="utf-8")))
+            assert not decided & ours, f"{path}: ask the registry what sets the algorithm apart"
 
 
 def test_the_reader_of_decisions_sees_all_kinds():
@@ -241,10 +242,9 @@ def test_the_reader_of_decisions_sees_all_kinds():
     assert names_decided_by(ast.parse(code)) == set("xyzuvw")
 
 
-@pytest.mark.parametrize("path", LIBRARY, **identify)
-def test_every_file_says_what_it_is(path):
-    text = path.read_text(encoding="utf-8")
-    assert not text.strip() or ast.get_docstring(ast.parse(text)), "no module docstring"
+def test_every_file_says_what_it_is():
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in LIBRARY}
+    assert not [path for path, tree in trees.items() if tree.body and not ast.get_docstring(tree)]
 
 
 def test_no_test_folder_hides_a_framework():
