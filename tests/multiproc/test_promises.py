@@ -116,6 +116,15 @@ def test_fit_weights_batches_of_different_sizes_and_numbers(job: RunJob) -> None
         assert rank["applied"] == 28
 
 
+def test_fit_that_ends_by_rounds_meets_at_its_end(job: RunJob) -> None:
+    """Metrics are averaged and weights equal, whatever number of steps a rank took."""
+    ranks = TENSORFLOW.case(job, "fitted by rounds")
+    for rank in ranks:
+        assert [rank[key] for key in ("end", "weights")] == [ranks[0][key] for key in ("end", "weights")]
+        assert 12 <= rank["rounds"] <= 15
+        assert rank["applied"] == rank["produced"]
+
+
 @pytest.mark.parametrize("setting", [*ALL, TORCH_4, TENSORFLOW_4, *MPI[1:], TORCHRUN_4], ids=str)
 def test_the_job_ends_well(job: RunJob, setting: Setting) -> None:
     job(setting).check().case("end")

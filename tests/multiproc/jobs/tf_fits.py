@@ -104,8 +104,32 @@ def by_samples(report: Report) -> None:
     )
 
 
+def by_rounds(report: Report) -> None:
+    """An epoch that ends by rounds, after as many steps of this rank as there were; its end is a meeting as any."""
+    model = network()
+    optimizer = hvd.EagerOptimizer(keras.optimizers.SGD(0.05), pace="rounds")
+    model.compile(optimizer=optimizer, loss="mse", jit_compile=False)
+    inputs = np.random.default_rng(hvd.rank()).normal(size=(16, 8)).astype(np.float32)
+    data = tf.data.Dataset.from_tensor_slices((inputs, inputs.sum(axis=1, keepdims=True))).batch(4 + 2 * hvd.rank())
+    meeting = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+    callbacks = [*meeting, hvd.callbacks.StopAtRounds(12)]
+    history = model.fit(
+        data.repeat(), steps_per_epoch=1000, verbose=0, callbacks=callbacks, validation_data=(inputs, inputs[:, :1])
+    ).history
+    stats = optimizer.stats()
+    report.put(
+        "fitted by rounds",
+        end=[history["loss"], history["val_loss"]],
+        rounds=optimizer.rounds,
+        weights=crc(model.trainable_variables),
+        applied=stats.gradients_applied,
+        produced=stats.total_produced,
+    )
+
+
 def run(_: Any, report: Report, _part: Part) -> None:
     """All cases."""
     gossip(report)
     by_samples(report)
+    by_rounds(report)
     leaders(report)
