@@ -111,7 +111,7 @@ def run(
             late = launcher.poll() is None
         code = launcher.wait(GOODBYE)
         if code != 0 or (folder / "unfinished").exists():
-            output_end = (folder / "output").read_text(errors="replace")[-4000:]
+            output_end = (folder / "output").read_text(errors="replace")[-20_000:]
             ended = f"by force after {limit:.0f} s" if late else f"with exit code {code}"
             raise JobError(f"{output_end}\nthe job {job} at {ranks} ranks ended {ended}; above is its last output")
         return blocks
