@@ -28,7 +28,7 @@ HALVING = Case("halving", "sgd", 1.0, momentum=0.5)
 @all_modes
 @pytest.mark.parametrize("cap", [TINY, 25.0], ids=["apart", "together"])
 def test_a_missing_gradient_counts_as_zero_in_whatever_bucket(binding, cap):
-    """As in Horovod: weight decay moves the parameter, on ranks of which none or one has a gradient for it."""
+    """As in Horovod: weight decay moves a parameter whether one rank has a gradient for it or none has."""
     case = Case("decay", "sgd", 0.5, weight_decay=0.5)
 
     def train(rank: int) -> list[float]:

@@ -62,7 +62,7 @@ def test_strangers_with_keys_of_their_own_keep_no_rank_out():
         assert {made.hear() for _ in range(2)} == {(rank, Hello("good", rank)) for rank in range(2)}
         assert made.hub.hear(0.05) is None
         for stranger in strangers:
-            stranger._uplink.close(0)  # (what it said is never taken: it would wait for that, two seconds each)
+            stranger._uplink.close(0)  # (else it waits two seconds for its message to be accepted)
 
 
 # -- descriptors ----------------------------------------------------------------------------------------------

@@ -199,8 +199,8 @@ def _averaged(own: Any, everyones: Sequence[Any]) -> Any:
 class StopAtRounds(Draining):
     """End ``fit()`` when the weights have seen ``rounds`` rounds: the end of a job with ``pace="rounds"``.
 
-    Ranks then take different numbers of steps, so give ``fit()`` one epoch of a data set that repeats, which all of
-    them end. This callback alone drains when ``fit()`` ends; others may meet at the end of the epoch.
+    Ranks then take different numbers of steps, so give ``fit()`` a single epoch of a data set that repeats. Callbacks
+    that average metrics at the end of the epoch may be used with it.
 
     Args:
         rounds: of the optimizer, those before a resumed checkpoint included.

@@ -105,7 +105,7 @@ def by_samples(report: Report) -> None:
 
 
 def by_rounds(report: Report) -> None:
-    """An epoch that ends by rounds, after as many steps of this rank as there were; its end is a meeting as any."""
+    """``fit()`` ends after 12 rounds, however many steps this rank took, with validation and averaged metrics."""
     model = network()
     optimizer = hvd.EagerOptimizer(keras.optimizers.SGD(0.05), pace="rounds")
     model.compile(optimizer=optimizer, loss="mse", jit_compile=False)
