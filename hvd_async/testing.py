@@ -232,6 +232,7 @@ class MemoryCollectives:
     """
 
     failure: type[Exception] = InjectedError
+    in_order = False
     on_gpu = False
 
     def __init__(self, board: Switchboard, rank: int, size: int) -> None:

@@ -61,6 +61,30 @@ class _Flight:
     group: Hashable
 
 
+class CollectiveOrder:
+    """Starts collectives in the order of the coordinator's commands, which is the same on all ranks.
+
+    Each collective gets its turn when its command arrives. If it has to wait, for a message that is not queued yet or
+    because its name is in use, all later ones wait too.
+    """
+
+    def __init__(self) -> None:
+        self._free = self._next = 0
+        self._starts: dict[int, Callable[[], None]] = {}
+
+    def turn(self) -> int:
+        """Reserve the next turn."""
+        self._free += 1
+        return self._free - 1
+
+    def start(self, turn: int | None, start: Callable[[], None]) -> None:
+        """Call ``start`` when it is its turn; None: the next one."""
+        self._starts[self.turn() if turn is None else turn] = start
+        while self._next in self._starts:
+            self._starts.pop(self._next)()
+            self._next += 1
+
+
 class Engine:
     """Engine of a process, for any number of optimizers. Start it once; a stopped engine is replaced, not restarted.
 
@@ -94,6 +118,7 @@ class Engine:
         self._looks_at = 0.0
         """The time (``time.monotonic``) by which a sleeping engine wakes up without a post; 0 if it does not."""
         self._in_flight: list[_Flight] = []
+        self._order = CollectiveOrder() if collectives.in_order else None
         self._watched: list[Handle] = []
         """The collectives to be polled: the last one of each group in flight, and all that have stages."""
         self._participants: dict[int, Worker] = {}
@@ -337,19 +362,37 @@ class Engine:
         assert self._channel is not None
         self._channel.send(event)
 
-    def submit(self, start: Callable[[], Handle], done: Callable[[Vector], None], group: Hashable = None) -> None:
+    def turn(self) -> int | None:
+        """Reserve the next turn, see ``RankRuntime.turn`` (engine thread)."""
+        return None if self._order is None else self._order.turn()
+
+    def submit(
+        self,
+        start: Callable[[], Handle],
+        done: Callable[[Vector], None],
+        group: Hashable = None,
+        turn: int | None = None,
+    ) -> None:
         """Start a collective; ``done`` will be called with its result (engine thread).
 
         Args:
-            start: starts the collective.
+            start: starts the collective; called later if it has to wait for its turn.
             done: takes the result.
             group: equal for collectives whose results are only useful together; None for a separate one. While a later
                 one of a group is in flight, the engine does not wake up for the earlier ones, since polling costs more
                 than it gains. Collectives with stages are always polled: ranks may have submitted a group in different
                 orders, and would poll different ones.
+            turn: its turn, if one was reserved.
         """
-        handle = start()
-        self._in_flight.append(_Flight(handle, done, object() if group is None or handle.in_stages else group))
+
+        def begin() -> None:
+            handle = start()
+            self._in_flight.append(_Flight(handle, done, object() if group is None or handle.in_stages else group))
+
+        if self._order is None:
+            begin()
+        else:
+            self._order.start(turn, begin)
 
     def _report_leaving(self) -> None:
         self._leaving = True

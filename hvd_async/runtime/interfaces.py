@@ -137,7 +137,7 @@ def lane_of(name: str) -> str:
     """Return the lane of a collective: its name without the number at its end.
 
     All ranks of a process set submit the collectives of a lane in the same order. Collectives of different lanes may be
-    submitted in different orders; a data plane that matches collectives by order must allow for that.
+    submitted in different orders, unless the data plane is ``in_order``.
     """
     stem, _, number = name.rpartition(".")
     return stem if number.isdigit() else name
@@ -146,7 +146,8 @@ def lane_of(name: str) -> str:
 class Collectives(Protocol):
     """Collectives of a framework, over Horovod or torch.distributed. Only the engine thread calls its methods.
 
-    Horovod matches the ranks' collectives by their names, a process group by their order in each lane (``lane_of``).
+    Horovod matches the ranks' collectives by their names, a process group of Gloo by their order in each lane
+    (``lane_of``), and one of NCCL by their order.
     ``process_set`` is Horovod's (or a test's) object for some of the ranks, None for all; ``root`` is a global rank.
     """
 
@@ -155,6 +156,8 @@ class Collectives(Protocol):
     host: str
     failure: type[Exception]
     """The framework's error after a failure of Horovod. A lost rank is raised as this type, for elastic training."""
+    in_order: bool
+    """Whether all ranks must submit all collectives in the same order, which is that of the coordinator's commands."""
 
     @property
     def on_gpu(self) -> bool:
@@ -340,5 +343,15 @@ class RankRuntime(Protocol):
     def send(self, event: Event) -> None:
         """Send an event to the coordinator (engine's side)."""
 
-    def submit(self, start: Callable[[], Handle], done: Callable[[Vector], None], group: Hashable = None) -> None:
-        """Start a collective; ``done`` will be called with its result (engine's side)."""
+    def turn(self) -> int | None:
+        """Reserve the next turn for a collective that may start later, when its command arrives (engine's side). None
+        if the data plane is not ``in_order``."""
+
+    def submit(
+        self,
+        start: Callable[[], Handle],
+        done: Callable[[Vector], None],
+        group: Hashable = None,
+        turn: int | None = None,
+    ) -> None:
+        """Start a collective, in its turn; ``done`` will be called with its result (engine's side)."""

@@ -150,6 +150,11 @@ class Combined(NamedTuple):
     problem: str | None = None
 
 
+def _is_collective(command: RunCollective) -> bool:
+    """Return whether ranks exchange vectors; else the coordinator has already answered the call."""
+    return command.problem is None and command.kind != "compare"
+
+
 class CollectiveCalls:
     """Collectives of one optimizer on one rank, one at a time.
 
@@ -164,7 +169,7 @@ class CollectiveCalls:
         self._own: Vector = None
         """This rank's vector, until it is submitted (engine thread)."""
         self._result: Combined | None = None
-        self._commands: deque[RunCollective] = deque()
+        self._commands: deque[tuple[RunCollective, int | None]] = deque()
         self._busy = False
         self.cancelled = False
         """Whether no result will arrive, because the optimizer was discarded."""
@@ -211,16 +216,16 @@ class CollectiveCalls:
 
     def run(self, command: RunCollective) -> None:
         """Submit a collective that the coordinator has commanded, after all earlier ones."""
-        self._commands.append(command)
+        self._commands.append((command, self._engine.turn() if _is_collective(command) else None))
         self._next()
 
     def _next(self) -> None:
         while self._commands and not self._busy:
-            self._submit(self._commands.popleft())
+            self._submit(*self._commands.popleft())
 
-    def _submit(self, command: RunCollective) -> None:
+    def _submit(self, command: RunCollective, turn: int | None) -> None:
         called = self._engine.rank in command.ranks
-        if command.problem is not None or command.kind == "compare":
+        if not _is_collective(command):
             self._over(command, called, None)
             return
         self._busy = True
@@ -239,7 +244,7 @@ class CollectiveCalls:
             self._over(command, called, result)
             self._next()
 
-        self._engine.submit(start, landed)
+        self._engine.submit(start, landed, turn=turn)
 
     def _over(self, command: RunCollective, called: bool, result: Vector) -> None:
         if not called:

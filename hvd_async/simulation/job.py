@@ -289,6 +289,7 @@ class RankCollectives:
     """Data plane of one simulated rank, on ``Collectives`` of NumPy vectors."""
 
     failure: type[Exception] = RuntimeError
+    in_order = False
     host = "simulated"
     on_gpu = False
 
@@ -547,7 +548,16 @@ class Rank:
             self._job.senders.append(self)
         self.outbox.append(event)
 
-    def submit(self, start: Callable[[], Any], done: Callable[[Vector], None], group: Hashable = None) -> None:
+    def turn(self) -> None:
+        """Return None: the order is free."""
+
+    def submit(
+        self,
+        start: Callable[[], Any],
+        done: Callable[[Vector], None],
+        group: Hashable = None,
+        turn: int | None = None,
+    ) -> None:
         """Submit this rank's part of a collective."""
         start().then = done
 

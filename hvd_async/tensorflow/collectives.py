@@ -189,6 +189,7 @@ class HorovodCollectives:
     """
 
     failure: type[Exception] = HorovodInternalError
+    in_order = False
 
     def __init__(self) -> None:
         if not hvd.is_initialized():

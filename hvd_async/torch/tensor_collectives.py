@@ -71,6 +71,7 @@ class TensorCollectives:
     """Base class of the data planes for torch tensors."""
 
     rank: int
+    in_order = False
 
     def __init__(self) -> None:
         self._cuda: torch.device | None = None

@@ -1,11 +1,14 @@
 """The data plane on torch.distributed: private process groups, of Gloo for tensors on a CPU and of NCCL on GPUs.
 
-A process group matches collectives by the order in which each rank submits them. Ranks may submit collectives of
-different lanes (``interfaces.lane_of``) in different orders: of another bucket, of another optimizer. So each lane has
-a process group of its own. Within a lane collectives are submitted in the order of the coordinator's commands, on all
-ranks.
+A process group matches collectives by the order in which each rank submits them.
 
-Completion wakes the engine, so nothing is polled on a CPU.
+On a CPU ranks may submit collectives of different lanes (``interfaces.lane_of``) in different orders: of another
+bucket, of another optimizer. So each lane has a process group of its own. Within a lane collectives are submitted in
+the order of the coordinator's commands, on all ranks. Completion wakes the engine, so nothing is polled.
+
+On GPUs that would not be safe: NCCL's kernels wait on the device for the other ranks', and two kernels that share a
+hardware queue run in the order in which they were launched. So all collectives are submitted in the order of the
+coordinator's commands (``in_order``), and the ranks share one process group.
 """
 
 from __future__ import annotations
@@ -127,7 +130,7 @@ class TorchCollectives(TensorCollectives):
         self.rank, self.size = self._world.rank, self._world.size
         self.host = os.environ.get("HVD_ASYNC_HOST") or socket.gethostname()
         staged = os.environ.get("HVD_ASYNC_STAGE", "0") not in ("", "0")
-        self._nccl = streams.gpu.has_nccl and not staged
+        self._nccl = self.in_order = streams.gpu.has_nccl and not staged
         self._groups: dict[tuple[Any, ...], Any] = {}
         self._waiters: dict[tuple[Any, ...], _Waiter] = {}
         self._unfinished: list[Callable[[], bool]] = []
@@ -138,15 +141,18 @@ class TorchCollectives(TensorCollectives):
         self._wake = wake
 
     def stop(self) -> None:
-        """Close the process groups. If collectives are in flight, which will never end, the groups are left to the end
-        of the process, which then runs no C++ destructors: these would wait for the other ranks."""
+        """Close the process groups. If collectives are in flight, which will never end, Gloo's are left to the end of
+        the process, which then runs no C++ destructors: these would wait for the other ranks."""
         self._wake = lambda: None
         for waiter in self._waiters.values():
             waiter.close()
         if all(is_done() for is_done in self._unfinished):
-            self._world.close([group for group in self._groups.values() if isinstance(group, dist.ProcessGroupGloo)])
+            self._world.close([group for (*_, on_gpu), group in self._groups.items() if not on_gpu])
         else:
             exit_status.skip_destructors()
+        for (*_, on_gpu), group in self._groups.items():
+            if on_gpu:
+                group.abort()  # (waits for no rank, unlike ``shutdown``, and ends kernels that wait for one)
         self._groups.clear()
 
     # -- process groups -------------------------------------------------------------------------------------------
@@ -155,8 +161,8 @@ class TorchCollectives(TensorCollectives):
         return tuple(range(self.size)) if process_set is None else tuple(process_set.ranks)
 
     def _group(self, name: str, process_set: Any, on_gpu: bool) -> Any:
-        """Return the process group of a collective's lane; all ranks of a new lane make it together."""
-        key = (lane_of(name), self._ranks(process_set), on_gpu)
+        """Return the process group of a collective's lane, on GPUs of all collectives; its ranks make it together."""
+        key = ("" if on_gpu else lane_of(name), self._ranks(process_set), on_gpu)
         if key not in self._groups:
             limit = timedelta(seconds=time_limits.connect_timeout())
             self._groups[key] = (
@@ -167,11 +173,11 @@ class TorchCollectives(TensorCollectives):
         return self._groups[key]
 
     def _nccl_group(self, key: tuple[Any, ...]) -> Any:
-        """Return a new NCCL process group. (Written for a GPU, and never run on one.)"""
+        """Return a new NCCL process group."""
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = FOREVER
         options.is_high_priority_stream = True
-        store = self._world.store_of(f"engine.{key[0]}.nccl", key[1])
+        store = self._world.store_of("engine.nccl", key[1])
         # A late rank is no error here, and a lost one is for the coordinator to name.
         with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"):
             return dist.ProcessGroupNCCL(store, key[1].index(self.rank), len(key[1]), options)

@@ -22,6 +22,7 @@ import pytest
 
 from hvd_async.algorithms.eager.quorum import AutoQuorum, Grace
 from hvd_async.errors import ProtocolError
+from hvd_async.runtime.engine import CollectiveOrder
 from hvd_async.runtime.interfaces import Vector, Wait, lane_of
 from hvd_async.runtime.machine import StateMachine
 from hvd_async.runtime.process_sets import RankGroup
@@ -128,6 +129,8 @@ class Rank:
         self.place, self.rank, self.size = place, drive.numbers[place], max(drive.numbers) + 1
         self.random = random.Random(f"{drive.job.seed} {place}")
         self.collectives: Any = RankCollectives(self.rank, self.size, drive)  # type: ignore[arg-type]
+        self.collectives.in_order = drive.in_order
+        self._order = CollectiveOrder() if drive.in_order else None
         self.changed = Unlocked()
         self.clock = lambda: drive.now
         self.worker: Any = None
@@ -175,9 +178,26 @@ class Rank:
         """Put an event on its way."""
         self.outbox.append(event)
 
-    def submit(self, start: Callable[[], Any], done: Callable[[Vector], None], group: Hashable = None) -> None:
+    def turn(self) -> int | None:
+        """Reserve a turn, if collectives must start in order."""
+        return None if self._order is None else self._order.turn()
+
+    def submit(
+        self,
+        start: Callable[[], Any],
+        done: Callable[[Vector], None],
+        group: Hashable = None,
+        turn: int | None = None,
+    ) -> None:
         """Submit this rank's part of a collective."""
-        start().then = done
+
+        def begin() -> None:
+            start().then = done
+
+        if self._order is None:
+            begin()
+        else:
+            self._order.start(turn, begin)
 
 
 @dataclass
@@ -255,10 +275,12 @@ class Drive(abc.ABC):
         drains: the commands that ended each drain or cut.
         moves: the ones that were made.
         illegal_tried: events that the coordinator has refused, as it should.
+        in_order: whether all collectives start in one order, as on NCCL; those of odd seeds.
     """
 
     def __init__(self, job: Job, machine: StateMachine[Any], quick: bool = False) -> None:
         self.job, self.machine, self.numbers, self.quick = job, machine, job.numbers, quick
+        self.in_order = job.seed % 2 == 1
         self.random = random.Random(job.seed)
         self.now = 0.0
         self.log: list[Command] = []
@@ -357,8 +379,8 @@ class Drive(abc.ABC):
         return part
 
     def _check_order(self, name: str, members: Sequence[int], rank: int) -> None:
-        """Check that all ranks submit the collectives of a lane in one order: some data planes match them by order."""
-        lane = lane_of(name), members
+        """Check that all ranks submit the collectives of a lane, or all, in one order: data planes match them by it."""
+        lane = "" if self.in_order else lane_of(name), members
         names, place = self._submitted.setdefault(lane, []), self._places[(*lane, rank)]
         self._places[(*lane, rank)] += 1
         if place == len(names):

@@ -66,6 +66,7 @@ JOBS: Mapping[str, Mapping[str, Job]] = {
         "an average": gossip("1 drain", "drain", algorithm="allreduce", average_every=1),
         "averages": gossip("2 drain 1 drain", "1 drain 1 drain", algorithm="allreduce", average_every=1),
         "sgp and averages": gossip("2 drain", "1 drain", average_every=1),
+        "dpsgd and averages": gossip("3 drain", "2 drain", algorithm="dpsgd", average_every=2),
         "averages of three ranks": gossip("2 drain", "1 leave", "1 drain", algorithm="allreduce", average_every=1),
         "averages that ranks continue from": gossip("3 drain 2 drain", "2 cut 2 drain", **LATER),
         "averages in two stages": gossip("6 drain", "6 drain", **{**LATER, "fragments": 2, "compression": "int8"}),

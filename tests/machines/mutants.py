@@ -179,6 +179,15 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "any(each.index in self._parts_here and not self._parts_coming.remove(each) and "
             "not self._parts_coming.appendleft(each) for each in list(self._parts_coming))",
         ),
+        "second stages of averages have no turn": Mutant(
+            "averages in two stages",
+            DifferenceAverages.submit,
+            "self._turns[command.index] = self._engine.turn()",
+            "self._turns[command.index] = None",
+        ),
+        "messages are announced where collectives start in order": Mutant(
+            "dpsgd and averages", MessageExchange.announce, "self._engine.collectives.in_order", "False"
+        ),
         "a rank does not wait for messages": Mutant("sgp", PushSumWorker.mix_program, "not late", "False"),
         "a rank exchanges messages before it has cut": Mutant(
             "sgp, cuts", MessageExchange.pause, "self._last = last", "pass"

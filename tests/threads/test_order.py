@@ -1,4 +1,4 @@
-"""Commands whose collectives wait for a name keep their order, so that data planes can match collectives by order.
+"""Commands whose collectives wait keep their order, so that data planes can match collectives by order.
 
 That all ranks submit the collectives of a lane in one order is a law of ``tests/machines``.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +22,11 @@ from hvd_async.algorithms.eager.gradient_format import GradientFormat
 from hvd_async.algorithms.eager.rank import RoundsInFlight
 from hvd_async.algorithms.gossip.config import StartExchange
 from hvd_async.algorithms.gossip.rank import Links, MessageExchange
+from hvd_async.algorithms.leader.config import LeaderConfig, StartPull
+from hvd_async.algorithms.leader.rank import PullExecutor
+from hvd_async.algorithms.leader.selection import ALL_RANKS, CENTER
+from hvd_async.runtime.engine import CollectiveOrder
+from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.runtime.protocol import RunCollective
 from hvd_async.runtime.worker import CollectiveCalls
 
@@ -44,9 +50,15 @@ class Engine:
     rank, size, elastic, clock = 0, 2, False, time.monotonic
 
     def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.turns: CollectiveOrder | None = None
+        """If set, all collectives start in order."""
         self.landing: deque[Callable[[Any], None]] = deque()
         self.collectives = SimpleNamespace(
-            zeros=lambda length, dtype: np.zeros(length), allreduce_sum=self.started, broadcast=self.started
+            in_order=False,
+            zeros=lambda length, dtype: np.zeros(length),
+            allreduce_sum=self.started,
+            broadcast=self.started,
         )
         self.order: list[Any] = []
 
@@ -54,25 +66,36 @@ class Engine:
         """Note what is submitted, by its length."""
         self.order.append(len(vector))
 
-    def submit(self, start: Callable[[], Any], done: Callable[[Any], None], group: Any = None) -> None:
-        if group is not None:
-            self.order.append(group[1])
+    def turn(self) -> int | None:
+        return None if self.turns is None else self.turns.turn()
+
+    def submit(self, start: Any, done: Callable[[Any], None], group: Any = None, turn: int | None = None) -> None:
+        def begin() -> None:
+            if group is not None:
+                self.order.append(group[1])
+            else:
+                start()
+            self.landing.append(done)
+
+        if self.turns is None:
+            begin()
         else:
-            start()
-        self.landing.append(done)
+            self.turns.start(turn, begin)
 
     def send(self, event: Any) -> None:
         """No rank hears it."""
 
     def land_all(self, result: Any) -> list[Any]:
-        """Complete one after the other; return what was submitted, in order."""
+        """Complete one after the other; return what was submitted, in order. If all start in order, the engine first
+        submits another participant's collective, "other"."""
+        if self.turns is not None:
+            self.submit(lambda: self.order.append("other"), lambda _: None)
         while self.landing:
             self.landing.popleft()(result)
         return self.order
 
 
-def rounds_submitted() -> list[int]:
-    engine: Any = Engine()
+def rounds_submitted(engine: Any) -> list[Any]:
     wire = GradientFormat(zeros=lambda bucket: np.zeros(2), nbytes=(16,))
     rounds = RoundsInFlight(engine, wire, lambda ready: None, range(2))
     for number in range(1, 6):
@@ -80,8 +103,7 @@ def rounds_submitted() -> list[int]:
     return engine.land_all(np.zeros(2))
 
 
-def exchanges_submitted() -> list[int]:
-    engine: Any = Engine()
+def exchanges_submitted(engine: Any) -> list[Any]:
     engine.collectives.alltoall = lambda *arguments: None
     post: Any = SimpleNamespace(
         members=(), pack=lambda rows: rows, nbytes=8, process_set=None, room=lambda: None, unpack=None
@@ -97,14 +119,29 @@ def exchanges_submitted() -> list[int]:
     return engine.land_all([])
 
 
-def calls_submitted() -> list[int]:
-    engine: Any = Engine()
+def calls_submitted(engine: Any) -> list[Any]:
     calls = CollectiveCalls(engine, None)
     for number in range(1, 6):
         calls.run(RunCollective(0, "sum", "an average", number, "float32", 0, [1]))
     return engine.land_all(np.zeros(1))
 
 
+def pulls_submitted(engine: Any) -> list[Any]:
+    rule: Any = SimpleNamespace(
+        begin=lambda weights: None,
+        position=lambda state, snapshot: snapshot,
+        on_pull=lambda *arguments: (None, []),
+        merge=lambda state, pulled: None,
+    )
+    config = LeaderConfig("easgd", [[0, 1]], 1, 1, "")
+    pulls = PullExecutor(engine, config, rule, RankGroup(None, (0, 1), 0, 0, 2), None)
+    pulls.begin(np.zeros(2), None)
+    for number in range(1, 6):
+        pulls.pull(StartPull(0, number, ALL_RANKS, CENTER))
+    return engine.land_all(np.zeros(2))
+
+
+Submitted = Callable[[Any], list[Any]]
 HOLDING = {
     rounds_submitted: (RoundsInFlight, "_start", "for start in waiting:", "for start in reversed(waiting):"),
     exchanges_submitted: (MessageExchange, "_try_held", "self._held.popleft()", "self._held.pop()"),
@@ -121,7 +158,29 @@ def one_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("one_name")
 @pytest.mark.parametrize("submitted", HOLDING, ids=lambda function: function.__name__)
-def test_held_commands_keep_their_order(submitted: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert submitted() == [1, 2, 3, 4, 5]
+def test_held_commands_keep_their_order(submitted: Submitted, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert submitted(Engine()) == [1, 2, 3, 4, 5]
     broken(monkeypatch, *HOLDING[submitted])
-    assert submitted() != [1, 2, 3, 4, 5], "the fault is not found"
+    assert submitted(Engine()) != [1, 2, 3, 4, 5], "the fault is not found"
+
+
+TURNS = {
+    rounds_submitted: (RoundsInFlight, "go", "self._engine.turn()", "None"),
+    exchanges_submitted: (MessageExchange, "exchange", "self._engine.turn()", "None"),
+    pulls_submitted: (PullExecutor, "pull", "self._engine.turn()", "None"),
+    calls_submitted: (CollectiveCalls, "run", "self._engine.turn() if _is_collective(command) else None", "None"),
+}
+"""What is submitted, and a fault: a collective that is held has no turn until it starts."""
+
+
+@pytest.mark.usefixtures("one_name")
+@pytest.mark.parametrize("submitted", TURNS, ids=lambda function: function.__name__)
+def test_what_starts_in_order_waits_for_held_commands(submitted: Submitted, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_order() -> list[Any]:
+        engine = Engine()
+        engine.turns = CollectiveOrder()
+        return submitted(engine)
+
+    assert in_order()[-1] == "other"
+    broken(monkeypatch, *TURNS[submitted])
+    assert in_order()[-1] != "other", "the fault is not found"

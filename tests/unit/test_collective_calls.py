@@ -23,7 +23,9 @@ def submitted(*commands: RunCollective) -> list[str]:
         allreduce_sum=record,
         broadcast=lambda vector, root, name, *_: record(vector, name),
     )
-    engine: Any = SimpleNamespace(rank=1, collectives=collectives, submit=lambda start, done: start())
+    engine: Any = SimpleNamespace(
+        rank=1, collectives=collectives, turn=lambda: None, submit=lambda start, done, turn: start()
+    )
     for command in commands:
         CollectiveCalls(engine, None).run(command)
     return names

@@ -44,7 +44,7 @@ class Channel:
 
 @pytest.fixture
 def engine() -> Engine:
-    collectives: Any = SimpleNamespace(rank=0, size=2)
+    collectives: Any = SimpleNamespace(rank=0, size=2, in_order=False)
     return Engine(collectives, connect=lambda: pytest.fail("nothing connects"))
 
 
@@ -92,7 +92,9 @@ class Looking(Channel):
 
 def running(channel: Any) -> Engine:
     """An engine whose thread is the test's."""
-    collectives: Any = SimpleNamespace(rank=0, size=2, start=lambda wake: None, stop=lambda: None, failure=OSError)
+    collectives: Any = SimpleNamespace(
+        rank=0, size=2, in_order=False, start=lambda wake: None, stop=lambda: None, failure=OSError
+    )
     return Engine(collectives, connect=lambda: channel)
 
 

@@ -30,7 +30,7 @@ def exchanges(own, sent, senders=(), receivers=(), partner=None, left_out=False)
         to = [place for place, count in enumerate(splits) for _ in range(count)]
         submitted.append((list(zip(to, [header for _, header in packed], strict=True)), coming))
 
-    def submit(start, done):
+    def submit(start, done, turn=None):
         start()
         done([NO_MESSAGE if left_out else HEADER.pack(1, 1.0) for _ in range(sum(submitted[-1][1]))])
 
@@ -40,7 +40,8 @@ def exchanges(own, sent, senders=(), receivers=(), partner=None, left_out=False)
         size=RANKS,
         send=sent.append,
         submit=submit,
-        collectives=SimpleNamespace(alltoall=alltoall),
+        turn=lambda: None,
+        collectives=SimpleNamespace(alltoall=alltoall, in_order=False),
         clock=lambda: 0.0,
     )
     post = SimpleNamespace(

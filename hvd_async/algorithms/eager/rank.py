@@ -106,6 +106,8 @@ class _Start:
     arrived: int
     whole: int | None
     """Number of gradients of this rank's host that belong to the round; None if the rank steps separately."""
+    turn: int | None
+    """Its turn among collectives; None if their order is free."""
 
 
 class RoundsInFlight:
@@ -315,7 +317,7 @@ class RoundsInFlight:
             self._set_hyper(go.round, go.hyper)
         whole = None if self._host is None or go.whole is None else go.whole.of(self._host)
         for bucket, arrived in zip(go.buckets, go.arrived, strict=True):
-            self._start(_Start(go.optimizer, bucket, go.round, arrived, whole))
+            self._start(_Start(go.optimizer, bucket, go.round, arrived, whole, self._engine.turn()))
 
     def _start(self, go: _Start) -> None:
         name, bucket = f"hvd_async.eager.{go.optimizer}.{go.bucket}.{go.round % NAMES_IN_RING}", go.bucket
@@ -363,6 +365,7 @@ class RoundsInFlight:
             ),
             landed,
             group=(go.optimizer, go.round),
+            turn=go.turn,
         )
 
     def settle(self, round_: int, hyper: Hyper | None) -> None:

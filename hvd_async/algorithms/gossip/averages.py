@@ -134,6 +134,8 @@ class DifferenceAverages:
         """Averages whose second stage has not begun (engine thread). Second stages begin in the order of the commands,
         independently of the order in which first stages complete here."""
         self._parts_here: dict[int, dict[int, Vector]] = {}
+        self._turns: dict[int, int | None] = {}
+        """The turns of averages' second stages."""
         """Received parts, by average and place."""
         self._results: dict[int, Average] = {}
         self._first, self.newest = 0, -1
@@ -230,7 +232,8 @@ class DifferenceAverages:
                 first = self._parts_coming.popleft()
                 self._send_mean(first, self._mean(first, self._parts_here.pop(first.index)))
 
-        self._exchange(command, "parts", messages, senders, on_parts)
+        self._exchange(command, "parts", messages, senders, on_parts, self._engine.turn())
+        self._turns[command.index] = self._engine.turn()
 
     def _reduce(self, command: StartAverage, own: Vector | None) -> None:
         vector = self._post.zeros()[self.slice_of(command.part)] if own is None else own
@@ -293,10 +296,17 @@ class DifferenceAverages:
             whole = post.concatenate([by_place[one] for one in range(self._size)])
             self._complete(command, whole[: where.stop - where.start])
 
-        self._exchange(command, "means", [(other, data) for other in others], others, on_means)
+        turn = self._turns.pop(command.index)
+        self._exchange(command, "means", [(other, data) for other in others], others, on_means, turn)
 
     def _exchange(
-        self, command: StartAverage, stage: str, messages: Sequence[tuple[int, Vector]], senders: list[int], then: Any
+        self,
+        command: StartAverage,
+        stage: str,
+        messages: Sequence[tuple[int, Vector]],
+        senders: list[int],
+        then: Any,
+        turn: int | None,
     ) -> None:
         """Submit a stage: ``messages`` to places in ascending order, and one message from each of ``senders``."""
         post, receivers = self._post, {place for place, _ in messages}
@@ -309,7 +319,7 @@ class DifferenceAverages:
         def start() -> Handle:
             return self._engine.collectives.alltoall(rows, splits, coming, name, post.process_set)
 
-        self._engine.submit(start, then)
+        self._engine.submit(start, then, turn=turn)
 
     def _unpacked(self, rows: Rows, senders: list[int]) -> dict[int, Vector]:
         """Return the received vectors by the sender's place; ``senders`` are in ascending order."""

@@ -72,11 +72,15 @@ class Links(NamedTuple):
 
 
 class _Due(NamedTuple):
-    """A commanded exchange, with the number of rows of queued messages to and from each place."""
+    """A commanded exchange, with the number of rows of queued messages to and from each place.
+
+    ``turn`` is its turn among collectives; None if their order is free.
+    """
 
     command: StartExchange
     to: list[int]
     coming: list[int]
+    turn: int | None
 
 
 NO_MESSAGE = HEADER.pack(-1, 0.0)
@@ -132,7 +136,12 @@ class MessageExchange:
         return bool(self._busy)
 
     def announce(self, optimizer: int, key: int) -> None:
-        """Announce that messages of a step, or none, will be queued once messages of earlier steps have arrived."""
+        """Announce that messages of a step, or none, will be queued once messages of earlier steps have arrived.
+
+        Not if collectives must start in order: the exchange would hold up what brings those messages.
+        """
+        if self._engine.collectives.in_order:
+            return
         self._coming.add(key)
         self._engine.send(MessageComing(optimizer, key))
 
@@ -166,7 +175,7 @@ class MessageExchange:
             for place in links.senders:
                 if first <= self._ranks[place] <= last:
                     coming[place] += links.rows
-        self._held.append(_Due(command, to, coming))
+        self._held.append(_Due(command, to, coming, self._engine.turn()))
         self._try_held()
 
     def _try_held(self) -> None:
@@ -188,7 +197,7 @@ class MessageExchange:
         return f"hvd_async.gossip.{command.optimizer}.{command.round % NAMES_IN_RING}"
 
     def _submit(self, due: _Due) -> None:
-        command, splits, coming = due
+        command, splits, coming, turn = due
         name, own, started = self._name(command), self._engine.rank, self._engine.clock()
         self._busy.add(name)
         outgoing = [(key, message, 1.0) for key, message in self._snapshots(command)]
@@ -245,7 +254,7 @@ class MessageExchange:
             post = self._post
             return self._engine.collectives.alltoall(packed, splits, coming, name, post.process_set, post.room())
 
-        self._engine.submit(start, on_complete)
+        self._engine.submit(start, on_complete, turn=turn)
 
 
 # -- messages received -------------------------------------------------------------------------------------------------

@@ -212,7 +212,7 @@ class PullExecutor:
         self.commanded = 0
         self._flying: set[int] = set()
         """Numbers of pulls that this rank takes part in and that have not completed."""
-        self._waiting: list[StartPull] = []
+        self._waiting: list[tuple[StartPull, list[int | None]]] = []
         """Pulls to submit, in order."""
         self._busy: set[int] = set()
         """Groups with a pull in flight."""
@@ -360,7 +360,8 @@ class PullExecutor:
         if command.leader != NO_LEADER:
             with self._engine.changed:
                 self._flying.add(command.round)
-            self._waiting.append(command)
+            turns = [self._engine.turn() for _ in range(1 if self._statistics is None else 2)]
+            self._waiting.append((command, turns))
             self._advance()
 
     def pause(self, last: int) -> None:
@@ -375,15 +376,15 @@ class PullExecutor:
     def _advance(self) -> None:
         """Submit pulls, except pulls that wait for this rank's drain or cut, or for the group's last pull."""
         waiting, self._waiting = self._waiting, []
-        for command in waiting:
+        for command, turns in waiting:
             late = self._last is not None and command.round > self._last
             if late or command.group in self._busy:
-                self._waiting.append(command)
+                self._waiting.append((command, turns))
             else:
                 self._busy.add(command.group)
-                self._submit(command)
+                self._submit(command, *turns)
 
-    def _submit(self, command: StartPull) -> None:
+    def _submit(self, command: StartPull, *turns: int | None) -> None:
         name = f"hvd_async.pull.{command.optimizer}.{command.group}"
         process_set = self._rank_group.process_set if command.group == ALL_RANKS else self._group_set
         collectives, own = self._engine.collectives, command.leader == self._engine.rank
@@ -420,14 +421,20 @@ class PullExecutor:
 
         if statistics is not None:
             self._engine.submit(
-                lambda: collectives.allreduce_sum(statistics + 0, f"{name}.statistics", process_set), on_statistics
+                lambda: collectives.allreduce_sum(statistics + 0, f"{name}.statistics", process_set),
+                on_statistics,
+                turn=turns[0],
             )
         if command.leader == CENTER:
-            self._engine.submit(lambda: collectives.allreduce_sum(snapshot + 0, name, process_set), on_sum)
+            self._engine.submit(
+                lambda: collectives.allreduce_sum(snapshot + 0, name, process_set), on_sum, turn=turns[-1]
+            )
         else:
             vector = snapshot if own else collectives.empty_like(snapshot)
             self._engine.submit(
-                lambda: collectives.broadcast(vector, command.leader, name, process_set), on_leaders_weights
+                lambda: collectives.broadcast(vector, command.leader, name, process_set),
+                on_leaders_weights,
+                turn=turns[-1],
             )
 
     def _ring_bytes(self, command: StartPull, total: Vector) -> float:

@@ -16,7 +16,8 @@ from tests.conformance.cases import CASES
 from tests.conformance.gossip_reference import batch, least_squares
 
 torch.set_num_threads(1)
-os.environ["NCCL_HOSTID"] = f"rank{os.environ.get('HOROVOD_RANK', 0)}"  # (else NCCL refuses ranks that share a GPU)
+OWN = os.environ.get("HOROVOD_RANK") or os.environ.get("RANK", "0")
+os.environ["NCCL_HOSTID"] = f"rank{OWN}"  # (else NCCL refuses ranks that share a GPU)
 DEVICE = torch.device(os.environ.get("HVD_ASYNC_TEST_DEVICE", "cpu"))
 """Where models and batches are; made on the CPU, so that they are the same everywhere."""
 torch.backends.cudnn.allow_tf32 = False
