@@ -62,7 +62,7 @@ if wanted test || wanted nccl; then : >"$out/tests.txt"; fi
 several() { HVD_ASYNC_TEST_DEVICE=cuda checks -k "torch and not mpi" tests/multiproc/test_{equality,gossip,leaders,promises}.py; }
 if wanted test; then
   say "Tests on GPUs"
-  checks -m gpu tests/conformance/test_torch_streams.py
+  checks -m gpu tests/unit/test_torch_streams.py
   several
 fi
 if wanted nccl; then

@@ -164,20 +164,22 @@ class TorchCollectives(TensorCollectives):
         """Return the process group of a collective's lane, on GPUs of all collectives; its ranks make it together."""
         key = ("" if on_gpu else lane_of(name), self._ranks(process_set), on_gpu)
         if key not in self._groups:
-            limit = timedelta(seconds=time_limits.connect_timeout())
-            self._groups[key] = (
-                self._nccl_group(key) if on_gpu else self._world.group(f"engine.{key[0]}", list(key[1]), limit)
-            )
+            make = self._nccl_group if on_gpu else self._gloo_group
+            self._groups[key] = make(key, timedelta(seconds=time_limits.connect_timeout()))
         if self.submitted is not None:
             self.submitted(key, name)
         return self._groups[key]
 
-    def _nccl_group(self, key: tuple[Any, ...]) -> Any:
-        """Return a new NCCL process group."""
+    def _gloo_group(self, key: tuple[Any, ...], limit: timedelta) -> Any:
+        return self._world.group(f"engine.{key[0]}", list(key[1]), limit)
+
+    def _nccl_group(self, key: tuple[Any, ...], limit: timedelta) -> Any:
+        """Return a new NCCL process group, once its ranks are there: NCCL would wait for them without end."""
+        store = self._world.store_of("engine.nccl", key[1])
+        self._world.meet(store, key[1], limit)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = FOREVER
         options.is_high_priority_stream = True
-        store = self._world.store_of("engine.nccl", key[1])
         # A late rank is no error here, and a lost one is for the coordinator to name.
         with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"):
             return dist.ProcessGroupNCCL(store, key[1].index(self.rank), len(key[1]), options)

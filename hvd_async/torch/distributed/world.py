@@ -91,14 +91,29 @@ class World:
             )
         return [self.store.get(f"host/{rank}").decode() for rank in range(self.size)]
 
-    def _missing(self, name: str, own: str, ranks: Sequence[int], limit: timedelta) -> list[int]:
+    def meet(self, store: PrefixStore, ranks: Sequence[int], limit: timedelta) -> None:
+        """Wait until all of some ranks have called this with their new store (``store_of``).
+
+        Raises:
+            HorovodInternalError: a rank did not within the limit.
+        """
+        missing = self._missing("here", "", ranks, limit, store)
+        if missing:
+            raise HorovodInternalError(
+                f"{ranks_text(missing)} did not join the other ranks' process group within "
+                f"{limit.total_seconds():.0f} s. See their output, or set HVD_ASYNC_CONNECT_TIMEOUT to more seconds."
+            )
+
+    def _missing(
+        self, name: str, own: str, ranks: Sequence[int], limit: timedelta, store: PrefixStore | None = None
+    ) -> list[int]:
         """Set this rank's value of a name in the store; return the ranks that have not set theirs within the limit."""
-        keys = [f"{name}/{rank}" for rank in ranks]
-        self.store.set(f"{name}/{self.rank}", own)
+        keys, store = [f"{name}/{rank}" for rank in ranks], store or self.store
+        store.set(f"{name}/{self.rank}", own)
         try:
-            self.store.wait(keys, limit)
+            store.wait(keys, limit)
         except RuntimeError:
-            return [rank for rank, key in zip(ranks, keys, strict=True) if not self.store.check([key])]
+            return [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
         return []
 
     def suspects(self, name: str, ranks: Sequence[int]) -> str:

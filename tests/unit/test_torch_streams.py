@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from hvd_async.algorithms.eager.gradient_format import ReducedRound
 from hvd_async.torch import hyperparameters, streams
 from hvd_async.torch.gradient_format import Layout
 from hvd_async.torch.gradient_replica import Checks
@@ -35,7 +36,7 @@ class TestOnAGpu:
         with streams.on_engine_stream_after(vector):
             total = vector.sum()
         streams.use_here(total).add_(1).item()
-        Checks().empty_unless_finite(0, vector)
+        Checks(1).empty_unless_finite(0, vector)
         streams.copy_to_host(vector[-2:].clone())
 
     def test_a_marked_vector_is_read_while_the_device_is_busy(self):
@@ -72,7 +73,7 @@ class TestOnAGpu:
         first = layout.vector(0, 0.5, False)  # (loads the kernels)
         end = busy_after(first)
         vector = layout.vector(0, 0.5, False)
-        layout.set_gradients([vector], 2.0, set())
+        layout.set_gradients(ReducedRound(1, (vector,), [], (1,)), 2.0, set())
         hyperparameters.read(optimizer.param_groups)
         number = streams.Later(vector[-1])
         assert not end.query(), "something waited"
@@ -90,7 +91,7 @@ class TestOnAGpu:
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
     def test_vectors_that_are_not_finite_are_emptied_there(self, bad):
-        checks = Checks()
+        checks = Checks(2)
         fine, sick = torch.ones(100, device="cuda"), torch.ones(100, device="cuda")
         sick[7] = bad
         torch.cuda._sleep(BUSY)
