@@ -77,6 +77,7 @@ if wanted nccl; then
         | tee -a "$out/tests.txt" || exit 1
     done
     HVD_ASYNC_TEST_NCCL=1 several
+    HVD_ASYNC_TEST_NCCL=1 HVD_ASYNC_TEST_PLANE=torch several
     [ -z "$failed" ]
   ) || failed=1
 fi

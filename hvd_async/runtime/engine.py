@@ -384,15 +384,14 @@ class Engine:
                 orders, and would poll different ones.
             turn: its turn, if one was reserved.
         """
-
-        def begin() -> None:
-            handle = start()
-            self._in_flight.append(_Flight(handle, done, object() if group is None or handle.in_stages else group))
-
         if self._order is None:
-            begin()
+            self._begin(start, done, group)
         else:
-            self._order.start(turn, begin)
+            self._order.start(turn, lambda: self._begin(start, done, group))
+
+    def _begin(self, start: Callable[[], Handle], done: Callable[[Vector], None], group: Hashable) -> None:
+        handle = start()
+        self._in_flight.append(_Flight(handle, done, object() if group is None or handle.in_stages else group))
 
     def _report_leaving(self) -> None:
         self._leaving = True

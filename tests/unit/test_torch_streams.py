@@ -70,9 +70,9 @@ class TestOnAGpu:
         layout = Layout(parameters)
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
-        first = layout.vector(0, 0.5, False)  # (loads the kernels)
+        first = layout.vector(0, 0.5)  # (loads the kernels)
         end = busy_after(first)
-        vector = layout.vector(0, 0.5, False)
+        vector = layout.vector(0, 0.5)
         layout.set_gradients(ReducedRound(1, (vector,), [], (1,)), 2.0, set())
         hyperparameters.read(optimizer.param_groups)
         number = streams.Later(vector[-1])
