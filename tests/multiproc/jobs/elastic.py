@@ -150,7 +150,7 @@ class Process:
         kind, point, victim = self.cases[number]
         hvd, own = self.own.hvd, self.own
         state = own.state(kind, batch=0, alone=0, together=0)
-        seen: dict[str, Any] = {"case": number, "generations": [], "steps": [], "early": []}
+        seen: dict[str, Any] = {"case": number, "generations": [], "steps": [], "early": [], "interrupts": []}
         self.seen.append(seen)
         dead = OUT / f"keep.dead.{number}"
 
@@ -159,13 +159,12 @@ class Process:
             whom = 0 if victim == "first" else hvd.size() - 1
             return not dead.exists() and hvd.size() == RANKS and state.batch == DEATH and hvd.rank() == whom
 
-        @hvd.elastic.run  # type: ignore[untyped-decorator]
         def train(state: Any) -> None:
-            seen["generations"].append([hvd.size(), hvd.rank(), state.batch, own.optimizer.rounds, time.time()])
+            seen["generations"].append([hvd.size(), hvd.rank(), state.batch, own.optimizer.rounds])
             while state.together < TOGETHER:
                 deadly = dies()
                 if deadly:
-                    dead.write_text(json.dumps([HOST, time.time()]))
+                    dead.write_text(HOST)
                     if point == "between":
                         die()
                 own.step(state.batch, point if deadly else None)
@@ -177,13 +176,21 @@ class Process:
                 if dead.exists() and hvd.size() < RANKS:
                     state.alone += 1
                     if state.alone == ALONE + 1 and hvd.rank() == 0:
-                        Hosts.replace(json.loads(dead.read_text())[0], alias(number + 1))
+                        Hosts.replace(dead.read_text(), alias(number + 1))
                 time.sleep(0.01)
                 if state.batch % COMMIT == 0:
                     state.commit()
             own.optimizer.drain()
 
-        train(state)
+        @hvd.elastic.run  # type: ignore[untyped-decorator]
+        def noted(state: Any) -> None:
+            try:
+                train(state)
+            except Exception as error:
+                seen["interrupts"].append(f"{type(error).__name__}: {error}")
+                raise
+
+        noted(state)
         stats = own.optimizer.stats()
         seen |= {"weights": own.weights().tolist(), "batch": state.batch, "steps_counted": stats.steps}
         if kind in EAGER:
