@@ -84,7 +84,7 @@ if [ -n "$nccl" ]; then
   capability=$(py -c 'import torch; print(*sorted({"%d%d" % torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}), sep=",")' 2>/dev/null || true)
   release=$("$cuda/bin/nvcc" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
 fi
-key="horovod-$HOROVOD-p6-$tag-$(uname -m)-torch_${torch:-none}-tensorflow_${tensorflow:-none}-gloo${mpi:+-mpi}${nccl:+-nccl-cuda_$release-sm_${capability:-all}}"
+key="horovod-$HOROVOD-p7-$tag-$(uname -m)-torch_${torch:-none}-tensorflow_${tensorflow:-none}-gloo${mpi:+-mpi}${nccl:+-nccl-cuda_$release-sm_${capability:-all}}"
 stamp=$(py -c 'import sys; print(sys.prefix)')/.hvd_async-horovod
 if [ -z "$rebuild$into" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && [ "$(version_of horovod)" = "$HOROVOD" ]; then
   say "Horovod is installed already"; exit
@@ -167,7 +167,11 @@ if [ -z "$wheel" ] || [ -n "$rebuild" ]; then
   # new numbers: where rank 0's own host has vanished that takes minutes. Here a thread of its own tells it.
   driver=$src/horovod/runner/elastic/driver.py
   sed -i 's/^\( *\)self\.\(_notify_workers_host_changes\)(\(self._host_manager.current_hosts, update_res\))$/\1threading.Thread(target=self.\2, args=(\3), daemon=True).start()/' "$driver"
-  [ "$(grep -c 'Thread(target=self._notify_workers_host_changes' "$driver")" = 1 ] || die "Horovod's driver.py is not as expected"
+  # Hosts that were found after it had looked at them to number the ranks anew, and before the new rank 0 was known, were
+  # told to the old one alone, which may be dead: the job never heard of them. Here it looks again.
+  again='threading.Thread(target=self._notify_workers_host_changes, args=(self._host_manager.current_hosts, HostUpdateResult.mixed), daemon=True).start()'
+  sed -i "s/^        self\._start_worker_processes(pending_slots)\$/&\n        $again/" "$driver"
+  [ "$(grep -c 'Thread(target=self._notify_workers_host_changes' "$driver")" = 2 ] || die "Horovod's driver.py is not as expected"
   # torch's functions keep Python's lock while they wait for Horovod's, and Horovod's thread its own while it waits for
   # Python's, to let go of tensors when it ends after an error: the process stands still for ever.
   ops=$src/horovod/torch/mpi_ops_v2.cc
