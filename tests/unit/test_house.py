@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {
     "hvd_async": House(files=160, lines=40_280, tokens=240_400, functions=3_015, median_body=3, single_importer=20),
     "scripts": House(files=47, lines=9_150, tokens=67_400, functions=572, median_body=4, single_importer=3),
-    "tests": House(files=294, lines=47_870, tokens=399_000, functions=3_810, median_body=5, single_importer=22),
+    "tests": House(files=295, lines=47_990, tokens=400_100, functions=3_820, median_body=5, single_importer=22),
     "docs": House(files=28, lines=2_990),
 }
 """The sizes that were reached, rounded up; of ``median_body``, which is to rise, the least value.

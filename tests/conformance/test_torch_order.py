@@ -1,0 +1,117 @@
+"""torch: optimizers of all families at once on a data plane that starts collectives in one order, as on NCCL."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+
+import hvd_async.torch as hvd
+from hvd_async.runtime import engine
+from hvd_async.testing import Cluster, MemoryCollectives
+
+SIZE, STEPS = 3, 6
+OTHERS = {
+    "sgp": {"algorithm": "sgp", "average_every": 2},
+    "dpsgd": {"algorithm": "dpsgd", "average_every": 2},
+    "adpsgd": {"algorithm": "adpsgd"},
+    "local": {"algorithm": "local", "average_every": 2},
+    "int8": {"algorithm": "diloco", "average_every": 2, "fragments": 2, "compression": "int8"},
+}
+
+
+class OneOrder:
+    """Wraps the collectives of all ranks; each must start them in the order of the rank that is ahead."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.names: defaultdict[Any, list[str]] = defaultdict(list)
+        self._places: defaultdict[Any, int] = defaultdict(int)
+
+    def started(self, rank: int, members: Any, name: str) -> None:
+        """Check that it is the rank's turn to start this."""
+        with self._lock:
+            names, place = self.names[members], self._places[members, rank]
+            self._places[members, rank] += 1
+            if place == len(names):
+                names.append(name)
+            assert names[place] == name, f"rank {rank} starts {name} where another rank has started {names[place]}"
+
+    def wrap(self, collectives: MemoryCollectives) -> MemoryCollectives:
+        """Return the collectives of a rank, checked."""
+        order = self
+
+        class Checked(MemoryCollectives):
+            in_order = True
+
+            def _checked(self, start: Any, name: str, process_set: Any) -> Any:
+                order.started(self.rank, None if process_set is None else tuple(process_set), name)
+                return start()
+
+            def allreduce_sum(self, vector: Any, name: str, process_set: Any = None, *rest: Any, **more: Any) -> Any:
+                start = super().allreduce_sum
+                return self._checked(lambda: start(vector, name, process_set, *rest, **more), name, process_set)
+
+            def broadcast(self, vector: Any, root: int, name: str, process_set: Any = None) -> Any:
+                start = super().broadcast
+                return self._checked(lambda: start(vector, root, name, process_set), name, process_set)
+
+            def alltoall(
+                self, rows: Any, splits: Any, coming: Any, name: str, process_set: Any = None, into: Any = None
+            ) -> Any:
+                start = super().alltoall
+                return self._checked(lambda: start(rows, splits, coming, name, process_set, into), name, process_set)
+
+        return Checked(collectives._board, collectives.rank, collectives.size)
+
+
+def train(other: str, order: OneOrder, seed: int) -> list[Any]:
+    """Train three optimizers of different families in each step; return each rank's weights after a drain."""
+
+    def work(rank: int) -> Any:
+        models = [torch.nn.Linear(4, 4) for _ in range(3)]
+        for model in models:  # (ranks as threads share the generator of random numbers)
+            for parameter in model.parameters():
+                torch.nn.init.constant_(parameter, 0.5)
+        plain = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5) for model in models]
+        optimizers = [
+            hvd.EagerOptimizer(plain[0], quorum="solo", bucket_cap_mb=1e-5),
+            hvd.GossipOptimizer(plain[1], **OTHERS[other]),
+            hvd.LeaderOptimizer(plain[2], algorithm="easgd", global_period=2),
+        ]
+        data = torch.Generator().manual_seed(seed + rank)
+        for step in range(STEPS - rank):  # (ranks end at different steps)
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss = model(torch.randn(2, 4, generator=data)).square().mean()
+                if optimizer is optimizers[2]:
+                    optimizer.record_loss(loss.detach())
+                loss.backward()
+                optimizer.step()
+            if step == 2:
+                optimizers[0].drain()
+        for optimizer in optimizers:
+            optimizer.drain()
+        return [parameter.detach().clone() for model in models for parameter in model.parameters()]
+
+    return Cluster(SIZE, jitter=0.002, seed=seed, wrap=order.wrap).run(work, timeout=60.0)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_all_ranks_start_all_collectives_in_one_order(other: str) -> None:
+    order = OneOrder()
+    ranks = train(other, order, seed=1)
+    for weights in zip(*ranks, strict=True):
+        assert all(torch.equal(one, weights[0]) for one in weights)
+    kinds = {name.split(".")[1] for name in order.names[None]}
+    assert kinds >= {"eager", "pull"}
+    assert kinds & {"gossip", "average"}
+
+
+def test_collectives_that_start_at_once_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.CollectiveOrder, "start", lambda self, turn, start: start())
+    with pytest.raises(Exception, match="where another rank has started"):
+        [train("int8", OneOrder(), seed) for seed in range(20)]
