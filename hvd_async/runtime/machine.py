@@ -40,6 +40,7 @@ from hvd_async.runtime.protocol import (
     Registered,
     RegisterOptimizer,
     Rejected,
+    Resumed,
     RunCollective,
     Unregister,
 )
@@ -79,6 +80,10 @@ class StateMachine(abc.ABC, Generic[C]):
         self._produced: dict[int, list[int]] = {}
         self._drained: dict[int, list[int]] = {}
         """``_produced`` at the last drain."""
+        self._resumes = False
+        self._resuming: set[int] = set()
+        """Ranks that have not completed the last end yet, where collectives start in order: an exchange or pull that a
+        rank had to hold until then would hold up what the end itself needs."""
         self._shown: dict[int, int] = {}
         """Rounds that the user code of each rank has seen before they were applied, since the last end."""
         self._collectives = CollectiveQueue(optimizer)
@@ -120,6 +125,8 @@ class StateMachine(abc.ABC, Generic[C]):
             return self._due_collectives()
         if isinstance(event, Finished):
             return self._on_finished(rank, event, now)
+        if isinstance(event, Resumed):
+            return self._on_resumed(rank, now)
         return self._on_event(rank, event, now)
 
     def recipients(self, command: Command) -> Sequence[int]:
@@ -216,6 +223,10 @@ class StateMachine(abc.ABC, Generic[C]):
     def _on_all_finished(self, rank: int, now: float) -> tuple[list[Command], int]:
         """Reset, as all have finished, ``rank`` last; return the commands left to send, and the last round's number."""
 
+    def _start_due(self, now: float) -> list[Command]:
+        """Return what may start, as all ranks have completed an end."""
+        return []
+
     def _details(self) -> Any:
         """Return the family's ``Drained.details``; None if it has none."""
         return None
@@ -259,6 +270,7 @@ class StateMachine(abc.ABC, Generic[C]):
         self._note_done(rank)
         self.draining.add(rank)
         self._flush = self._flush or event.flush
+        self._resumes = self._resumes or event.resumes
         self._produced[rank] = event.produced
         self._shown[rank] = event.shown
         if len(self._done) < len(self.ranks) or self._config is None:
@@ -290,9 +302,16 @@ class StateMachine(abc.ABC, Generic[C]):
         commands = self._due_collectives()
         if self._config is None or self._refused:
             return commands
+        commands += self._on_resumed(rank, now)
         if len(self._done) == len(self.ranks):
             return commands if was_done else [*commands, *self._drain(rank, now)]
         return [*commands, *([] if was_done else self._on_rank_finished(rank, now))]
+
+    def _on_resumed(self, rank: int, now: float) -> list[Command]:
+        if rank not in self._resuming:
+            return []
+        self._resuming.discard(rank)
+        return [] if self._resuming else self._start_due(now)
 
     def _due_collectives(self) -> list[Command]:
         return [*self._collectives.due(self.present, self.draining)]
@@ -326,6 +345,7 @@ class StateMachine(abc.ABC, Generic[C]):
         if self._flush:
             self._drained, self._whole = dict(self._produced), not gone
         self._shown.clear()
+        self._resuming = set(self.present) if self._resumes else set()
         self._flush = False
         self._done = dict.fromkeys(gone)
         self.computing = set(self.present)

@@ -86,11 +86,17 @@ class Finished(OptimizerEvent, frozen=True, tag=True):
         produced: number of its gradients per bucket since it registered; for gossip, number of its steps.
         flush: whether it is a drain.
         shown: number of rounds since the last drain or cut that user code on this rank saw before they were applied.
+        resumes: whether it sends ``Resumed`` afterwards, before which no exchange or pull may start.
     """
 
     produced: list[int]
     flush: bool = True
     shown: int = 0
+    resumes: bool = False
+
+
+class Resumed(OptimizerEvent, frozen=True, tag=True):
+    """This rank has completed a drain or cut."""
 
 
 class CollectiveReady(OptimizerEvent, frozen=True, tag=True):
@@ -254,7 +260,7 @@ class Close(msgspec.Struct, frozen=True, tag=True):
 
 JOB_EVENTS = (Hello, Failed, Present, HostsChanged, CommitsMade, Leaving)
 """Events about a rank."""
-OPTIMIZER_EVENTS = (Finished, CollectiveReady, OptimizerDeleted, NoSuchOptimizer)
+OPTIMIZER_EVENTS = (Finished, Resumed, CollectiveReady, OptimizerDeleted, NoSuchOptimizer)
 """Events about an optimizer, in addition to ``Registered``, which has a family's configuration."""
 JOB_COMMANDS = (Welcome, RankLost, CallRoll, CountCommits, StopAtCommit, JobFailed, Close)
 OPTIMIZER_COMMANDS = (Accepted, Rejected, RunCollective, RegisterOptimizer, Unregister)

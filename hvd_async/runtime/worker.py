@@ -28,6 +28,7 @@ from hvd_async.runtime.protocol import (
     OptimizerEvent,
     Registered,
     Rejected,
+    Resumed,
     RunCollective,
 )
 
@@ -278,6 +279,9 @@ class Worker(abc.ABC):
         in_consensus: whether the model now holds the consensus of all ranks instead of this rank's weights.
     """
 
+    holds_after_end = False
+    """Whether a rank that is in a drain or cut must hold what later steps of other ranks start."""
+
     def __init__(
         self,
         engine: RankRuntime,
@@ -416,7 +420,13 @@ class Worker(abc.ABC):
         """Report to the coordinator, once, that this rank has finished; without ``check_finished``."""
         if not self._announced:
             self._announced = True
-            self.send(Finished(self._registered_number(), self._counts(), flush, self.shown))
+            resumes = self.holds_after_end and self.engine.collectives.in_order
+            self.send(Finished(self._registered_number(), self._counts(), flush, self.shown, resumes))
+
+    def announce_resumed(self) -> None:
+        """Report to the coordinator that this rank has completed a drain or cut, if it waits for that."""
+        if self.holds_after_end and self.engine.collectives.in_order:
+            self.send(Resumed(self._registered_number()))
 
     def drain(self, flush: bool = True) -> None:
         """Drain or, without ``flush``, cut this optimizer; ``Engine.drain`` ends all of a process at once."""

@@ -130,7 +130,7 @@ class TorchCollectives(TensorCollectives):
         self.rank, self.size = self._world.rank, self._world.size
         self.host = os.environ.get("HVD_ASYNC_HOST") or socket.gethostname()
         staged = os.environ.get("HVD_ASYNC_STAGE", "0") not in ("", "0")
-        self._nccl = self.in_order = streams.gpu.has_nccl and not staged
+        self._nccl = self.in_order = streams.gpu.has_nccl and torch.cuda.is_available() and not staged
         self._groups: dict[tuple[Any, ...], Any] = {}
         self._waiters: dict[tuple[Any, ...], _Waiter] = {}
         self._unfinished: list[Callable[[], bool]] = []
@@ -150,10 +150,10 @@ class TorchCollectives(TensorCollectives):
             self._world.close([group for (*_, on_gpu), group in self._groups.items() if not on_gpu])
         else:
             exit_status.skip_destructors()
-        for (*_, on_gpu), group in self._groups.items():
-            if on_gpu:
-                group.abort()  # (waits for no rank, unlike ``shutdown``, and ends kernels that wait for one)
-        self._groups.clear()
+        groups, self._groups = self._groups, {}
+        for (*_, on_gpu), group in groups.items():
+            if on_gpu:  # (it waits for no rank, unlike ``shutdown``, and ends kernels that wait for one)
+                group.abort() if hasattr(group, "abort") else group._shutdown()  # (the latter up to torch 2.5)
 
     # -- process groups -------------------------------------------------------------------------------------------
 

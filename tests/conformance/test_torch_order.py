@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ import torch
 
 import hvd_async.torch as hvd
 from hvd_async.runtime import engine
+from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster, MemoryCollectives
+from tests.conformance.torch_ranks import ProcessSet
 
 SIZE, STEPS = 3, 6
+SETS = {1: (0, 1), 2: (1, 2)}
 OTHERS = {
     "sgp": {"algorithm": "sgp", "average_every": 2},
     "dpsgd": {"algorithm": "dpsgd", "average_every": 2},
@@ -48,7 +52,7 @@ class OneOrder:
             in_order = True
 
             def _checked(self, start: Any, name: str, process_set: Any) -> Any:
-                order.started(self.rank, None if process_set is None else tuple(process_set), name)
+                order.started(self.rank, None if process_set is None else tuple(process_set.ranks), name)
                 return start()
 
             def allreduce_sum(self, vector: Any, name: str, process_set: Any = None, *rest: Any, **more: Any) -> Any:
@@ -66,6 +70,21 @@ class OneOrder:
                 return self._checked(lambda: start(rows, splits, coming, name, process_set, into), name, process_set)
 
         return Checked(collectives._board, collectives.rank, collectives.size)
+
+
+def easgd(process_set: Any) -> tuple[Any, Callable[[], None]]:
+    """Return an optimizer of a process set, and its step."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = hvd.LeaderOptimizer(
+        torch.optim.SGD([weight], lr=0.1), algorithm="easgd", global_period=1, process_set=process_set
+    )
+
+    def step() -> None:
+        optimizer.zero_grad()
+        weight.sum().backward()
+        optimizer.step()
+
+    return optimizer, step
 
 
 def train(other: str, order: OneOrder, seed: int) -> list[Any]:
@@ -109,6 +128,29 @@ def test_all_ranks_start_all_collectives_in_one_order(other: str) -> None:
     kinds = {name.split(".")[1] for name in order.names[None]}
     assert kinds >= {"eager", "pull"}
     assert kinds & {"gossip", "average"}
+
+
+def test_a_rank_in_two_process_sets_is_drained_while_another_set_continues() -> None:
+    """Ranks 0 and 1 share an optimizer, and 1 and 2. Rank 0 is done with a drain and trains on, which pulls rank 1;
+    that still drains with rank 2, which comes later."""
+    rank_0_continues = threading.Event()
+
+    def work(rank: int) -> list[int]:
+        own = [easgd(ProcessSet(*ranks, number=number)) for number, ranks in SETS.items() if rank in ranks]
+        this = local_engine()
+        assert this is not None
+        for part in (1, 2):
+            for _ in range(3):
+                for _, step in own:
+                    step()
+            if (rank, part) == (0, 2):
+                rank_0_continues.set()
+            if (rank, part) == (2, 1):
+                assert rank_0_continues.wait(30.0)
+            this.drain()
+        return [optimizer.stats().steps for optimizer, _ in own]
+
+    assert Cluster(SIZE, wrap=OneOrder().wrap).run(work, timeout=60.0) == [[6], [6, 6], [6]]
 
 
 def test_collectives_that_start_at_once_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from hvd_async.algorithms.gossip.config import (
     WaitingForMessage,
 )
 from hvd_async.algorithms.gossip.machine import AHEAD
-from hvd_async.runtime.protocol import Accepted, Command, Drained, Finished, OptimizerEvent, Registered
+from hvd_async.runtime.protocol import Accepted, Command, Drained, Finished, OptimizerEvent, Registered, Resumed
 
 EPSILON = 1e-9
 
@@ -72,6 +72,8 @@ class GossipLedger:
         self.early: dict[int, int] = {}
         """The last step of each rank that went before it was offered."""
         self.freed = 0.0
+        self.resumes, self.resuming = False, set[int]()
+        """Whether ranks report that they have completed an end, and the ones that have yet to."""
         self._flights: dict[int, float] = {}
 
     def active(self) -> set[int]:
@@ -112,7 +114,10 @@ class GossipLedger:
                 self.wants.pop(rank, None)
                 self.starved.pop(rank, None)
                 self.flush = self.flush or flush
+                self.resumes = self.resumes or event.resumes
                 self.produced[rank] = steps
+            case Resumed():
+                self.resuming.discard(rank)
 
     def check(self, commands: list[Command], rank: int | None, now: float, deadline: float | None) -> None:
         """The commands that came of it.
@@ -190,6 +195,8 @@ class GossipLedger:
 
     def _check_nothing_is_due(self, now: float, deadline: float | None) -> None:
         """Law 1: what can go now has gone, and there is a deadline for what only waits for others."""
+        if self.resuming:
+            return
         assert not self._all_coming(), "all have announced a step, and it does not go"
         if self._flights or not self._can_go():
             return
@@ -204,6 +211,7 @@ class GossipLedger:
         return alike and self.coming.keys() == self.active()
 
     def _check_exchange(self, exchange: StartExchange, ending: bool, now: float) -> None:
+        assert not self.resuming, "an exchange starts while a rank is in an end"
         all_there = self._there() >= self.active()
         self.exchanges += 1
         assert exchange.round == self.exchanges
@@ -296,4 +304,5 @@ class GossipLedger:
         self.coming.clear()
         self.early.clear()
         self._flights.clear()
+        self.resuming = set(self.ranks) if self.resumes else set()
         self.flush, self.average = False, 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from hvd_async.algorithms.leader.config import LeaderConfig, PullDone, PullProgress, StartPull, StepTaken
-from hvd_async.runtime.protocol import Accepted, Command, Drained, Finished, OptimizerEvent, Registered
+from hvd_async.runtime.protocol import Accepted, Command, Drained, Finished, OptimizerEvent, Registered, Resumed
 
 ALL, CENTRE, NO_RANK = -1, -1, -2
 
@@ -47,6 +47,8 @@ class PullLedger:
         self.led: list[tuple[int, int]] = []
         """Group and leader of each."""
         self._moved = False
+        self.resumes, self.resuming = False, set[int]()
+        """Whether ranks report that they have completed an end, and the ones that have yet to."""
         self._by_steps: list[Command] = []
         """Pulls that the steps of the last event have made due."""
         self.clock = Fraction(0)
@@ -87,6 +89,9 @@ class PullLedger:
                         self.taken[group] += [rank] if rank in members and self.pulled(group) else []
                     self._by_steps += self._due()
                 self._moved = False
+            case Resumed():
+                self.resuming.discard(rank)
+                self._moved = not self.resuming
             case PullDone(_, number):
                 over = [group for group, flight in self.flights.items() if flight == number]
                 self.flights = {group: flight for group, flight in self.flights.items() if group not in over}
@@ -94,6 +99,7 @@ class PullLedger:
             case Finished(_, (steps,), flush):
                 self.done.add(rank)
                 self.flush = self.flush or flush
+                self.resumes = self.resumes or event.resumes
                 self.produced[rank] = steps
                 self._moved = False  # (an end makes no pull due)
                 for group, members in self.members.items():
@@ -126,6 +132,8 @@ class PullLedger:
 
     def _due(self) -> list[Command]:
         commands: list[Command] = []
+        if self.resuming:
+            return commands
         for group, members in self.members.items():
             needed = self.periods[group] * len(self.there(members))
             if group in self.flights or not needed or len(self.taken[group]) < needed or not self.pulled(group):
@@ -172,6 +180,7 @@ class PullLedger:
         )
         drained = Drained(0, self.pulls, [sum(self.produced.values())], rank, self.flush, standing)
         self.flights, self.flush = {}, False
+        self.resuming = set(self.ranks) if self.resumes else set()
         self.done.clear()
         self.counted = {group: len(members) for group, members in self.members.items()}
         return drained

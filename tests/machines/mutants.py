@@ -185,6 +185,9 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "self._turns[command.index] = self._engine.turn()",
             "self._turns[command.index] = None",
         ),
+        "an exchange starts while a rank is in a drain": Mutant(
+            "sgp, cuts", GossipStateMachine._advance, "self._resuming", "False"
+        ),
         "messages are announced where collectives start in order": Mutant(
             "dpsgd and averages", MessageExchange.announce, "self._engine.collectives.in_order", "False"
         ),

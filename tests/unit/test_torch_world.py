@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
+from hvd_async.torch import streams
 from hvd_async.torch.distributed import requests, world
 from hvd_async.torch.streams import ReusedMemory
 from hvd_async.torch.torch_collectives import TorchCollectives
@@ -106,3 +107,46 @@ def test_a_collective_that_fails_on_all_ranks_suspects_none_and_hides_no_later_d
                 assert error == f"allreduce has failed; {suspects} has probably ended: Invalid scalar type"
     for queue in queues:
         queue.close()
+
+
+# -- meeting before NCCL connects ----------------------------------------------------------------------------------
+
+
+LONG = timedelta(seconds=30.0)
+
+
+def rank_of(number: int, store: HashStore) -> world.World:
+    """A rank that shares a store with others."""
+    made: world.World = object.__new__(world.World)
+    made.rank, made.store = number, PrefixStore("job", store)
+    return made
+
+
+def test_ranks_meet_or_none_of_them_does():
+    store, both = HashStore(), [0, 1]
+    with ThreadPoolExecutor() as pool:
+        met = [pool.submit(rank_of(rank, store).meet, PrefixStore("a", store), both, LONG) for rank in both]
+        assert [one.result() for one in met] == [None, None]
+    alone = PrefixStore("b", store)
+    with pytest.raises(world.HorovodInternalError, match=r"rank 1 did not join .* within 0 s"):
+        rank_of(0, store).meet(alone, both, timedelta(seconds=0.01))
+    with pytest.raises(world.HorovodInternalError, match="did not join"):  # (else it would wait in NCCL without end)
+        rank_of(1, store).meet(alone, both, LONG)
+
+
+def test_a_lost_store_is_an_error_of_the_job():
+    def check(keys: list[str]) -> bool:
+        raise RuntimeError("Connection reset by peer")
+
+    lost: Any = SimpleNamespace(set=lambda *_: None, check=check)
+    with pytest.raises(world.HorovodInternalError, match="store was lost"):
+        rank_of(0, HashStore()).meet(lost, [0, 1], LONG)
+
+
+def test_collectives_start_in_order_only_where_tensors_can_be_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """(torch's usual wheel for Linux has NCCL, whether there is a GPU or not.)"""
+    monkeypatch.setattr(world, "current", lambda: SimpleNamespace(rank=0, size=2))
+    monkeypatch.setattr(streams, "gpu", SimpleNamespace(has_nccl=True))
+    for has_gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        assert TorchCollectives().in_order is has_gpu

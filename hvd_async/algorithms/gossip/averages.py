@@ -134,9 +134,9 @@ class DifferenceAverages:
         """Averages whose second stage has not begun (engine thread). Second stages begin in the order of the commands,
         independently of the order in which first stages complete here."""
         self._parts_here: dict[int, dict[int, Vector]] = {}
+        """Received parts, by average and place."""
         self._turns: dict[int, int | None] = {}
         """The turns of averages' second stages."""
-        """Received parts, by average and place."""
         self._results: dict[int, Average] = {}
         self._first, self.newest = 0, -1
         """The number of the first average after the last drain or cut."""

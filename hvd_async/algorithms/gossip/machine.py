@@ -700,8 +700,14 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         self._wake_at = None
         if self._config is None:
             return []
-        averages, due = self._due_averages(), [] if self._flights else self._due_exchange(now)
+        averages = self._due_averages()
+        if self._resuming:
+            return averages
+        due = [] if self._flights else self._due_exchange(now)
         return [*averages, *due, *self._announced_exchange(now)]
+
+    def _start_due(self, now: float) -> list[Command]:
+        return self._advance(now)
 
     def _due_exchange(self, now: float) -> list[Command]:
         """Return the exchange of waiting messages and pairs, if it is due."""

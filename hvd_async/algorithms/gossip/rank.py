@@ -403,6 +403,7 @@ class GossipWorker(Worker):
         log: events for tests, as documented by the subclass; None: not recorded.
     """
 
+    holds_after_end = True
     _averages: GlobalAverages | DifferenceAverages
     """Averages over all ranks, if the algorithm has any between ends."""
 
@@ -569,6 +570,7 @@ class GossipWorker(Worker):
         self._step = 0
         self._restart()
         self.engine.call_soon(self._exchanges.resume)
+        self.announce_resumed()
 
     def _restart(self) -> None:
         """Reset the parts that count steps since the last drain or cut."""

@@ -202,8 +202,13 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
             commands += self._due()
         return commands
 
+    def _start_due(self, now: float) -> list[Command]:
+        return self._due()
+
     def _due(self) -> list[Command]:
         commands: list[Command] = []
+        if self._resuming:
+            return commands
         for number in sorted(self._touched, key=lambda number: (number == ALL_RANKS, number)):  # all ranks last
             group = self._groups[number]
             if not group.is_due or not self._is_pulled(number):

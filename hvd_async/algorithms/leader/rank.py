@@ -523,6 +523,7 @@ class LeaderWorker(Worker):
         keep: the optimizer, which must live until the next drain, since other ranks need this rank's weights.
     """
 
+    holds_after_end = True
     defers_sends = False
     weight = 1.0
     wants_before = False
@@ -698,6 +699,7 @@ class LeaderWorker(Worker):
                 self.executor.pending_results(), self._losses.recorded, self._before, drained.details
             )
         self.engine.call_soon(self.executor.resume)
+        self.announce_resumed()
 
     def gather(self, weights: Vector, flush: bool) -> Vector:
         """Return the weights after a drain: those of the leader of all ranks, or the center. This is a collective.

@@ -45,6 +45,9 @@ FOREVER = timedelta(days=365)
 """Time limit of a collective: a late rank is waited for, a lost one closes its connections."""
 
 
+STORE_LOST = "the ranks' store was lost: rank 0 or the launcher has ended"
+POLL = 0.005
+"""Seconds between two looks at the ranks' store."""
 ROLL_CALL = timedelta(seconds=5.0)
 """Time that ranks have to report a failure that another rank has seen."""
 
@@ -92,29 +95,36 @@ class World:
         return [self.store.get(f"host/{rank}").decode() for rank in range(self.size)]
 
     def meet(self, store: PrefixStore, ranks: Sequence[int], limit: timedelta) -> None:
-        """Wait until all of some ranks have called this with their new store (``store_of``).
+        """Wait until all of some ranks have called this with their new store (``store_of``). It succeeds on all ranks
+        or on none.
 
         Raises:
-            HorovodInternalError: a rank did not within the limit.
+            HorovodInternalError: a rank did not within the limit, or the store was lost.
         """
-        missing = self._missing("here", "", ranks, limit, store)
-        if missing:
+        try:
+            missing = self._missing("here", "", ranks, limit, store)
+            decision = store.compare_set("all are here", "", str(not missing))
+        except RuntimeError as error:
+            raise HorovodInternalError(f"{STORE_LOST} ({error})") from error
+        if decision != b"True":
             raise HorovodInternalError(
-                f"{ranks_text(missing)} did not join the other ranks' process group within "
+                f"{ranks_text(missing) or 'a rank'} did not join the other ranks' process group within "
                 f"{limit.total_seconds():.0f} s. See their output, or set HVD_ASYNC_CONNECT_TIMEOUT to more seconds."
             )
 
     def _missing(
         self, name: str, own: str, ranks: Sequence[int], limit: timedelta, store: PrefixStore | None = None
     ) -> list[int]:
-        """Set this rank's value of a name in the store; return the ranks that have not set theirs within the limit."""
+        """Set this rank's value of a name in the store; return the ranks that have not set theirs within the limit.
+
+        The store's own ``wait`` would keep this process's other threads from the store.
+        """
         keys, store = [f"{name}/{rank}" for rank in ranks], store or self.store
         store.set(f"{name}/{self.rank}", own)
-        try:
-            store.wait(keys, limit)
-        except RuntimeError:
-            return [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
-        return []
+        deadline = time.monotonic() + limit.total_seconds()
+        while not (complete := store.check(keys)) and time.monotonic() < deadline:
+            time.sleep(POLL)
+        return [] if complete else [r for r, key in zip(ranks, keys, strict=True) if not store.check([key])]
 
     def suspects(self, name: str, ranks: Sequence[int]) -> str:
         """Return, for an error, which ranks may have ended: all ranks but the ones that report the same failure. If all
@@ -127,7 +137,7 @@ class World:
         try:
             missing = self._missing(f"failed/{name}", "", ranks, ROLL_CALL)
         except RuntimeError:
-            return "; the ranks' store was lost: rank 0 or the launcher has ended"
+            return f"; {STORE_LOST}"
         one = "one of " if len(missing) > 1 else ""  # (the others may still compute, and see the failure later)
         return f"; {one}{ranks_text(missing)} has probably ended" if missing else ""
 
