@@ -23,7 +23,7 @@ class Bench:
         self.landing: list[Callable[[], None]] = []
         self.delivered: list[ReducedRound] = []
         engine: Any = SimpleNamespace(
-            rank=2, submit=self._submit, collectives=self, elastic=elastic, clock=time.monotonic
+            rank=2, turn=lambda: None, submit=self._submit, collectives=self, elastic=elastic, clock=time.monotonic
         )
         wire = GradientFormat(zeros=lambda bucket: np.zeros(2), nbytes=(16,))
         self.rounds = RoundsInFlight(engine, wire, self.delivered.extend, range(4), 1)
@@ -35,7 +35,7 @@ class Bench:
         sums += 1000.0
         return sums
 
-    def _submit(self, start: Callable[[], Any], done: Callable[[Any], None], group: Any) -> None:
+    def _submit(self, start: Callable[[], Any], done: Callable[[Any], None], group: Any, turn: None) -> None:
         given = start()
         self.landing.append(lambda: done(given))
 
