@@ -81,6 +81,7 @@ class StateMachine(abc.ABC, Generic[C]):
         self._drained: dict[int, list[int]] = {}
         """``_produced`` at the last drain."""
         self._resumes = False
+        """Whether ranks report when they have completed an end."""
         self._resuming: set[int] = set()
         """Ranks that have not completed the last end yet, where collectives start in order: an exchange or pull that a
         rank had to hold until then would hold up what the end itself needs."""

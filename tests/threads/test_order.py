@@ -170,7 +170,7 @@ TURNS = {
     pulls_submitted: (PullExecutor, "pull", "self._engine.turn()", "None"),
     calls_submitted: (CollectiveCalls, "run", "self._engine.turn() if _is_collective(command) else None", "None"),
 }
-"""What is submitted, and a fault: a collective that is held has no turn until it starts."""
+"""What is submitted, and a fault: a collective that has to wait gets its turn only when it starts."""
 
 
 @pytest.mark.usefixtures("one_name")

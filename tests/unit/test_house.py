@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {
     "hvd_async": House(files=160, lines=40_340, tokens=240_800, functions=3_020, median_body=3, single_importer=20),
     "scripts": House(files=47, lines=9_150, tokens=67_400, functions=572, median_body=4, single_importer=3),
-    "tests": House(files=295, lines=48_090, tokens=400_900, functions=3_830, median_body=5, single_importer=22),
+    "tests": House(files=295, lines=48_150, tokens=401_400, functions=3_835, median_body=5, single_importer=22),
     "docs": House(files=28, lines=2_990),
 }
 """The sizes that were reached, rounded up; of ``median_body``, which is to rise, the least value.

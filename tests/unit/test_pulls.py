@@ -19,7 +19,16 @@ from hvd_async.algorithms.leader.machine import LeaderStateMachine
 from hvd_async.algorithms.leader.rank import StepReports
 from hvd_async.algorithms.leader.selection import ALL_RANKS, NO_LEADER
 from hvd_async.errors import EngineError, ProtocolError
-from hvd_async.runtime.protocol import Accepted, Command, Drained, Finished, OptimizerEvent, Registered
+from hvd_async.runtime.protocol import (
+    Accepted,
+    Command,
+    Drained,
+    Finished,
+    OptimizerDeleted,
+    OptimizerEvent,
+    Registered,
+    Resumed,
+)
 from tests.conftest import examples
 from tests.machines.driver import snapshot
 from tests.machines.test_orders import leader_configs as configs
@@ -69,6 +78,16 @@ def test_a_pull_is_reported_to_the_ranks_of_its_group_only():
     reported = {pull.group: tuple(machine.recipients(pull)) for pull in pulls}
     assert reported == {0: (0, 1), 1: (2, 3), ALL_RANKS: (0, 1, 2, 3)}
     assert tuple(machine.recipients(Drained(7, 0, [], 0, True))) == (0, 1, 2, 3)
+
+
+def test_a_rank_whose_optimizer_is_deleted_in_a_drain_holds_no_pull_up():
+    """Where ranks report that they have completed a drain: it never does."""
+    machine = opened(TRIO, 3)
+    finished = [(rank, Finished(7, [0], resumes=True)) for rank in range(3)]
+    assert isinstance(play(machine, *finished)[-1], Drained)
+    due = steps(1.0, 2.0, 3.0) * 2
+    assert play(machine, *due, (0, Resumed(7)), (1, Resumed(7))) == []
+    assert play(machine, (2, OptimizerDeleted(7, [2]))) == [StartPull(7, 1, ALL_RANKS, 0)]
 
 
 LOSSES = st.sampled_from([None, math.nan, math.inf, 0.5, 0.5, 0.7, 1.0])

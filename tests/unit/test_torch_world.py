@@ -150,3 +150,26 @@ def test_collectives_start_in_order_only_where_tensors_can_be_on_a_gpu(monkeypat
     for has_gpu in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
         assert TorchCollectives().in_order is has_gpu
+
+
+@pytest.mark.parametrize("close", ["abort", "_shutdown"])  # (the latter up to torch 2.5)
+def test_on_gpus_all_collectives_share_a_group_that_is_aborted_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, close: str
+) -> None:
+    made: list[str] = []
+
+    def group(store: Any, rank: int, size: int, options: Any) -> Any:
+        made.append("made")
+        return SimpleNamespace(**{close: lambda: made.append("closed")})
+
+    nccl: Any = group
+    nccl.Options = SimpleNamespace
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    ranks = SimpleNamespace(rank=1, size=2, store_of=lambda *_: None, close=made.extend)
+    ranks.meet = lambda *_: made.append("met")
+    monkeypatch.setattr(world, "current", lambda: ranks)
+    own = TorchCollectives()
+    groups = {id(own._group(name, None, on_gpu=True)) for name in ("eager.0.1.2", "gossip.0.3", "end.0.sum")}
+    own.stop()
+    assert len(groups) == 1
+    assert made == ["met", "made", "closed"]
