@@ -206,6 +206,7 @@ class Switchboard:
 
 class _MemoryHandle:
     in_stages = False
+    take = None
 
     def __init__(self, meeting: _Meeting, part: Callable[[Any], Any] = lambda result: result + 0) -> None:
         self._meeting, self._part = meeting, part  # (a copy: every rank owns its result)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from hvd_async.errors import CollectiveFailedError, EngineError, HvdAsyncError, RankLostError, WaitTimeoutError
 from hvd_async.runtime import time_limits
 from hvd_async.runtime.descriptors import release_connections
-from hvd_async.runtime.interfaces import Channel, Collectives, Gone, Handle, Vector
+from hvd_async.runtime.interfaces import Channel, Collectives, Gone, Handle, Take, Vector
 from hvd_async.runtime.log import warn
 from hvd_async.runtime.nested_calls import unfinished_until_it_returns
 from hvd_async.runtime.protocol import (
@@ -54,11 +54,13 @@ BEGINNING = (
 
 @dataclass(frozen=True, eq=False)
 class _Flight:
-    """Collective in flight. ``done`` is called with its result; for ``group``, see ``Engine.submit``."""
+    """Collective in flight. ``done`` is called with its result; for ``group``, see ``Engine.submit``. ``is_used``: its
+    result is used already, so that nothing waits for its completion but counts and ends."""
 
     handle: Handle
     done: Callable[[Vector], None]
     group: Hashable
+    is_used: bool
 
 
 class CollectiveOrder:
@@ -372,6 +374,7 @@ class Engine:
         done: Callable[[Vector], None],
         group: Hashable = None,
         turn: int | None = None,
+        usable: Callable[[Take], None] | None = None,
     ) -> None:
         """Start a collective; ``done`` will be called with its result (engine thread).
 
@@ -383,15 +386,26 @@ class Engine:
                 than it gains. Collectives with stages are always polled: ranks may have submitted a group in different
                 orders, and would poll different ones.
             turn: its turn, if one was reserved.
+            usable: called with its handle's ``take`` once it is submitted, if there is one.
         """
         if self._order is None:
-            self._begin(start, done, group)
+            self._begin(start, done, group, usable)
         else:
-            self._order.start(turn, lambda: self._begin(start, done, group))
+            self._order.start(turn, lambda: self._begin(start, done, group, usable))
 
-    def _begin(self, start: Callable[[], Handle], done: Callable[[Vector], None], group: Hashable) -> None:
+    def _begin(
+        self,
+        start: Callable[[], Handle],
+        done: Callable[[Vector], None],
+        group: Hashable,
+        usable: Callable[[Take], None] | None,
+    ) -> None:
         handle = start()
-        self._in_flight.append(_Flight(handle, done, object() if group is None or handle.in_stages else group))
+        group = object() if group is None or handle.in_stages else group
+        is_used = usable is not None and handle.take is not None
+        self._in_flight.append(_Flight(handle, done, group, is_used))
+        if usable is not None and handle.take is not None:
+            usable(handle.take)
 
     def _report_leaving(self) -> None:
         self._leaving = True
@@ -434,7 +448,8 @@ class Engine:
         It wakes up when a collective may be done, unless that wakes it, or when posts that do not wake it may have
         arrived.
         """
-        self._watched = [*{flight.group: flight.handle for flight in self._in_flight}.values()]
+        used = bool(self._waits)  # (without a wait their completion is noticed at the next wake-up)
+        self._watched = [*{one.group: one.handle for one in self._in_flight if used or not one.is_used}.values()]
         polls = [t for t in (handle.seconds_to_poll() for handle in self._watched) if t is not None]
         seconds = min(polls, default=None)
         if seconds is not None and seconds > 0.0 and not self._waits:

@@ -91,12 +91,22 @@ class Hub(Protocol):
         """Send what is queued, for a limited time, then close."""
 
 
+Take: TypeAlias = Callable[[], Vector]
+"""Function that returns the result of a collective before it is done, on the training thread. Work that the thread
+queues on its device afterwards runs after the collective, and the host waits for nothing. It may be called more than
+once. Raises the framework's error if the collective is known to have failed."""
+
+
 class Handle(Protocol):
     """Collective in flight."""
 
     @property
     def in_stages(self) -> bool:
         """Whether ``done`` also starts the next stage, for which other ranks wait."""
+
+    @property
+    def take(self) -> Take | None:
+        """Function by which the result may be taken before the collective is done; None if it may not."""
 
     def done(self) -> bool:
         """Whether ``result`` would return at once."""
@@ -116,6 +126,7 @@ class CompletedHandle:
     """
 
     in_stages = False
+    take = None
 
     def __init__(self, vector: Vector) -> None:
         self._vector = vector
@@ -353,5 +364,14 @@ class RankRuntime(Protocol):
         done: Callable[[Vector], None],
         group: Hashable = None,
         turn: int | None = None,
+        usable: Callable[[Take], None] | None = None,
     ) -> None:
-        """Start a collective, in its turn; ``done`` will be called with its result (engine's side)."""
+        """Start a collective, in its turn (engine's side).
+
+        Args:
+            start: starts it; called later if it has to wait for its turn.
+            done: called with its result, when it is complete.
+            group: equal for collectives whose results are only useful together.
+            turn: its turn, if one was reserved.
+            usable: called with the handle's ``take`` once it is submitted, if there is one.
+        """

@@ -183,6 +183,7 @@ class Part:
     """
 
     in_stages = False
+    take = None
 
     def __init__(self, rank: int, vector: Vector, splits: Sequence[int] = (), coming: Sequence[int] = ()) -> None:
         self.rank, self.vector, self.splits, self.coming = rank, vector, splits, coming
@@ -557,6 +558,7 @@ class Rank:
         done: Callable[[Vector], None],
         group: Hashable = None,
         turn: int | None = None,
+        usable: Callable[[Any], None] | None = None,
     ) -> None:
         """Submit this rank's part of a collective."""
         start().then = done

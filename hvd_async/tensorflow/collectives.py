@@ -44,6 +44,7 @@ class _Handle:
     """A Horovod op in a helper thread, which wakes the engine when it is done."""
 
     in_stages = False
+    take = None
 
     def __init__(self, future: Future[tf.Tensor]) -> None:
         self._future = future

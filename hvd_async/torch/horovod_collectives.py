@@ -53,6 +53,7 @@ class _HorovodHandle:
     """
 
     in_stages = False
+    take = None
 
     def __init__(self, handle: int, durations: deque[float], polls: tuple[float, float]) -> None:
         self._handle, self._durations = handle, durations
@@ -91,6 +92,7 @@ class _BFloat16Sum:
     """
 
     in_stages = True
+    take = None
 
     def __init__(
         self,

@@ -28,6 +28,7 @@ class Staged:
     """
 
     in_stages = True
+    take = None
 
     def __init__(self, tensor: torch.Tensor, begin: Callable[[torch.Tensor], Handle]) -> None:
         self._device, self._begin = tensor.device, begin

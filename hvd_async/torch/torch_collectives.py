@@ -45,6 +45,9 @@ class _Handle:
         is_done, wait: of torch.distributed's work, or of its future.
         result: what ``result()`` returns, multiplied by ``scale``.
         polled: seconds between two calls of ``done``; None if completion wakes the engine.
+
+    Attributes:
+        take: see ``Handle``. None on a CPU, where no later work could wait instead of the host.
     """
 
     in_stages = False
@@ -59,16 +62,25 @@ class _Handle:
     ) -> None:
         self.done, self._wait = is_done, wait
         self._result, self._scale, self._polled = result, scale, polled
+        self.take = self._take if polled is not None and scale == 1.0 else None
+
+    def _take(self) -> torch.Tensor:
+        self._finish()
+        return self._result
 
     def result(self) -> torch.Tensor:
+        self._finish()
+        result = self._result if self._scale == 1.0 else self._result.mul_(self._scale)
+        return streams.record_received(result)
+
+    def _finish(self) -> None:
+        """Wait for the collective; on a GPU, let this thread's stream wait for it."""
         try:
             self._wait()
         except RuntimeError as error:
             raise HorovodInternalError(
                 f"a collective has failed; a rank has probably ended, see its output: {error}"
             ) from error
-        result = self._result if self._scale == 1.0 else self._result.mul_(self._scale)
-        return streams.record_received(result)
 
     def seconds_to_poll(self) -> float | None:
         return self._polled

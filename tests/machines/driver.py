@@ -188,6 +188,7 @@ class Rank:
         done: Callable[[Vector], None],
         group: Hashable = None,
         turn: int | None = None,
+        usable: Callable[[Any], None] | None = None,
     ) -> None:
         """Submit this rank's part of a collective."""
 

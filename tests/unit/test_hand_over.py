@@ -22,7 +22,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
-        engine: Any = SimpleNamespace(rank=0, send=self.sent.append)
+        engine: Any = SimpleNamespace(rank=0, send=self.sent.append, changed=threading.Condition())
         wire = GradientFormat(zeros=lambda bucket: np.zeros(1), nbytes=(8,) * 4)
         self.rounds = RoundsInFlight(engine, wire, lambda rounds: None, [0])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ class EagerConfig(Config, frozen=True, tag=True):
         local_size: number of ranks per host, numbered host by host, that take each step together; quorum and staleness
             then count hosts. 1: they count ranks.
         weight_prediction: rounds by which updates are extrapolated.
+        confirm: whether a round is applied only once it is complete, on any data plane (HVD_ASYNC_CONFIRM=1).
     """
 
     quorum: str | int | float
@@ -36,6 +38,7 @@ class EagerConfig(Config, frozen=True, tag=True):
     local_size: int = 1
     weight_prediction: float = 0.0
     weighting: str = "ranks"
+    confirm: bool = False
 
     @property
     def counts(self) -> int:
@@ -121,6 +124,7 @@ class StartRound(OptimizerCommand, frozen=True, tag=True, omit_defaults=True):
             bucket follows.
         hyper: the hyperparameters, if known; None if they equal the ones sent last.
         whole: number of gradients per host that belong to the round; None where each rank steps separately.
+        confirm: whether the round may hold no gradient in these buckets: it is then applied only once it is complete.
     """
 
     buckets: list[int]
@@ -131,6 +135,7 @@ class StartRound(OptimizerCommand, frozen=True, tag=True, omit_defaults=True):
     settled: bool = False
     hyper: Hyper | None = None
     whole: HostSteps | None = None
+    confirm: bool = False
 
 
 class ExplainRound(OptimizerCommand, frozen=True, tag=True):
@@ -173,6 +178,8 @@ COMMANDS = (StartRound, ExplainRound, EndStep, SetHyperparameters, ReportReceive
 PACES = ("steps", "rounds")
 NONFINITE = ("skip", "raise")
 WEIGHTINGS = ("ranks", "samples")
+CONFIRM = "HVD_ASYNC_CONFIRM"
+"""Environment variable by which rounds are applied only once they are complete."""
 MOST_AHEAD = 100
 """Largest number of rounds to extrapolate by."""
 
@@ -326,7 +333,8 @@ class EagerOptions:
             "grace": self.grace if isinstance(self.grace, str) else float(self.grace),
             "weight_prediction": ahead,
         }
-        return EagerConfig(**shared, buckets=buckets, local_size=local_size)
+        confirm = os.environ.get(CONFIRM, "0") not in ("", "0")
+        return EagerConfig(**shared, buckets=buckets, local_size=local_size, confirm=confirm)
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -163,6 +163,7 @@ class GradientFormat:
         tail: counting elements at the end of a vector.
         encode: compresses a vector for the collective, its gradients divided by a unit if the format is ``narrow``.
         decode: inverse of ``encode`` for the sum of a bucket.
+        tail_alone: whether ``decode`` returns the right tail if it is given the tail alone.
         narrow: whether gradients x samples may exceed the range in which they travel (float16).
         peek: returns the last elements of a received sum, in order, given their number.
         recount: returns a vector with other counting elements, given its present number of them.
@@ -179,6 +180,7 @@ class GradientFormat:
     tail: Tail = Tail()
     encode: Callable[[Vector, float], Vector] = lambda vector, unit: vector
     decode: Callable[[Vector, int], Vector] = lambda vector, bucket: vector
+    tail_alone: bool = True
     narrow: bool = False
     peek: Callable[[Vector, int], Sequence[float]] = lambda sums, count: [float(sums[i]) for i in range(-count, 0)]
     recount: Callable[[Vector, int, Sequence[float]], Vector] = lambda vector, count, elements: np.concatenate(
@@ -223,9 +225,9 @@ class ReducedRound:
     Attributes:
         index: number of the round, from 1.
         sums: for each bucket the sum over all ranks x the wire's ``scale``, shape (elements + tail,); the last
-            elements count.
+            elements count. A function returns it (``taken``) if the round is not complete.
         hyper: hyperparameters to apply the round with.
-        counts: number of gradients that it carried, by bucket.
+        counts: number of gradients that it carried, by bucket; empty if the round is not complete.
         whole: number of steps since the last drain or cut that this rank's host had handed over when the round started;
             0 where ranks do not step host by host.
         weights: factor for the gradients of each bucket; 0 if they must not be applied. Empty if all weigh the same.
@@ -240,8 +242,15 @@ class ReducedRound:
 
     @property
     def gradients(self) -> int:
-        """Largest number of gradients that it carried in a bucket; 0 if it must not be applied."""
-        return max(self.counts) if any(self.weights or self.counts) else 0
+        """Largest number of gradients that it carried in a bucket; 0 if it must not be applied, and 1 if it must and is
+        not complete."""
+        return max(self.counts, default=1) if any(self.weights or self.counts) else 0
+
+    def taken(self) -> ReducedRound:
+        """Return the round with its sums, for work that the caller queues on its device from now on."""
+        if self.counts:
+            return self
+        return replace(self, sums=tuple(take() if callable(take) else take for take in self.sums))
 
     def weight(self, bucket: int) -> float:
         """Return the factor for a bucket's gradients; 0 if they must not be applied."""

@@ -33,6 +33,7 @@ re-based to the started rounds, and all ranks are active again); rejected, if th
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -326,7 +327,9 @@ class Bucket:
     quorum_at: float | None = None
     """Time when the quorum of the next round was reached; the grace starts there."""
     loaded: bool = False
-    """Whether a gradient was handed over since the last round took the pending ones."""
+    """Whether a gradient, or an empty one, was handed over since the last round took the pending ones."""
+    empty: bool = True
+    """Whether all gradients that were handed over since then were empty."""
     landed: int = 0
     """Number of rounds known to have completed on a rank; they complete on all ranks at about the same time."""
     fired_at: float = 0.0
@@ -399,6 +402,7 @@ class Started(NamedTuple):
     hyper: Hyper | None
     """Hyperparameters of the round, with its last bucket; None if they are not known."""
     whole: HostSteps | None
+    confirm: bool
     first: float
     reason: str
 
@@ -516,7 +520,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         self._gathering = Gathering(self._hosts, config.buckets if self._by_hosts else 0)
         self._positions = Positions(self.ranks, config.buckets, self._done)
         loaded = any(self._handed_over.values())
-        self._buckets = [Bucket(loaded=loaded) for _ in range(config.buckets)]
+        self._buckets = [Bucket(loaded=loaded, empty=not loaded) for _ in range(config.buckets)]
         return config
 
     def _on_event(self, rank: int, event: OptimizerEvent, now: float) -> list[Command]:
@@ -593,10 +597,10 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         step, indices, all_buckets, host = event.step, event.buckets, self._buckets, self._hosts.of[rank]
         if 0 in indices and 0 not in event.empty:
             self._handed_over[rank] += 1
-        # a rank in its next step has received the round of the previous one
-        self._landed = max(self._landed, step - 1, event.landed)
+        self._landed = max(self._landed, event.landed)
         for index in indices:
-            all_buckets[index].loaded = True
+            bucket = all_buckets[index]
+            bucket.loaded, bucket.empty = True, bucket.empty and index in event.empty
         if not self._by_hosts:
             self._come(rank, (rank,), step, indices, bits, now)
             commands: list[Command] = []
@@ -735,10 +739,11 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         that step: if possible, a rank of the host whose first rank is ``initiator``."""
         bucket = self._buckets[index]
         arrived, first = bucket.arrived, next(iter(bucket.waiting.values()), now)
+        confirm = bucket.empty or not self.computing  # (at an end a gradient may have joined an earlier round)
         bucket.waiting, bucket.arrived, bucket.least = {}, 0, 1
         bucket.fired += 1
         bucket.quorum_at = None
-        bucket.loaded = self._by_hosts and self._gathering.holds(index)
+        bucket.loaded, bucket.empty = self._by_hosts and self._gathering.holds(index), True
         bucket.fired_at, bucket.called = now, 0
         bucket.answered.clear()
         number, held, hyper = bucket.fired, 0.0, None
@@ -754,7 +759,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
                 self._auto.fired(now)
             hyper = round_.hyper
         whole = self._gathering.host_steps(index) if self._by_hosts else None
-        return Started(index, number, by, arrived, held, hyper, whole, first, reason)
+        return Started(index, number, by, arrived, held, hyper, whole, confirm, first, reason)
 
     def _starts(self, started: Sequence[Started], now: float) -> list[Command]:
         """Return the commands for rounds that an event has started: one command for all buckets with equal content,
@@ -763,13 +768,16 @@ class EagerStateMachine(StateMachine[EagerConfig]):
         for one in started if self._timelines else ():
             trigger = RoundTrigger(one.reason, one.by, one.arrived, one.first, now, one.held)
             commands.append(ExplainRound(self._optimizer, one.bucket, one.round, trigger))
-        for (number, by, whole), alike in itertools.groupby(started, lambda one: (one.round, one.by, one.whole)):
+        same_command = operator.attrgetter("round", "by", "whole", "confirm")
+        for (number, by, whole, confirm), alike in itertools.groupby(started, same_command):
             same = list(alike)
             buckets, arrived = [one.bucket for one in same], [one.arrived for one in same]
             hyper = next((one.hyper for one in same if one.hyper is not None), None)
             settled, held = hyper is not None, sum(one.held for one in same)
             sent = None if hyper is None else self._unsent(hyper)
-            commands.append(StartRound(self._optimizer, buckets, number, by, arrived, held, settled, sent, whole))
+            commands.append(
+                StartRound(self._optimizer, buckets, number, by, arrived, held, settled, sent, whole, confirm)
+            )
         return commands
 
     def _unsent(self, hyper: Hyper) -> Hyper | None:

@@ -35,7 +35,8 @@ from hvd_async.algorithms.eager.config import (
 from hvd_async.algorithms.eager.gradient_format import GradientFormat, PendingGradient, ReducedRound, Tail
 from hvd_async.algorithms.eager.timeline import recorder
 from hvd_async.errors import GradientLossError, ReplicaStateError
-from hvd_async.runtime.interfaces import Program, RankRuntime, Vector, Wait
+from hvd_async.runtime.carrier import Carrier, Collective
+from hvd_async.runtime.interfaces import Handle, Program, RankRuntime, Take, Vector, Wait
 from hvd_async.runtime.log import warn
 from hvd_async.runtime.protocol import Drained, Hyper, OptimizerCommand
 from hvd_async.runtime.worker import Uninterrupted, Worker
@@ -49,6 +50,8 @@ from hvd_async.stats import Stats
 # other ranks have theirs, as the round's command says; so all of them go into the same round.
 
 
+UNSETTLED = 2
+"""Maximum number of incomplete rounds that are applied, before another one is."""
 NAMES_IN_RING = 4
 """Maximum number of a bucket's collectives in flight. Their names are reused, as Horovod's cache requires."""
 
@@ -91,23 +94,14 @@ class _Flight:
     started: float
     taken: list[_Pending]
     """Gradients of this rank in the round, by bucket; empty unless the engine is elastic."""
+    whole: list[int | None]
+    """By bucket, the number of gradients of this rank's host that belong to the round; None if the bucket has not
+    started, or the rank steps separately."""
     hyper: Hyper | None = None
-    whole: int | None = None
-    """``ReducedRound.whole``: the minimum over the submitted buckets."""
-
-
-@dataclass(frozen=True)
-class _Start:
-    """Single bucket of a ``StartRound``."""
-
-    optimizer: int
-    bucket: int
-    round: int
-    arrived: int
-    whole: int | None
-    """Number of gradients of this rank's host that belong to the round; None if the rank steps separately."""
-    turn: int | None
-    """Its turn among collectives; None if their order is free."""
+    incomplete: int = 0
+    """Number of buckets that are not complete yet."""
+    is_early: bool = False
+    """Whether a sum is used before it is complete."""
 
 
 class RoundsInFlight:
@@ -121,6 +115,8 @@ class RoundsInFlight:
         deliver: called with rounds that are ready to be applied, in order.
         ranks: the ranks that share the optimizer.
         host: number of the host that this rank steps with; None if it steps separately.
+        settle: called with each round that was delivered before it was complete, and its counts by bucket, once it is.
+        confirms: whether rounds are delivered only once they are complete, on any data plane.
     """
 
     def __init__(
@@ -130,19 +126,21 @@ class RoundsInFlight:
         deliver: Callable[[list[ReducedRound]], None],
         ranks: Sequence[int],
         host: int | None = None,
+        settle: Callable[[int, tuple[int, ...]], None] = lambda index, counts: None,
+        confirms: bool = False,
     ) -> None:
         self._engine, self._wire, self._deliver, self._host = engine, wire, deliver, host
+        self._settle, self._confirms = settle, confirms
+        self._carrier = Carrier(engine)
         self.timeline = recorder(engine.rank)
         self._buckets = len(wire.nbytes)
         self._queue: deque[HandedOver] = deque()
         """Buckets on their way from the training thread."""
         self._pending = [_Pending() for _ in range(self._buckets)]
         self._host_queues = [_HostQueue() for _ in range(self._buckets)]
-        self._busy: set[str] = set()
         self._units: dict[str, float] = {}
         """By name, the divisor of gradients in the next round of that name. All ranks derive it from the previous round
         of that name, which completes on each of them before the next is submitted."""
-        self._waiting: deque[_Start] = deque()
         self._flights: dict[int, _Flight] = {}
         self._last_hyper: Hyper | None = None
         """Hyperparameters that the coordinator sent last."""
@@ -210,9 +208,9 @@ class RoundsInFlight:
             self._queue.popleft()
             self.arrive(one.bucket, one.vector, one.version)
         buckets, empty = [one.bucket for one in taken], [one.bucket for one in taken if one.vector is None]
-        complete = self._next_ready - 1
+        complete = min(self.landed)
         if in_step:
-            self._engine.send(StepEntered(number, step, hyper, buckets, complete if taken else 0, empty))
+            self._engine.send(StepEntered(number, step, hyper, buckets, complete, empty))
         else:
             self._engine.send(GradientReady(number, buckets, step, complete, empty))
 
@@ -243,8 +241,9 @@ class RoundsInFlight:
     def end_step(self, whole: int) -> None:
         """Make a late step of the host pending, except in buckets whose pending gradients an earlier round has yet to
         take."""
-        for bucket in {*range(self._buckets)} - {start.bucket for start in self._waiting}:
-            self.release(bucket, whole)
+        for bucket in range(self._buckets):
+            if not self._carrier.waits(bucket):
+                self.release(bucket, whole)
 
     def end(self) -> None:
         """Make all gradients pending and count the host's steps from 0, after all ranks have finished."""
@@ -252,8 +251,7 @@ class RoundsInFlight:
             self.release(bucket, None)
             queue.released = 0
         for flight in self._flights.values():
-            flight.whole = 0
-        self._waiting = deque(replace(start, whole=None if start.whole is None else 0) for start in self._waiting)
+            flight.whole = [None if whole is None else 0 for whole in flight.whole]
 
     def add(self, bucket: int, vector: Vector, version: int) -> None:
         """Add a gradient, computed at ``version``, to the pending ones."""
@@ -287,9 +285,10 @@ class RoundsInFlight:
     def keep_for_cut(self) -> None:
         """Keep a copy of the pending gradients as the state to save after a cut, without the gradients that a started
         round, which still waits for its name, will carry."""
-        leaving = {start.bucket for start in self._waiting}
         kept = [
-            PendingGradient(None, []) if vector is None or bucket in leaving else PendingGradient(vector + 0, at)
+            PendingGradient(None, [])
+            if vector is None or self._carrier.waits(bucket)
+            else PendingGradient(vector + 0, at)
             for bucket, (vector, at) in enumerate(self.pending())
         ]
         self.count_bytes(self._nbytes(kept))
@@ -315,60 +314,73 @@ class RoundsInFlight:
         self._held_s[go.by] += go.held
         if go.settled:
             self._set_hyper(go.round, go.hyper)
-        whole = None if self._host is None or go.whole is None else go.whole.of(self._host)
+        flight, whole = self._flight(go.round), None
+        if self._host is not None and go.whole is not None:
+            whole = go.whole.of(self._host)
         for bucket, arrived in zip(go.buckets, go.arrived, strict=True):
-            self._start(_Start(go.optimizer, bucket, go.round, arrived, whole, self._engine.turn()))
+            flight.whole[bucket] = whole
+            name = f"hvd_async.eager.{go.optimizer}.{bucket}.{go.round % NAMES_IN_RING}"
+            prepare = partial(self._prepare, go, bucket, arrived, name)
+            self._carrier.carry(bucket, go.round, name, prepare)
 
-    def _start(self, go: _Start) -> None:
-        name, bucket = f"hvd_async.eager.{go.optimizer}.{go.bucket}.{go.round % NAMES_IN_RING}", go.bucket
-        if name in self._busy or any(start.bucket == bucket for start in self._waiting):
-            self._waiting.append(go)  # its name, or that of an earlier round, is still in flight on this rank
-            return
-        self._busy.add(name)
-        flight, wire = self._flight(go.round), self._wire
-        if go.whole is not None:
-            self.release(bucket, go.whole)
-            flight.whole = go.whole if flight.whole is None else min(flight.whole, go.whole)
+    def _prepare(self, go: StartRound, bucket: int, arrived: int, name: str) -> Collective:
+        """Take the pending gradients of a bucket for a round, and return its collective."""
+        round_, flight = go.round, self._flight(go.round)
+        wire, collectives = self._wire, self._engine.collectives
+        if (whole := flight.whole[bucket]) is not None:
+            self.release(bucket, whole)
         taken, self._pending[bucket] = self._pending[bucket], _Pending()
-        late_by = [go.round - 1 - version for version in taken.versions]
+        late_by = [round_ - 1 - version for version in taken.versions]
         if bucket == 0:
             self._staleness.update(late_by)
-            self._contributors[go.arrived] += 1
+            self._contributors[arrived] += 1
         self._sent += (wire.sent or wire.nbytes)[bucket]
         if taken.vector is None:
             self.count_bytes(wire.nbytes[bucket])  # of the vector that the collective returns
-        keep = self._engine.elastic
-        if keep:
+        if self._engine.elastic:
             flight.taken[bucket] = taken
+        keep = self._engine.elastic or taken.vector is None
         vector = wire.zeros(bucket) if taken.vector is None else taken.vector
         unit = self._units.get(name) or wire.first_unit
-        submitted = self._engine.clock()
+        submitted, is_used = self._engine.clock(), False
 
-        def landed(sums: Vector) -> None:
-            self._busy.discard(name)
-            self.landed[bucket] = max(self.landed[bucket], go.round)
-            trigger = self._triggers.pop((bucket, go.round), None)
-            if self.timeline is not None and trigger is not None:
-                self.timeline.round(go.optimizer, bucket, go.round, trigger, submitted, self._engine.clock(), late_by)
-            flight.sums[bucket] = decoded = wire.decode(sums, bucket)
-            # Now, rather than at the last bucket, for which all ranks wait:
-            flight.counts[bucket], flight.weights[bucket], self._units[name] = wire.tally(decoded, unit)
+        def start() -> Handle:
+            return collectives.allreduce_sum(wire.encode(vector, unit), name, wire.process_set, keep, wire.scale)
+
+        def usable(take: Take) -> None:
+            nonlocal is_used
+            is_used = flight.is_early = True
+            flight.weights[bucket] = 1.0
+            flight.sums[bucket] = lambda: wire.decode(take(), bucket)
             self._pass_on()
-            waiting, self._waiting = self._waiting, deque()
-            for start in waiting:
-                self._start(start)
 
-        keep = keep or taken.vector is None
-        self._engine.submit(
-            lambda: self._engine.collectives.allreduce_sum(
-                wire.encode(vector, unit), name, wire.process_set, keep, wire.scale
-            ),
-            landed,
-            group=(go.optimizer, go.round),
-            turn=go.turn,
-        )
+        def settled(sums: Vector) -> None:
+            self.landed[bucket] = max(self.landed[bucket], round_)
+            trigger = self._triggers.pop((bucket, round_), None)
+            if self.timeline is not None and trigger is not None:
+                self.timeline.round(go.optimizer, bucket, round_, trigger, submitted, self._engine.clock(), late_by)
+            # Now, rather than at the last bucket, for which all ranks wait:
+            sums = wire.decode(sums[-len(wire.tail) :] if is_used else sums, bucket)
+            flight.counts[bucket], weight, self._units[name] = wire.tally(sums, unit)
+            if not is_used:
+                flight.sums[bucket], flight.weights[bucket] = sums, weight
+            flight.incomplete -= 1
+            if not flight.incomplete:
+                self._note_complete(round_, flight)
+            self._pass_on()
 
-    def settle(self, round_: int, hyper: Hyper | None) -> None:
+        confirms = self._confirms or go.confirm
+        return Collective(start, settled, None if confirms else usable, group=(go.optimizer, round_))
+
+    def _note_complete(self, round_: int, flight: _Flight) -> None:
+        """Note that a round is complete in all buckets."""
+        seconds = self._engine.clock() - flight.started
+        self._complete, self._latency = self._complete + 1, self._latency + seconds
+        self._longest = max(self._longest, seconds)
+        if flight.is_early:
+            self._settle(round_, tuple(flight.counts))
+
+    def set_hyper(self, round_: int, hyper: Hyper | None) -> None:
         """Set the hyperparameters of a round; None: the ones sent last."""
         self._set_hyper(round_, hyper)
         self._pass_on()
@@ -381,8 +393,16 @@ class RoundsInFlight:
     def _flight(self, round_: int) -> _Flight:
         flight = self._flights.get(round_)
         if flight is None:
-            none, taken = [0] * self._buckets, [_Pending() for _ in range(self._buckets)]
-            flight = self._flights[round_] = _Flight([None] * self._buckets, none, [*none], self._engine.clock(), taken)
+            buckets = self._buckets
+            flight = self._flights[round_] = _Flight(
+                sums=[None] * buckets,
+                counts=[0] * buckets,
+                weights=[0.0] * buckets,
+                started=self._engine.clock(),
+                taken=[_Pending() for _ in range(buckets)],
+                whole=[None] * buckets,
+                incomplete=buckets,
+            )
         return flight
 
     def _pass_on(self) -> None:
@@ -393,10 +413,10 @@ class RoundsInFlight:
             if len(sums) < self._buckets or flight.hyper is None:
                 break
             del self._flights[self._next_ready]
-            seconds = self._engine.clock() - flight.started
-            self._complete, self._latency = self._complete + 1, self._latency + seconds
-            self._longest = max(self._longest, seconds)
-            counts, weights, whole = tuple(flight.counts), tuple(flight.weights), flight.whole or 0
+            counts, weights = tuple(flight.counts), tuple(flight.weights)
+            if flight.is_early:  # (also if it is complete here by now: all ranks must treat it alike)
+                counts = ()
+            whole = min((whole for whole in flight.whole if whole is not None), default=0)
             ready.append(ReducedRound(self._next_ready, sums, flight.hyper, counts, whole, weights))
             self._next_ready += 1
         if ready:
@@ -541,12 +561,18 @@ class EagerWorker(Worker):
         self.config, self.wire, self.apply, self._emptied = config, wire, apply, emptied
         ranks = wire.members or range(engine.size)
         self._host = ranks.index(engine.rank) // config.local_size if config.local_size > 1 else None
-        self._in_flight = RoundsInFlight(engine, wire, self._deliver, ranks, self._host)
+        # Elastic ranks continue from their weights after a loss; with samples, a sum says how to apply it.
+        confirms = config.confirm or engine.elastic or config.local_size > 1
+        confirms = confirms or wire.tail.weighted or not wire.tail_alone
+        self._in_flight = RoundsInFlight(engine, wire, self._deliver, ranks, self._host, self._settle, confirms)
         self._records_timeline = self._in_flight.timeline is not None
         # Set by the engine thread, under ``engine.changed``:
         self._rounds: deque[ReducedRound] = deque()
         """Rounds that wait to be applied, in order."""
         self._discards = False
+        self._settled_counts: dict[int, tuple[int, ...]] = {}
+        """Counts of complete rounds that were delivered before they were complete, until they are added to
+        ``applied``."""
         self._host_steps = self._ends_at = 0
         """Number of steps since the last drain or cut that all ranks of this host are known to have handed over (0 if
         ranks do not step host by host), and the version at which the last of these steps ends."""
@@ -563,6 +589,8 @@ class EagerWorker(Worker):
         self._lacks = False
         """Whether a bucket of the current step holds no gradient."""
         self._half_applied = False
+        self._unsettled = deque[ReducedRound]()
+        """Rounds, without sums, that were applied and whose counts are not in ``applied`` yet, in order."""
         self.version = 0
         self.produced, self.applied = [0] * config.buckets, [0] * config.buckets
         self._before = list(self.produced), list(self.applied)
@@ -714,7 +742,12 @@ class EagerWorker(Worker):
         self.engine.notify(partial(self._in_flight.report, number, step, True, unsent))
 
     def _has_ended(self, most: int | None) -> bool:
-        """Return whether the rounds of the last step have arrived, and all ranks of the host have handed it over."""
+        """Return whether the rounds of the last step may be applied, and all ranks of the host have handed it over.
+
+        At most ``UNSETTLED`` rounds are incomplete, so that the training thread is not far ahead of its device.
+        """
+        if self._incomplete > UNSETTLED:
+            return False
         if len(self._rounds) < self._behind or self._host is None:
             return len(self._rounds) >= self._behind
         return self._host_steps >= self._steps - self._settled_at and len(self._rounds) >= self._most(most)
@@ -739,7 +772,7 @@ class EagerWorker(Worker):
         rounds.reverse()
         while rounds:  # free each round as soon as it is applied
             with self.applying(rounds[-1]):
-                apply(rounds.pop())
+                apply(rounds.pop().taken())
 
     @contextlib.contextmanager
     def applying(self, round_: ReducedRound) -> Iterator[None]:
@@ -764,11 +797,39 @@ class EagerWorker(Worker):
         if self._in_flight.timeline is not None:
             self._in_flight.timeline.applied(self._registered_number(), round_.index, self.engine.clock())
         self.version = round_.index
-        self.applied = [a + b for a, b in zip(self.applied, round_.counts, strict=True)]
-        self._applied_rounds += round_.gradients > 0
+        if round_.counts:
+            self._count_applied(round_.counts)
+        else:
+            self._unsettled.append(replace(round_, sums=()))
+            self._count_settled()
         self._in_flight.count_bytes(-sum(self.wire.nbytes))
         self._half_applied = False
         self.whole.end()
+
+    def _count_applied(self, counts: Sequence[int]) -> None:
+        self.applied = [a + b for a, b in zip(self.applied, counts, strict=True)]
+        self._applied_rounds += any(counts)
+
+    def _count_settled(self) -> None:
+        """Count the applied rounds that are complete by now."""
+        while self._unsettled and (counts := self._settled_counts.pop(self._unsettled[0].index, None)) is not None:
+            round_ = self._unsettled.popleft()
+            self._count_applied(counts)
+            if missing := [b for b, count in enumerate(counts) if count == 0 and round_.weight(b)]:
+                warn(
+                    f"rank {self.engine.rank}: {self.label}: no rank had a finite gradient in bucket(s) {missing} of "
+                    f"round {round_.index}. It was applied with zeros there, so momentum and weight decay moved them"
+                )
+
+    @property
+    def _incomplete(self) -> int:
+        """Number of rounds that were applied and are not known to be complete."""
+        return sum(one.index not in self._settled_counts for one in self._unsettled)
+
+    @property
+    def unsettled(self) -> int | None:
+        """The first round that was applied and is not known to be complete; None if there is none."""
+        return next((one.index for one in self._unsettled if one.index not in self._settled_counts), None)
 
     # -- draining (training thread) ---------------------------------------------------------------------------
 
@@ -795,7 +856,7 @@ class EagerWorker(Worker):
 
     def _is_complete(self) -> bool:
         drained = self._inbox.drained
-        return drained is not None and self.version >= drained.rounds
+        return drained is not None and self.version >= drained.rounds and not self._incomplete
 
     @property
     def has_available(self) -> bool:
@@ -825,6 +886,7 @@ class EagerWorker(Worker):
         """Re-base the counters, check that no gradient was lost (GradientLossError), and let the binding end the drain,
         after all ranks have finished."""
         with self.whole("a drain could not be ended"):
+            self._count_settled()
             drained = self._take_drained()
             self._settled_at, self._ended = self._steps, self._steps
             self.shown, self.copied_from = 0, drained.copied_from
@@ -923,7 +985,7 @@ class EagerWorker(Worker):
             case StartRound() | ExplainRound():
                 self._in_flight.go(command)
             case SetHyperparameters(_, round_, hyper):
-                self._in_flight.settle(round_, hyper)
+                self._in_flight.set_hyper(round_, hyper)
             case EndStep(_, host, steps, version):
                 if host == self._host:
                     self._in_flight.end_step(steps)
@@ -948,6 +1010,13 @@ class EagerWorker(Worker):
                 self._rounds.extend(rounds)
             for round_ in rounds:
                 self._note_steps(round_.whole, round_.index)
+
+    def _settle(self, index: int, counts: tuple[int, ...]) -> None:
+        """Note the counts of a complete round that was delivered before."""
+        with self.engine.changed:
+            if not self._discards:
+                self._settled_counts[index] = counts
+            self.engine.changed.notify_all()
 
     def _note_steps(self, whole: int, version: int) -> None:
         """Note that ``whole`` steps of the host are handed over, and that the last of them ends at ``version``."""
