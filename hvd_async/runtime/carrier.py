@@ -24,12 +24,14 @@ class Collective(NamedTuple):
         usable: called when it is usable, if this is before it is complete; None if the user waits for completion in any
             case.
         group: see ``RankRuntime.submit``.
+        after: called once it counts as complete, before others start; None if the user has nothing to do then.
     """
 
     start: Callable[[], Handle]
     settled: Callable[[Vector], None]
     usable: Callable[[Take], None] | None = None
     group: Hashable = None
+    after: Callable[[], None] | None = None
 
 
 class _Waiting(NamedTuple):
@@ -54,7 +56,6 @@ class Carrier:
 
     Attributes:
         completed: number of collectives that are complete.
-        seconds: their total duration here.
     """
 
     def __init__(self, engine: RankRuntime) -> None:
@@ -64,12 +65,22 @@ class Carrier:
         """Numbers of the collectives in flight, by name."""
         self._last: int | None = None
         self.completed = 0
-        self.seconds = 0.0
+        self._seconds = 0.0
 
     @property
     def is_busy(self) -> bool:
         """Whether a collective is in flight."""
         return bool(self._in_flight)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all commanded collectives are complete. Any thread may ask while ``RankRuntime.changed`` is held."""
+        return not self._in_flight and not any(list(self._waiting.values()))
+
+    @property
+    def mean_seconds(self) -> float:
+        """Mean duration of the complete collectives on this rank, s; 0 if there are none."""
+        return self._seconds / self.completed if self.completed else 0.0
 
     def waits(self, lane: Hashable) -> bool:
         """Return whether a collective of this lane has not started yet."""
@@ -132,11 +143,13 @@ class Carrier:
         collective, begun = first.prepare(), self._engine.clock()
 
         def done(result: Vector) -> None:
+            collective.settled(result)
             with self._engine.changed:
                 del self._in_flight[first.name]
-            self.completed += 1
-            self.seconds += self._engine.clock() - begun
-            collective.settled(result)
+                self.completed += 1
+                self._seconds += self._engine.clock() - begun
+            if collective.after is not None:
+                collective.after()
             self.advance()
 
         self._engine.submit(collective.start, done, group=collective.group, turn=first.turn, usable=collective.usable)

@@ -9,13 +9,13 @@ thread, in an order that they choose.
 from __future__ import annotations
 
 import abc
-from collections import deque
 from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
-from hvd_async.runtime.interfaces import Changed, Program, RankRuntime, Vector, Wait
+from hvd_async.runtime.carrier import Carrier, Collective
+from hvd_async.runtime.interfaces import Changed, Handle, Program, RankRuntime, Vector, Wait
 from hvd_async.runtime.protocol import (
     Accepted,
     CollectiveReady,
@@ -170,8 +170,7 @@ class CollectiveCalls:
         self._own: Vector = None
         """This rank's vector, until it is submitted (engine thread)."""
         self._result: Combined | None = None
-        self._commands: deque[tuple[RunCollective, int | None]] = deque()
-        self._busy = False
+        self._carrier = Carrier(engine)
         self.cancelled = False
         """Whether no result will arrive, because the optimizer was discarded."""
         self.on_result: Callable[[RunCollective, Vector], None] = lambda command, result: None
@@ -217,38 +216,31 @@ class CollectiveCalls:
 
     def run(self, command: RunCollective) -> None:
         """Submit a collective that the coordinator has commanded, after all earlier ones."""
-        self._commands.append((command, self._engine.turn() if _is_collective(command) else None))
-        self._next()
-
-    def _next(self) -> None:
-        while self._commands and not self._busy:
-            self._submit(*self._commands.popleft())
-
-    def _submit(self, command: RunCollective, turn: int | None) -> None:
-        called = self._engine.rank in command.ranks
         if not _is_collective(command):
-            self._over(command, called, None)
+            self._over(command, None)  # (a rank that has called it waits for no other collective)
             return
-        self._busy = True
-        collectives, own, self._own = self._engine.collectives, self._own, None
-        vector = own if called else collectives.zeros(command.length, command.dtype)
         name = f"hvd_async.end.{command.optimizer}.{command.kind}.{command.dtype}"
+        self._carrier.carry("", 0, name, lambda: self._prepare(command, name))
 
-        def start() -> Any:
+    def _prepare(self, command: RunCollective, name: str) -> Collective:
+        """Return the collective of a command, with this rank's vector if it has called it."""
+        collectives, own, self._own = self._engine.collectives, self._own, None
+        called = self._engine.rank in command.ranks
+        vector = own if called else collectives.zeros(command.length, command.dtype)
+
+        def start() -> Handle:
             if command.kind == "sum":
                 return collectives.allreduce_sum(vector, name, self._process_set)
             return collectives.broadcast(vector, command.root, name, self._process_set)
 
-        def landed(result: Vector) -> None:
-            self._busy = False
+        def settled(result: Vector) -> None:
             self.on_result(command, result)
-            self._over(command, called, result)
-            self._next()
+            self._over(command, result)
 
-        self._engine.submit(start, landed, turn=turn)
+        return Collective(start, settled)
 
-    def _over(self, command: RunCollective, called: bool, result: Vector) -> None:
-        if not called:
+    def _over(self, command: RunCollective, result: Vector) -> None:
+        if self._engine.rank not in command.ranks:
             return
         with self._engine.changed:
             self._result = Combined(result, command.ranks, command.problem)

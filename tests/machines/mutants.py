@@ -87,7 +87,10 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "False",
         ),
         "a late gradient is not noted": Mutant(
-            "two buckets, both late", EagerStateMachine._arrived, "all_buckets[index].loaded = True", "pass"
+            "two buckets, both late",
+            EagerStateMachine._arrived,
+            "bucket.loaded, bucket.empty = (True, bucket.empty and index in event.empty)",
+            "pass",
         ),
         "a round has the hyperparameters of another step": Mutant(
             "steps that differ",

@@ -24,7 +24,7 @@ def test_what_another_host_sent_late_survives_a_cut():
         if step_2 in keys and worker._place >= 2 and worker._place not in released:
             if worker._place not in reported:  # (as if its first message had gone to another rank, which has it)
                 reported.add(worker._place)
-                worker.engine.send(ExchangeDone(worker._registered_number(), worker._exchanges.completed + 1))
+                worker.engine.send(ExchangeDone(worker._registered_number(), worker._exchanges.carrier.completed + 1))
             if worker._inbox.drained is None:
                 return False
             released.add(worker._place)

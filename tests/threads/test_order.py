@@ -69,7 +69,14 @@ class Engine:
     def turn(self) -> int | None:
         return None if self.turns is None else self.turns.turn()
 
-    def submit(self, start: Any, done: Callable[[Any], None], group: Any = None, turn: int | None = None) -> None:
+    def submit(
+        self,
+        start: Any,
+        done: Callable[[Any], None],
+        group: Any = None,
+        turn: int | None = None,
+        usable: Any = None,
+    ) -> None:
         def begin() -> None:
             if group is not None:
                 self.order.append(group[1])

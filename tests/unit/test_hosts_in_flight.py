@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -23,7 +24,13 @@ class Bench:
         self.landing: list[Callable[[], None]] = []
         self.delivered: list[ReducedRound] = []
         engine: Any = SimpleNamespace(
-            rank=2, turn=lambda: None, submit=self._submit, collectives=self, elastic=elastic, clock=time.monotonic
+            rank=2,
+            turn=lambda: None,
+            submit=self._submit,
+            collectives=self,
+            elastic=elastic,
+            clock=time.monotonic,
+            changed=threading.RLock(),
         )
         wire = GradientFormat(zeros=lambda bucket: np.zeros(2), nbytes=(16,))
         self.rounds = RoundsInFlight(engine, wire, self.delivered.extend, range(4), 1)
@@ -35,7 +42,7 @@ class Bench:
         sums += 1000.0
         return sums
 
-    def _submit(self, start: Callable[[], Any], done: Callable[[Any], None], group: Any, turn: None) -> None:
+    def _submit(self, start: Callable[[], Any], done: Callable[[Any], None], **_: Any) -> None:
         given = start()
         self.landing.append(lambda: done(given))
 

@@ -12,12 +12,13 @@ added to the next mean of its part.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 from hvd_async.algorithms.gossip.config import NAMES_IN_RING, AverageEntered, StartAverage
 from hvd_async.algorithms.gossip.message_format import HEADER, MessageFormat
+from hvd_async.runtime.carrier import Carrier, Collective
 from hvd_async.runtime.interfaces import Handle, RankRuntime, Rows, Vector
 
 # -- averages of weights -----------------------------------------------------------------------------------------------
@@ -41,6 +42,7 @@ class GlobalAverages:
 
     def __init__(self, engine: RankRuntime, post: MessageFormat) -> None:
         self._engine, self._post = engine, post
+        self._carrier = Carrier(engine)
         self._contributed: dict[int, Vector] = {}
         """This rank's x for averages that have not started yet (engine thread)."""
         self._sums: dict[int, _Summed] = {}
@@ -78,19 +80,22 @@ class GlobalAverages:
     def submit(self, command: StartAverage) -> None:
         """Submit this rank's part, or zeros if it has finished (engine thread)."""
         name = f"hvd_async.average.{command.optimizer}.{command.index % NAMES_IN_RING}"
+        self._carrier.carry("", command.index, name, lambda: self._prepare(command, name))
+
+    def _prepare(self, command: StartAverage, name: str) -> Collective:
         own = self._contributed.pop(command.index, None)
         own = own if self._engine.rank in command.ranks else None  # the optimizer may have been deleted meanwhile
-        vector = self._post.zeros() if own is None else own
+        vector, post = self._post.zeros() if own is None else own, self._post
 
-        def on_complete(total: Vector) -> None:
+        def start() -> Handle:
+            return self._engine.collectives.allreduce_sum(vector, name, post.process_set, keep=own is None)
+
+        def settled(total: Vector) -> None:
             with self._engine.changed:
                 if own is not None:
                     self._sums[command.index] = _Summed(total, command.weights, len(command.ranks))
 
-        self._engine.submit(
-            lambda: self._engine.collectives.allreduce_sum(vector, name, self._post.process_set, keep=own is None),
-            on_complete,
-        )
+        return Collective(start, settled)
 
 
 # -- averages of differences -------------------------------------------------------------------------------------------
@@ -129,14 +134,9 @@ class DifferenceAverages:
         self._part = -(-self._elements // (fragments * self._size))
         self._contributed: dict[int, Vector] = {}
         """This rank's vectors for averages that have not started yet (engine thread)."""
-        self._under_way: set[int] = set()
-        self._parts_coming: deque[StartAverage] = deque()
-        """Averages whose second stage has not begun (engine thread). Second stages begin in the order of the commands,
-        independently of the order in which first stages complete here."""
+        self._carrier = Carrier(engine)
         self._parts_here: dict[int, dict[int, Vector]] = {}
-        """Received parts, by average and place."""
-        self._turns: dict[int, int | None] = {}
-        """The turns of averages' second stages."""
+        """Received parts, by average and place, until the second stage begins."""
         self._results: dict[int, Average] = {}
         self._first, self.newest = 0, -1
         """The number of the first average after the last drain or cut."""
@@ -173,7 +173,7 @@ class DifferenceAverages:
     @property
     def idle(self) -> bool:
         """Whether no average is in flight here."""
-        return not self._under_way
+        return self._carrier.is_idle
 
     def take(self, average: int) -> Average:
         """Return a result and forget it."""
@@ -207,8 +207,6 @@ class DifferenceAverages:
         """Send this rank's parts, or nothing if it has finished, and add up its own part for all ranks."""
         own = self._contributed.pop(command.index, None)
         own = own if self._engine.rank in command.ranks else None  # its optimizer may have been deleted meanwhile
-        with self._engine.changed:
-            self._under_way.add(command.index)
         if self._post.lossless:
             self._reduce(command, own)
             return
@@ -216,33 +214,39 @@ class DifferenceAverages:
             assert own is not None
             self._complete(command, own)
             return
-        parts: list[Vector] = []
-        messages: list[tuple[int, Vector]] = []
-        if own is not None:
-            parts, messages = self._encoded(command.part, own)
         senders = sorted(self._places[rank] for rank in command.ranks if rank != self._engine.rank)
-        self._parts_coming.append(command)
 
-        def on_parts(received: Rows) -> None:
-            by_place = self._unpacked(received, senders)
-            if own is not None:
-                by_place[self._place] = parts[self._place]
-            self._parts_here[command.index] = by_place
-            while self._parts_coming and self._parts_coming[0].index in self._parts_here:
-                first = self._parts_coming.popleft()
-                self._send_mean(first, self._mean(first, self._parts_here.pop(first.index)))
+        def send_parts() -> Collective:
+            parts, messages = ([], []) if own is None else self._encoded(command.part, own)
 
-        self._exchange(command, "parts", messages, senders, on_parts, self._engine.turn())
-        self._turns[command.index] = self._engine.turn()
+            def settled(received: Rows) -> None:
+                by_place = self._unpacked(received, senders)
+                if own is not None:
+                    by_place[self._place] = parts[self._place]
+                self._parts_here[command.index] = by_place
+
+            return self._exchange(command, "parts", messages, senders, settled)
+
+        def send_means() -> Collective:
+            return self._send_mean(command, self._mean(command, self._parts_here.pop(command.index)))
+
+        # Second stages begin in the order of the commands, independently of the order in which first stages complete.
+        carry, name = self._carrier.carry, partial(self._name, command)
+        carry("parts", command.index, name("parts"), send_parts)
+        carry("means", command.index, name("means"), send_means, lambda: command.index in self._parts_here)
 
     def _reduce(self, command: StartAverage, own: Vector | None) -> None:
         vector = self._post.zeros()[self.slice_of(command.part)] if own is None else own
         self.bytes_sent += 2 * (self._size - 1) * self._post.nbytes
         name, process_set = self._name(command, "sum"), self._post.process_set
-        self._engine.submit(
-            lambda: self._engine.collectives.allreduce_sum(vector, name, process_set, keep=own is None),
-            lambda total: self._complete(command, total * (1.0 / len(command.ranks))),
-        )
+
+        def start() -> Handle:
+            return self._engine.collectives.allreduce_sum(vector, name, process_set, keep=own is None)
+
+        def settled(total: Vector) -> None:
+            self._complete(command, total * (1.0 / len(command.ranks)))
+
+        self._carrier.carry("sum", command.index, name, lambda: Collective(start, settled))
 
     def _name(self, command: StartAverage, stage: str) -> str:
         """Return a collective's name. Names are reused after 2 x ``fragments`` averages: no rank is ahead of another by
@@ -280,7 +284,7 @@ class DifferenceAverages:
             self.error[where] = 0.0
         return total * (1.0 / len(command.ranks))
 
-    def _send_mean(self, command: StartAverage, mean: Vector) -> None:
+    def _send_mean(self, command: StartAverage, mean: Vector) -> Collective:
         post, place = self._post, self._place
         data = post.encode(mean)
         decoded = post.decode(data)
@@ -290,14 +294,13 @@ class DifferenceAverages:
 
         others = [other for other in range(self._size) if other != place]
 
-        def on_means(received: Rows) -> None:
+        def settled(received: Rows) -> None:
             by_place = self._unpacked(received, others) | {place: decoded}
             where = self.slice_of(command.part)
             whole = post.concatenate([by_place[one] for one in range(self._size)])
             self._complete(command, whole[: where.stop - where.start])
 
-        turn = self._turns.pop(command.index)
-        self._exchange(command, "means", [(other, data) for other in others], others, on_means, turn)
+        return self._exchange(command, "means", [(other, data) for other in others], others, settled)
 
     def _exchange(
         self,
@@ -305,10 +308,9 @@ class DifferenceAverages:
         stage: str,
         messages: Sequence[tuple[int, Vector]],
         senders: list[int],
-        then: Any,
-        turn: int | None,
-    ) -> None:
-        """Submit a stage: ``messages`` to places in ascending order, and one message from each of ``senders``."""
+        settled: Callable[[Rows], None],
+    ) -> Collective:
+        """Return a stage: ``messages`` to places in ascending order, and one message from each of ``senders``."""
         post, receivers = self._post, {place for place, _ in messages}
         splits, coming = ([int(place in ends) for place in range(self._size)] for ends in (receivers, senders))
         header = HEADER.pack(command.index, 0.0)
@@ -319,7 +321,7 @@ class DifferenceAverages:
         def start() -> Handle:
             return self._engine.collectives.alltoall(rows, splits, coming, name, post.process_set)
 
-        self._engine.submit(start, then, turn=turn)
+        return Collective(start, settled)
 
     def _unpacked(self, rows: Rows, senders: list[int]) -> dict[int, Vector]:
         """Return the received vectors by the sender's place; ``senders`` are in ascending order."""
@@ -331,5 +333,4 @@ class DifferenceAverages:
                 number, average = command.weights[0] / len(command.ranks), self._first + command.index - 1
                 self._results[average] = Average(mean, number)
                 self.newest = max(self.newest, average)
-            self._under_way.remove(command.index)
             self._engine.changed.notify_all()

@@ -190,7 +190,7 @@ class HostWorker(GossipWorker):
     def on_command(self, command: OptimizerCommand) -> None:
         """Carry out a command."""
         if isinstance(command, Drained):
-            self._exchanges.pause(command.rounds)
+            self._exchanges.carrier.pause(command.rounds)
             self._ended = command
         super().on_command(command)
         match command:
@@ -205,7 +205,7 @@ class HostWorker(GossipWorker):
     def _complete_end(self) -> None:
         """Restart the count of the host's steps once all that belongs to an end is here."""
         ended = self._ended
-        if ended is None or self._exchanges.completed < ended.rounds or not self._on_end(ended):
+        if ended is None or self._exchanges.carrier.completed < ended.rounds or not self._on_end(ended):
             return
         self._contributed.clear()
         self._host_step = 0
@@ -223,7 +223,7 @@ class HostWorker(GossipWorker):
     def _continue_alone(self, ended: Drained[Any]) -> None:
         """Continue after an end without the optimizer, which would otherwise do this."""
         self._results.clear()
-        self._exchanges.resume()
+        self._exchanges.carrier.resume()
 
     def discard_results(self) -> None:
         """Continue with this rank's part for the other ranks of its host, although its optimizer is deleted."""
@@ -233,7 +233,7 @@ class HostWorker(GossipWorker):
         elif (ended := self._inbox.drained) is not None:
             self._continue_alone(ended)
         else:
-            self._exchanges.resume()
+            self._exchanges.carrier.resume()
 
 
 # -- push-sum between hosts --------------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ step. So the model holds the weights that the hooks leave, all messages carry su
 from __future__ import annotations
 
 import abc
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from hvd_async.algorithms.gossip import push_sum
@@ -44,6 +45,7 @@ from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Message, Sent, State
 from hvd_async.algorithms.kept import Kept
 from hvd_async.errors import GradientLossError, ReplicaStateError, ranks_text
+from hvd_async.runtime.carrier import Carrier, Collective
 from hvd_async.runtime.interfaces import Handle, Program, RankRuntime, Vector, Wait
 from hvd_async.runtime.protocol import Drained, OptimizerCommand
 from hvd_async.runtime.worker import Worker
@@ -72,15 +74,11 @@ class Links(NamedTuple):
 
 
 class _Due(NamedTuple):
-    """A commanded exchange, with the number of rows of queued messages to and from each place.
-
-    ``turn`` is its turn among collectives; None if their order is free.
-    """
+    """A commanded exchange, with the number of rows of queued messages to and from each place."""
 
     command: StartExchange
     to: list[int]
     coming: list[int]
-    turn: int | None
 
 
 NO_MESSAGE = HEADER.pack(-1, 0.0)
@@ -120,20 +118,12 @@ class MessageExchange:
         self._outbox: dict[int, _QueuedStep] = {}
         self._coming: set[int] = set()
         """Steps whose messages were announced but not queued yet."""
-        self._busy: set[str] = set()
-        self._held: deque[_Due] = deque()
-        self._last: int | None = None
-        """The last exchange before a drain that this rank has not completed yet; later ones wait."""
-        self.completed = self.own_sent = 0
-        """Number of completed exchanges, and the number of these that carried queued messages of this rank."""
+        self._due: list[StartExchange] = []
+        """Commanded exchanges that have not started."""
+        self.carrier = Carrier(engine)
+        self.own_sent = 0
+        """Number of completed exchanges that carried queued messages of this rank."""
         self.sent = self.bytes_sent = 0
-        self.seconds = 0.0
-        """Total duration of all exchanges here."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether an exchange is in flight here."""
-        return bool(self._busy)
 
     def announce(self, optimizer: int, key: int) -> None:
         """Announce that messages of a step, or none, will be queued once messages of earlier steps have arrived.
@@ -150,19 +140,10 @@ class MessageExchange:
         if messages or key in self._coming:
             self._outbox[key] = _QueuedStep(messages, weight)
         self._coming.discard(key)
-        if any(key in due.command.keys_of(self._engine.rank) for due in self._held):
-            self._try_held()
+        if any(key in command.keys_of(self._engine.rank) for command in self._due):
+            self.carrier.advance()
         else:
             self._engine.send(MessageQueued(optimizer, key) if messages else NoMessage(optimizer, key))
-
-    def pause(self, last: int) -> None:
-        """Hold exchanges after number ``last`` until ``resume``."""
-        self._last = last
-
-    def resume(self) -> None:
-        """Continue after a ``pause``."""
-        self._last = None
-        self._try_held()
 
     def exchange(self, command: StartExchange) -> None:
         """Submit this rank's part of an exchange."""
@@ -175,31 +156,27 @@ class MessageExchange:
             for place in links.senders:
                 if first <= self._ranks[place] <= last:
                     coming[place] += links.rows
-        self._held.append(_Due(command, to, coming, self._engine.turn()))
-        self._try_held()
+        name = f"hvd_async.gossip.{command.optimizer}.{command.round % NAMES_IN_RING}"
+        prepare = partial(self._prepare, _Due(command, to, coming), name)
+        self._due.append(command)
+        self.carrier.carry("", command.round, name, prepare, lambda: self._may_start(command))
 
-    def _try_held(self) -> None:
-        while self._held and self._name(command := self._held[0].command) not in self._busy:
-            if self._last is not None and command.round > self._last:
-                return
-            if any(key in self._coming for key in command.keys_of(self._engine.rank)):
-                return
-            if command.gathers and self._busy:
-                return
-            self._submit(self._held.popleft())
+    def _may_start(self, command: StartExchange) -> bool:
+        """Return whether this rank's announced messages are queued, and what the exchange gathers is here."""
+        if any(key in self._coming for key in command.keys_of(self._engine.rank)):
+            return False
+        return not (command.gathers and self.carrier.is_busy)
 
     def _pieces(self, data: Vector) -> list[Vector]:
         """Split a message into the data of its rows, each of which gets its header."""
         step = max(1, self._post.nbytes)
         return [data[start : start + step] for start in range(0, max(1, len(data)), step)]
 
-    def _name(self, command: StartExchange) -> str:
-        return f"hvd_async.gossip.{command.optimizer}.{command.round % NAMES_IN_RING}"
-
-    def _submit(self, due: _Due) -> None:
-        command, splits, coming, turn = due
-        name, own, started = self._name(command), self._engine.rank, self._engine.clock()
-        self._busy.add(name)
+    def _prepare(self, due: _Due, name: str) -> Collective:
+        """Pack this rank's messages for an exchange, and return it."""
+        command, splits, coming = due
+        own = self._engine.rank
+        self._due.remove(command)
         outgoing = [(key, message, 1.0) for key, message in self._snapshots(command)]
         for _, (to, data, _), _ in outgoing:
             splits[to] += len(self._pieces(data))
@@ -226,9 +203,7 @@ class MessageExchange:
         self.bytes_sent += len(rows) * (self._post.nbytes + HEADER.size)
         first = next((self._place[rank] for rank, *_ in [*command.senders, *command.pairs]), None)
 
-        def on_complete(received: Any) -> None:
-            self._busy.discard(name)
-            self.seconds += self._engine.clock() - started
+        def settled(received: Any) -> None:
             messages: dict[tuple[int, bytes], list[Vector]] = {}
             senders = [place for place, count in enumerate(coming) for _ in range(count)]
             for row, place in zip(received, senders, strict=True):
@@ -238,7 +213,6 @@ class MessageExchange:
             for (place, header), pieces in messages.items():
                 key, weight = HEADER.unpack(header)
                 self._deliver(place, key, weight, pieces[0] if len(pieces) == 1 else self._post.concatenate(pieces))
-            self.completed += 1
             self.own_sent += queued
             # The receiver of the first sender's message reports completion: a sender's part may complete as soon as the
             # kernel has buffered it, so exchanges would seem to take no time. (If the first sender had announced a
@@ -247,14 +221,12 @@ class MessageExchange:
                 first == self._place[own] and command.senders and not queued
             ):
                 self._engine.send(ExchangeDone(command.optimizer, command.round))
-            self._after()
-            self._try_held()
 
         def start() -> Handle:
             post = self._post
             return self._engine.collectives.alltoall(packed, splits, coming, name, post.process_set, post.room())
 
-        self._engine.submit(start, on_complete, turn=turn)
+        return Collective(start, settled, after=self._after)
 
 
 # -- messages received -------------------------------------------------------------------------------------------------
@@ -474,7 +446,7 @@ class GossipWorker(Worker):
         those of drains), and the mixing steps without another active rank.
         """
         averages = 0 if self._algorithm.pairs else self._averagings  # (a pair's average is an exchange)
-        return self._exchanges.completed + averages + self._averaged_ends + self._alone
+        return self._exchanges.carrier.completed + averages + self._averaged_ends + self._alone
 
     @property
     def settled(self) -> bool:
@@ -551,7 +523,7 @@ class GossipWorker(Worker):
 
     def _is_complete(self) -> bool:
         drained = self._inbox.drained
-        return drained is not None and self._exchanges.completed >= drained.rounds
+        return drained is not None and self._exchanges.carrier.completed >= drained.rounds
 
     def complete_drain_program(self) -> Program[None]:
         """Complete a drain or cut: the binding loads the weights of ``gather`` into the model, and the count of steps
@@ -569,7 +541,7 @@ class GossipWorker(Worker):
         self._before += self._step
         self._step = 0
         self._restart()
-        self.engine.call_soon(self._exchanges.resume)
+        self.engine.call_soon(self._exchanges.carrier.resume)
         self.announce_resumed()
 
     def _restart(self) -> None:
@@ -580,7 +552,7 @@ class GossipWorker(Worker):
         """Discard messages from now on; exchanges continue for the other ranks."""
         self.keep = None
         self._receive_buffer.discard()
-        self._exchanges.resume()
+        self._exchanges.carrier.resume()
 
     def gather(self, weights: Vector, flush: bool) -> Vector:
         """Mix in all received messages, at a drain or cut; with ``flush``, average all ranks.
@@ -657,7 +629,7 @@ class GossipWorker(Worker):
         exchanges = self._exchanges
         return GossipStats(
             steps=self._before + self._step,
-            exchanges=exchanges.completed,
+            exchanges=exchanges.carrier.completed,
             messages_sent=exchanges.sent,
             messages_taken=self._taken,
             messages_left=self._discarded,
@@ -666,7 +638,7 @@ class GossipWorker(Worker):
             wait_s=self._wait_s,
             waited_for=tuple(self._waited_for),
             bytes_sent=exchanges.bytes_sent,
-            latency_s=exchanges.seconds / exchanges.completed if exchanges.completed else 0.0,
+            latency_s=exchanges.carrier.mean_seconds,
             push_sum_weight=self._weight,
             rounds=self.version,
         )
@@ -683,7 +655,7 @@ class GossipWorker(Worker):
                 self._receive_buffer.rank_finished(self._ranks.index(rank), step)
             case Drained():
                 if not self.deleted:
-                    self._exchanges.pause(command.rounds)
+                    self._exchanges.carrier.pause(command.rounds)
                 known, total = self._receive_buffer.finished, command.produced[0]
                 last = total - self._stepped - sum(known.values())  # all but the last rank have been announced
                 self._lasts = {place: known.get(place, last) for place in range(len(self._ranks))}
@@ -920,7 +892,7 @@ class PushSumWorker(GossipWorker):
 
         waited, missing_now = self._wait_s, self._receive_buffer.missing
         self._receive_buffer.expect(self._step, [sender for sender, _ in self._into(self._place, self._step)])
-        if missing_now() and not self._exchanges.is_busy:  # (otherwise it is called at the end of the exchange)
+        if missing_now() and not self._exchanges.carrier.is_busy:  # (otherwise it is called at the end of the exchange)
             self.engine.call_soon(self._on_exchange_done)
         while missing := missing_now():
             yield Wait(lambda before=missing: missing_now() != before, awaited)  # type: ignore[misc]
@@ -1037,9 +1009,9 @@ class PushSumWorker(GossipWorker):
         """If the training thread waits for a message that no exchange in flight may bring, announce that this rank has
         nothing for the next one."""
         with self.engine.changed:
-            waits = bool(self._receive_buffer.missing()) and not self._exchanges.is_busy
+            waits = bool(self._receive_buffer.missing()) and not self._exchanges.carrier.is_busy
         if waits:
-            self.engine.send(WaitingForMessage(self._registered_number(), self._exchanges.completed))
+            self.engine.send(WaitingForMessage(self._registered_number(), self._exchanges.carrier.completed))
 
 
 # -- averages with neighbours that take the same step ------------------------------------------------------------------

@@ -12,6 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -19,6 +20,7 @@ import msgspec
 from hvd_async.algorithms.kept import Kept
 from hvd_async.algorithms.leader.config import ALGORITHMS, LeaderConfig, PullDone, PullProgress, StartPull, StepTaken
 from hvd_async.algorithms.leader.selection import ALL_RANKS, CENTER, NO_LEADER, LossWindow, Strengths
+from hvd_async.runtime.carrier import Carrier, Collective
 from hvd_async.runtime.interfaces import Program, RankRuntime, Vector
 from hvd_async.runtime.process_sets import RankGroup, SingleRank
 from hvd_async.runtime.protocol import Drained, OptimizerCommand
@@ -210,14 +212,7 @@ class PullExecutor:
         """Averaged statistics that no step has taken; ``_averaged_own`` are this rank's statistics in that average."""
         self._averaged_own: Vector = None
         self.commanded = 0
-        self._flying: set[int] = set()
-        """Numbers of pulls that this rank takes part in and that have not completed."""
-        self._waiting: list[tuple[StartPull, list[int | None]]] = []
-        """Pulls to submit, in order."""
-        self._busy: set[int] = set()
-        """Groups with a pull in flight."""
-        self._last: int | None = None
-        """Last pull before a drain or cut that this rank has not completed yet; later pulls wait."""
+        self.carrier = Carrier(engine)
         self._restored = False
         # Statistics, counted by the engine thread:
         self.pulls = self._bytes_received = 0
@@ -316,11 +311,6 @@ class PullExecutor:
         self._state, self._restored = self._rule.restore(results.targets, results.force), True
         self._fresh, self._averaged, self._averaged_own = dict(results.fresh), results.statistics, results.sent
 
-    def has_completed(self, last: int) -> bool:
-        """Return whether all pulls up to number ``last`` have completed on this rank."""
-        with self._engine.changed:  # the engine may be adding later ones
-            return not any(number <= last for number in self._flying)
-
     def _add_distances(self, differences: Sequence[Vector]) -> None:
         """Count this rank's distances to a leader or the center: the lengths of these vectors (either thread)."""
         for difference in differences:
@@ -357,96 +347,67 @@ class PullExecutor:
     def pull(self, command: StartPull) -> None:
         """Take part in a pull, as soon as it may start."""
         self.commanded += 1
-        if command.leader != NO_LEADER:
-            with self._engine.changed:
-                self._flying.add(command.round)
-            turns = [self._engine.turn() for _ in range(1 if self._statistics is None else 2)]
-            self._waiting.append((command, turns))
-            self._advance()
-
-    def pause(self, last: int) -> None:
-        """Submit no pulls after number ``last``, until ``resume``."""
-        self._last = last
-
-    def resume(self) -> None:
-        """Submit pulls again after a pause."""
-        self._last = None
-        self._advance()
-
-    def _advance(self) -> None:
-        """Submit pulls, except pulls that wait for this rank's drain or cut, or for the group's last pull."""
-        waiting, self._waiting = self._waiting, []
-        for command, turns in waiting:
-            late = self._last is not None and command.round > self._last
-            if late or command.group in self._busy:
-                self._waiting.append((command, turns))
-            else:
-                self._busy.add(command.group)
-                self._submit(command, *turns)
-
-    def _submit(self, command: StartPull, *turns: int | None) -> None:
+        if command.leader == NO_LEADER:
+            return
         name = f"hvd_async.pull.{command.optimizer}.{command.group}"
         process_set = self._rank_group.process_set if command.group == ALL_RANKS else self._group_set
-        collectives, own = self._engine.collectives, command.leader == self._engine.rank
+        if self._statistics is not None:
+            averaged = f"{name}.statistics"
+            prepare = partial(self._average_statistics, command, averaged, process_set)
+            self.carrier.carry((command.group, "statistics"), command.round, averaged, prepare)
+        self.carrier.carry(command.group, command.round, name, lambda: self._prepare(command, name, process_set))
+
+    def _average_statistics(self, command: StartPull, name: str, process_set: Any) -> Collective:
+        """Return the average of batch-norm statistics that accompanies a pull."""
         with self._lock:
-            statistics = self._statistics = vector_of(self._statistics)
-            snapshot = self._position()
-            self._note("sent", command.round)
-        started, parts = self._engine.clock(), 1 if statistics is None else 2
+            own = self._statistics = vector_of(self._statistics)
 
-        def part_done(received: float) -> None:
-            nonlocal parts
-            parts -= 1
-            self._bytes_received += int(received)
-            if not parts:
-                self._complete(command, started)
-
-        def on_statistics(total: Vector) -> None:
+        def settled(total: Vector) -> None:
             with self._lock:
                 average = total + 0
                 sums, counts = average.reshape(2, -1)
                 if counts.max() > 0:
                     sums /= counts.clip(1)  # (0 if it is finite on no rank)
                     counts[:] = counts.clip(0, 1)
-                    self._averaged, self._averaged_own = average, statistics
-            part_done(self._ring_bytes(command, total))
+                    self._averaged, self._averaged_own = average, own
+            self._bytes_received += self._ring_bytes(command, total)
+
+        return Collective(lambda: self._engine.collectives.allreduce_sum(own + 0, name, process_set), settled)
+
+    def _prepare(self, command: StartPull, name: str, process_set: Any) -> Collective:
+        """Take a snapshot of this rank's weights for a pull, and return it."""
+        collectives, leads, started = (
+            self._engine.collectives,
+            command.leader == self._engine.rank,
+            self._engine.clock(),
+        )
+        with self._lock:
+            snapshot = self._position()
+            self._note("sent", command.round)
 
         def on_sum(total: Vector) -> None:
-            self._apply(command, snapshot, total)
-            part_done(self._ring_bytes(command, total))
+            self._bytes_received += self._ring_bytes(command, total)
+            self._complete(command, snapshot, total, started)
 
         def on_leaders_weights(vector: Vector) -> None:
-            self._apply(command, snapshot, None if own else vector)
-            part_done(0 if own else vector.nbytes)
+            self._bytes_received += 0 if leads else int(vector.nbytes)
+            self._complete(command, snapshot, None if leads else vector, started)
 
-        if statistics is not None:
-            self._engine.submit(
-                lambda: collectives.allreduce_sum(statistics + 0, f"{name}.statistics", process_set),
-                on_statistics,
-                turn=turns[0],
-            )
         if command.leader == CENTER:
-            self._engine.submit(
-                lambda: collectives.allreduce_sum(snapshot + 0, name, process_set), on_sum, turn=turns[-1]
-            )
-        else:
-            vector = snapshot if own else collectives.empty_like(snapshot)
-            self._engine.submit(
-                lambda: collectives.broadcast(vector, command.leader, name, process_set),
-                on_leaders_weights,
-                turn=turns[-1],
-            )
+            return Collective(lambda: collectives.allreduce_sum(snapshot + 0, name, process_set), on_sum)
+        vector = snapshot if leads else collectives.empty_like(snapshot)
+        return Collective(lambda: collectives.broadcast(vector, command.leader, name, process_set), on_leaders_weights)
 
-    def _ring_bytes(self, command: StartPull, total: Vector) -> float:
+    def _ring_bytes(self, command: StartPull, total: Vector) -> int:
         """Return the bytes that a rank receives in a ring allreduce of the pull's ranks."""
         ranks = len(self._places(command))
-        return float(2 * (ranks - 1) / ranks * total.nbytes)
+        return int(2 * (ranks - 1) / ranks * total.nbytes)
 
     def _places(self, command: StartPull) -> Sequence[int]:
         """Return the positions of the pull's ranks in the rank group."""
         return range(self._rank_group.size) if command.group == ALL_RANKS else self._config.groups[command.group]
 
-    def _apply(self, command: StartPull, snapshot: Vector, result: Vector) -> None:
+    def _complete(self, command: StartPull, snapshot: Vector, result: Vector, started: float) -> None:
         """Apply a pull's result to the rule's state; ``snapshot`` are this rank's weights when it was submitted."""
         pulled, differences = self._rule.on_pull(self._state, command.group, snapshot, result)
         self._add_distances(differences)
@@ -454,19 +415,12 @@ class PullExecutor:
             self._state = self._rule.merge(self._state, pulled)
             self._fresh[command.group] = (command.round, command.leader)
             self._note("landed", command.round)
-
-    def _complete(self, command: StartPull, started: float) -> None:
-        self._busy.discard(command.group)
         self.pulls += 1
         self._led[command.group == ALL_RANKS, command.leader] += 1
         self._seconds += self._engine.clock() - started
         self._history.append((time.time(), command.group, command.leader))
-        with self._engine.changed:
-            self._flying.discard(command.round)
-            self._engine.changed.notify_all()
         if self._engine.rank == self._rank_group.ranks[self._places(command)[0]]:
             self._engine.send(PullDone(command.optimizer, command.round))
-        self._advance()
 
 
 def vector_of(statistics: Statistics | None) -> Vector:
@@ -680,7 +634,7 @@ class LeaderWorker(Worker):
 
     def _is_complete(self) -> bool:
         drained = self._inbox.drained
-        return drained is not None and self.executor.has_completed(drained.rounds)
+        return drained is not None and self.executor.carrier.has_completed(drained.rounds)
 
     def complete_drain_program(self) -> Program[None]:
         """Complete a drain or cut; in a drain, let the binding put ``gather``'s weights into the model."""
@@ -698,7 +652,7 @@ class LeaderWorker(Worker):
             self._saved = SavedState(
                 self.executor.pending_results(), self._losses.recorded, self._before, drained.details
             )
-        self.engine.call_soon(self.executor.resume)
+        self.engine.call_soon(self.executor.carrier.resume)
         self.announce_resumed()
 
     def gather(self, weights: Vector, flush: bool) -> Vector:
@@ -740,7 +694,7 @@ class LeaderWorker(Worker):
         """Continue to take part in pulls for the other ranks, without applying them."""
         self.keep = None
         self.executor.withhold_statistics()
-        self.executor.resume()
+        self.executor.carrier.resume()
 
     @property
     def leader(self) -> int:
@@ -764,7 +718,7 @@ class LeaderWorker(Worker):
                 self.executor.pull(command)
             case Drained():
                 if not self.deleted:
-                    self.executor.pause(command.rounds)
+                    self.executor.carrier.pause(command.rounds)
                 super().on_command(command)
             case _:
                 super().on_command(command)
