@@ -14,13 +14,12 @@ import pytest
 
 from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.algorithms.gossip.adpsgd import Pairing
-from hvd_async.algorithms.gossip.averages import DifferenceAverages
 from hvd_async.algorithms.gossip.hosts import HostWorker
 from hvd_async.algorithms.gossip.machine import GossipStateMachine, MessageQueues, PairRequests
 from hvd_async.algorithms.gossip.rank import MessageExchange, PushSumWorker
 from hvd_async.algorithms.leader import machine as leader
 from hvd_async.algorithms.leader.machine import LeaderStateMachine
-from hvd_async.algorithms.leader.rank import PullExecutor
+from hvd_async.runtime.carrier import Carrier
 from hvd_async.runtime.machine import StateMachine
 
 
@@ -155,7 +154,7 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
         "what a host holds back is forgotten at a drain": Mutant(
             "half of each host",
             EagerStateMachine._fire,
-            "bucket.loaded = self._by_hosts and self._gathering.holds(index)",
+            "bucket.loaded, bucket.empty = (self._by_hosts and self._gathering.holds(index), True)",
             "bucket.loaded = False",
         ),
         "a host's steps are not reset after an end": Mutant(
@@ -177,16 +176,16 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
     "gossip": {
         "second stages of averages begin in another order": Mutant(
             "averages in two stages",
-            DifferenceAverages.submit,
-            "self._parts_coming and self._parts_coming[0].index in self._parts_here",
-            "any(each.index in self._parts_here and not self._parts_coming.remove(each) and "
-            "not self._parts_coming.appendleft(each) for each in list(self._parts_coming))",
+            Carrier._start_lane,
+            "lane and self._may_start(lane[0])",
+            "lane and any((self._may_start(each) and not lane.remove(each) and not lane.appendleft(each) "
+            "for each in list(lane)))",
         ),
         "second stages of averages have no turn": Mutant(
             "averages in two stages",
-            DifferenceAverages.submit,
-            "self._turns[command.index] = self._engine.turn()",
-            "self._turns[command.index] = None",
+            Carrier.carry,
+            "self._engine.turn()",
+            "None if lane == 'means' else self._engine.turn()",
         ),
         "an exchange starts while a rank is in a drain": Mutant(
             "sgp, cuts", GossipStateMachine._advance, "self._resuming", "False"
@@ -195,9 +194,7 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
             "dpsgd and averages", MessageExchange.announce, "self._engine.collectives.in_order", "False"
         ),
         "a rank does not wait for messages": Mutant("sgp", PushSumWorker.mix_program, "not late", "False"),
-        "a rank exchanges messages before it has cut": Mutant(
-            "sgp, cuts", MessageExchange.pause, "self._last = last", "pass"
-        ),
+        "a rank exchanges messages before it has cut": Mutant("sgp, cuts", Carrier.pause, "self._last = last", "pass"),
         "a rank takes too many steps without a partner": Mutant(
             "adpsgd", Pairing.may_step, "self._local < self._most", "self._local <= self._most"
         ),
@@ -302,15 +299,18 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
     "leader": {
         "a rank pulls before it has drained": Mutant(
             "lsgd",
-            PullExecutor._advance,
-            "self._last is not None and command.round > self._last",
+            Carrier._may_start,
+            "self._last is not None and first.number > self._last",
             "False",
         ),
         "a rank drains before its pulls are complete": Mutant(
-            "easgd", PullExecutor.has_completed, "not any((number <= last for number in self._flying))", "True"
+            "easgd",
+            Carrier.has_completed,
+            "not any((number <= last for number in [*self._in_flight.values(), *waiting]))",
+            "True",
         ),
         "a pull starts although this rank has not seen the group's last one": Mutant(
-            "lsgd", PullExecutor._advance, "late or command.group in self._busy", "late"
+            "lsgd", Carrier._may_start, "first.name not in self._in_flight", "True"
         ),
         "two pulls of a group at once": Mutant(
             "lsgd",

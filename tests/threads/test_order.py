@@ -25,6 +25,7 @@ from hvd_async.algorithms.gossip.rank import Links, MessageExchange
 from hvd_async.algorithms.leader.config import LeaderConfig, StartPull
 from hvd_async.algorithms.leader.rank import PullExecutor
 from hvd_async.algorithms.leader.selection import ALL_RANKS, CENTER
+from hvd_async.runtime.carrier import Carrier
 from hvd_async.runtime.engine import CollectiveOrder
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.runtime.protocol import RunCollective
@@ -149,12 +150,7 @@ def pulls_submitted(engine: Any) -> list[Any]:
 
 
 Submitted = Callable[[Any], list[Any]]
-HOLDING = {
-    rounds_submitted: (RoundsInFlight, "_start", "for start in waiting:", "for start in reversed(waiting):"),
-    exchanges_submitted: (MessageExchange, "_try_held", "self._held.popleft()", "self._held.pop()"),
-    calls_submitted: (CollectiveCalls, "_next", "self._commands.popleft()", "self._commands.pop()"),
-}
-"""What is submitted, and a fault that changes its order."""
+HOLDING = (rounds_submitted, exchanges_submitted, calls_submitted)
 
 
 @pytest.fixture
@@ -167,17 +163,11 @@ def one_name(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("submitted", HOLDING, ids=lambda function: function.__name__)
 def test_held_commands_keep_their_order(submitted: Submitted, monkeypatch: pytest.MonkeyPatch) -> None:
     assert submitted(Engine()) == [1, 2, 3, 4, 5]
-    broken(monkeypatch, *HOLDING[submitted])
+    broken(monkeypatch, Carrier, "_start_lane", "lane.popleft()", "lane.pop()")
     assert submitted(Engine()) != [1, 2, 3, 4, 5], "the fault is not found"
 
 
-TURNS = {
-    rounds_submitted: (RoundsInFlight, "go", "self._engine.turn()", "None"),
-    exchanges_submitted: (MessageExchange, "exchange", "self._engine.turn()", "None"),
-    pulls_submitted: (PullExecutor, "pull", "self._engine.turn()", "None"),
-    calls_submitted: (CollectiveCalls, "run", "self._engine.turn() if _is_collective(command) else None", "None"),
-}
-"""What is submitted, and a fault: a collective that has to wait gets its turn only when it starts."""
+TURNS = (*HOLDING, pulls_submitted)
 
 
 @pytest.mark.usefixtures("one_name")
@@ -189,5 +179,5 @@ def test_what_starts_in_order_waits_for_held_commands(submitted: Submitted, monk
         return submitted(engine)
 
     assert in_order()[-1] == "other"
-    broken(monkeypatch, *TURNS[submitted])
+    broken(monkeypatch, Carrier, "carry", "self._engine.turn()", "None")
     assert in_order()[-1] != "other", "the fault is not found"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,12 @@ def submitted(*commands: RunCollective) -> list[str]:
         broadcast=lambda vector, root, name, *_: record(vector, name),
     )
     engine: Any = SimpleNamespace(
-        rank=1, collectives=collectives, turn=lambda: None, submit=lambda start, done, turn: start()
+        rank=1,
+        collectives=collectives,
+        turn=lambda: None,
+        submit=lambda start, done, **_: start(),
+        clock=lambda: 0.0,
+        changed=threading.RLock(),
     )
     for command in commands:
         CollectiveCalls(engine, None).run(command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +31,7 @@ def exchanges(own, sent, senders=(), receivers=(), partner=None, left_out=False)
         to = [place for place, count in enumerate(splits) for _ in range(count)]
         submitted.append((list(zip(to, [header for _, header in packed], strict=True)), coming))
 
-    def submit(start, done, turn=None):
+    def submit(start, done, **_):
         start()
         done([NO_MESSAGE if left_out else HEADER.pack(1, 1.0) for _ in range(sum(submitted[-1][1]))])
 
@@ -43,6 +44,7 @@ def exchanges(own, sent, senders=(), receivers=(), partner=None, left_out=False)
         turn=lambda: None,
         collectives=SimpleNamespace(alltoall=alltoall, in_order=False),
         clock=lambda: 0.0,
+        changed=threading.RLock(),
     )
     post = SimpleNamespace(
         pack=list,

@@ -376,11 +376,8 @@ class PullExecutor:
 
     def _prepare(self, command: StartPull, name: str, process_set: Any) -> Collective:
         """Take a snapshot of this rank's weights for a pull, and return it."""
-        collectives, leads, started = (
-            self._engine.collectives,
-            command.leader == self._engine.rank,
-            self._engine.clock(),
-        )
+        collectives, leads = self._engine.collectives, command.leader == self._engine.rank
+        started = self._engine.clock()
         with self._lock:
             snapshot = self._position()
             self._note("sent", command.round)
