@@ -310,28 +310,24 @@ class Watch:
 
     def __init__(self) -> None:
         self.writes = False
-        self._always = os.environ.get("HVD_ASYNC_CHECK", "0") not in ("", "0")
         self._layout = Layout([])
         self._handed: dict[int, _Handed] = {}
         self._steps = 0
         """Number of steps that have ended with early buckets."""
+        self._first = FIRST_STEPS if os.environ.get("HVD_ASYNC_CHECK", "0") in ("", "0") else math.inf
+        """Number of steps in which bits are compared even if no counter has moved."""
 
     def use(self, layout: Layout) -> None:
         """Watch the buckets of another layout."""
         self._layout = layout
         self.clear()
 
-    @property
-    def _thorough(self) -> bool:
-        """Whether bits are compared in this step even if no counter has moved."""
-        return self._always or self._steps < FIRST_STEPS
-
     def handed(self, bucket: int, vector: torch.Tensor) -> None:
         """Note that a bucket is about to be handed over, as this vector."""
         gradients = [p.grad for p in self._layout.buckets[bucket].parameters]
         versions = [0 if gradient is None else gradient._version for gradient in gradients]
         print_ = None
-        if self.writes or self._thorough:
+        if self.writes or self._steps < self._first:
             # (the bits of a sparse gradient may differ each time it is made dense)
             sparse = True in [gradient is not None and gradient.is_sparse for gradient in gradients]
             print_ = None if sparse else fingerprint(vector)
@@ -348,7 +344,7 @@ class Watch:
             ReplicaStateError: a gradient differs from the one that was handed over, or may differ.
         """
         handed = {bucket: one for bucket, one in self._handed.items() if bucket in buckets}
-        thorough = self._thorough
+        thorough = self._steps < self._first
         self._steps += bool(handed)
         for bucket, one in handed.items():
             now = [p.grad for p in self._layout.buckets[bucket].parameters]
