@@ -570,7 +570,6 @@ class GradientReplica(eager.GradientReplica):
             ReplicaStateError: a gradient was changed after it had been handed over, or its samples were not recorded.
         """
         passed = max(1, self.overlap.passed)
-        # (a step that ends an interrupted one brings no gradient)
         samples = self._samples(passed if worker.ready else 0) if self.tail.weighted else None
         self.overlap.disarm()
         try:
@@ -581,6 +580,8 @@ class GradientReplica(eager.GradientReplica):
         scale = self.before if grad_scale is None else self.before / grad_scale
         gone = worker.gone
         left = [index for index in range(len(self.layout)) if index not in gone]
+        if not worker.ready:
+            return dict.fromkeys(left)  # (a step that ends an interrupted one brings no gradient)
         if samples == 0:
             overflow = None  # (a scaler takes the mean of nothing, NaN, for one)
         if overflow is not None and not (self._empties_on_device and streams.gpu.holds(overflow)):

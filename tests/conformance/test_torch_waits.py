@@ -193,3 +193,24 @@ def test_flags_of_a_step_that_come_from_two_streams_are_one_step():
         gpu.done = lambda: False
         assert checks.emptied(wait=True) == [[1]]
         assert checks.emptied(wait=True) == []
+
+
+def test_a_gradient_that_an_interrupted_step_drops_is_not_counted_as_empty(monkeypatch):
+    def train(rank: int) -> tuple[int, int, int]:
+        one = TorchVectors([2], Case("unit", "sgd", 1.0), quorum="all")
+        worker = one.opt._async.worker_now()
+
+        def interrupt(most: int | None) -> bool:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(worker, "_has_ended", interrupt)
+            one.take([1.0, 1.0])
+        one.take([1.0, float("nan")])  # (completes that step)
+        one.take([1.0, 1.0])
+        one.opt.drain()
+        stats = one.opt.stats()
+        return stats.gradients_produced, stats.gradients_applied, stats.gradients_skipped
+
+    with SlowGpu(lambda: True).installed():
+        assert Cluster(1).run(train) == [(2, 2, 0)]
