@@ -11,7 +11,7 @@ from typing import Any
 
 from hvd_async.algorithms.eager.config import EagerConfig, EagerOptions
 from hvd_async.algorithms.eager.gradient_format import SAMPLE_DIGITS, GradientFormat, PendingGradient, ReducedRound
-from hvd_async.algorithms.eager.rank import EagerWorker, Remains
+from hvd_async.algorithms.eager.rank import EagerWorker, Emptied, Remains
 from hvd_async.errors import RankLostError, ReplicaStateError
 from hvd_async.optimizers.driver import Driver, GradientCounts, Standing
 from hvd_async.optimizers.replica import Replica
@@ -29,7 +29,7 @@ class GradientReplica(Replica):
         emptied: as in ``EagerWorker``. (It holds no parameters, since the worker may outlive the model.)
     """
 
-    emptied: Callable[[], Sequence[int]] = tuple
+    emptied: Emptied = staticmethod(lambda wait: ())
 
     @property
     @abc.abstractmethod

@@ -104,7 +104,7 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
                 "into round_transform=, and call scaler.step(optimizer)"
             )
         worker = driver.worker_to_step()
-        rounds = worker.finish_step(replica.left(worker, None, False), replica.hyperparameters(), 1)
+        rounds = worker.finish_step(replica.left(worker), replica.hyperparameters(), 1)
         replica.handed_over()
         replica.one_by_one, replica.unshown, replica.shown = True, 0, None
         super().zero_grad(set_to_none=True)
@@ -143,8 +143,9 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
 
 
 @contextlib.contextmanager
-def _scaling_hidden(optimizer: Any, scaler: Any) -> Iterator[tuple[torch.Tensor | None, bool]]:
-    """Yield the scale of the gradients (None without a GradScaler) and whether they overflowed.
+def _scaling_hidden(optimizer: Any, scaler: Any) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None]]:
+    """Yield the scale of the gradients and, as a number other than 0, whether they overflowed: tensors of shape (),
+    which nothing reads here, since that would wait for a GPU. None without a GradScaler.
 
     Inside the context the wrapped optimizer does not see them: fused optimizers would unscale rounds a second time, or
     skip them.
@@ -164,7 +165,7 @@ def _scaling_hidden(optimizer: Any, scaler: Any) -> Iterator[tuple[torch.Tensor 
                 "this optimizer was wrapped with scaler=, so its gradients are scaled: call scaler.step(optimizer) "
                 "and scaler.update() instead of optimizer.step()"
             )
-        yield mine.get("grad_scale"), bool(mine.get("found_inf", False))
+        yield mine.get("grad_scale"), mine.get("found_inf")
     finally:
         vars(optimizer).update(mine)
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import os
 import sys
 import warnings
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -215,18 +217,20 @@ class Checks:
     def __init__(self, buckets: int) -> None:
         self._buckets = buckets
         self._queued: dict[Any, tuple[torch.Tensor, list[int]]] = {}
-        """By stream: a flag per bucket, shape (buckets,), 1.0 where its vector was not finite; the buckets checked."""
-        self._sent: list[tuple[streams.Later, list[int]]] = []
-        """Flags that are being copied to the host."""
+        """By stream: a flag per bucket, shape (buckets,), above 0 where its vector was not finite; the buckets
+        checked."""
+        self._sent: deque[list[tuple[streams.Later, list[int]]]] = deque()
+        """By step, flags that are being copied to the host."""
         self._ones: dict[torch.device, torch.Tensor] = {}
 
     @torch.no_grad()
-    def empty_unless_finite(self, bucket: int, vector: torch.Tensor) -> None:
-        """Queue three kernels that set a vector on a GPU, its count too, to 0 if it holds NaN or an infinity.
+    def empty_unless_finite(self, bucket: int, vector: torch.Tensor, overflow: torch.Tensor | None = None) -> None:
+        """Queue kernels that set a vector on a GPU, its count too, to 0 if it holds NaN or an infinity.
 
         Args:
             bucket: one that was not checked since the last ``send``.
             vector: shape (n,), floating point.
+            overflow: shape (), on a GPU; above 0: the vector is set to 0 in any case.
         """
         device = vector.device
         if device not in self._ones:
@@ -236,6 +240,8 @@ class Checks:
             self._queued[stream] = torch.zeros(self._buckets, device=device), []
         flags, checked = self._queued[stream]
         spoilt = flags[bucket]
+        if overflow is not None:
+            spoilt.copy_(overflow)
         torch._amp_foreach_non_finite_check_and_unscale_([vector], spoilt, self._ones[device])
         vector.masked_fill_(spoilt.bool(), 0.0)
         checked.append(bucket)
@@ -244,30 +250,39 @@ class Checks:
         """Start the copy of the flags since the last call to the host: all vectors of a step have been checked."""
         if self._queued:
             queued, self._queued = self._queued, {}
-            self._sent += [(streams.Later(flags), checked) for flags, checked in queued.values()]
+            self._sent.append([(streams.Later(flags), checked) for flags, checked in queued.values()])
 
-    def emptied(self) -> list[int]:
-        """Return the buckets of the vectors since the last call that were not finite. (Their rounds have mostly landed:
-        there is nothing to wait for.)"""
-        if self._queued:
+    def emptied(self, wait: bool) -> list[list[int]]:
+        """Return, for each step whose flags have arrived since the last call, the buckets that were not finite.
+
+        Args:
+            wait: whether to wait for the flags of all vectors.
+        """
+        if wait:
             self.send()
-        if not self._sent:
-            return []
-        sent, self._sent = self._sent, []
-        return [bucket for flags, checked in sent for bucket in checked if flags.numbers()[bucket]]
+        found = []
+        while self._sent and (wait or all(flags.is_ready() for flags, _ in self._sent[0])):
+            step = self._sent.popleft()
+            found.append([bucket for flags, checked in step for bucket in checked if flags.numbers()[bucket]])
+        return found
 
 
 # -- gradients that were changed after they had been handed over -------------------------------------------------------
 # An in-place operation increments a tensor's version counter, unless it uses ``.data``; and clipping that only logs a
-# norm increments it without a change. So the bits are compared. Every bucket that is handed over early gets a
-# fingerprint, in one pass; it is compared if a version has changed, always in the first steps, and of one bucket in
-# turn in later ones.
+# norm increments it without a change. So in the first steps the bits are compared too, by a fingerprint of every bucket
+# that is handed over early, which the host waits for. Later only counters are compared, which costs the device nothing.
+# If one has moved then, it is too late to tell whether the bits have: the vector belongs to its collective. So that is
+# an error, unless the first steps have shown a script that writes and changes nothing: its bits are still compared.
 
 
 FIRST_STEPS = 10
-"""Number of steps with early buckets in which all of these are compared."""
-EVERY = 4
-"""Afterwards one bucket is compared every ``EVERY`` steps."""
+"""Number of steps with early buckets in which the bits of all of these are compared."""
+HINT = (
+    f". To log a norm, call torch.nn.utils.get_total_norm(), which writes nothing. (Whether a write has changed a "
+    f"bit is known in the first {FIRST_STEPS} steps; later if the script wrote without a change in these, or in "
+    f"every step with HVD_ASYNC_CHECK=1; of sparse gradients never)"
+)
+"""What the error adds if nothing is known of the bits."""
 LANES = 1 << 16
 """Number of different weights: enough for the rows of a bucket of 32 MiB."""
 ROW = 64
@@ -278,38 +293,45 @@ SMALL = 1 << 13
 
 
 class _Handed(NamedTuple):
-    """A bucket when it was handed over: each ``p.grad`` and its version counter, whether it is compared in any case,
-    and the fingerprint of its vector."""
+    """A bucket when it was handed over: each ``p.grad`` and its version counter, and the fingerprint of its vector if
+    its bits can be compared."""
 
     gradients: list[torch.Tensor | None]
     versions: list[int]
-    due: bool
     fingerprint: torch.Tensor | None
 
 
 class Watch:
     """Finds gradients of one optimizer that were changed after they had been handed over.
 
-    Args:
-        layout: of the optimizer's buckets.
+    Attributes:
+        writes: whether the user's code has written to such gradients and left their bits as they were.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+    def __init__(self) -> None:
+        self.writes = False
+        self._layout = Layout([])
         self._handed: dict[int, _Handed] = {}
         self._steps = 0
         """Number of steps that have ended with early buckets."""
+        self._first = FIRST_STEPS if os.environ.get("HVD_ASYNC_CHECK", "0") in ("", "0") else math.inf
+        """Number of steps in which bits are compared even if no counter has moved."""
+
+    def use(self, layout: Layout) -> None:
+        """Watch the buckets of another layout."""
+        self._layout = layout
+        self.clear()
 
     def handed(self, bucket: int, vector: torch.Tensor) -> None:
         """Note that a bucket is about to be handed over, as this vector."""
         gradients = [p.grad for p in self._layout.buckets[bucket].parameters]
-        # (its bits may differ each time it is made dense)
-        sparse = True in [gradient is not None and gradient.is_sparse for gradient in gradients]
-        turn, off_turn = divmod(self._steps, EVERY)
-        due = self._steps < FIRST_STEPS or (off_turn == 0 and turn % len(self._layout) == bucket)
-        print_ = None if sparse else fingerprint(vector, due)
         versions = [0 if gradient is None else gradient._version for gradient in gradients]
-        self._handed[bucket] = _Handed(gradients, versions, due, print_)
+        print_ = None
+        if self.writes or self._steps < self._first:
+            # (the bits of a sparse gradient may differ each time it is made dense)
+            sparse = True in [gradient is not None and gradient.is_sparse for gradient in gradients]
+            print_ = None if sparse else fingerprint(vector)
+        self._handed[bucket] = _Handed(gradients, versions, print_)
 
     def check(self, buckets: Collection[int], vector: Callable[[int], torch.Tensor]) -> None:
         """Check, at the end of a step, the buckets that were handed over early.
@@ -319,25 +341,27 @@ class Watch:
             vector: makes a bucket's vector of its present gradients.
 
         Raises:
-            ReplicaStateError: a gradient differs from the one that was handed over.
+            ReplicaStateError: a gradient differs from the one that was handed over, or may differ.
         """
         handed = {bucket: one for bucket, one in self._handed.items() if bucket in buckets}
+        thorough = self._steps < self._first
         self._steps += bool(handed)
         for bucket, one in handed.items():
             now = [p.grad for p in self._layout.buckets[bucket].parameters]
             versions = [0 if gradient is None else gradient._version for gradient in now]
             moved = versions != one.versions or any(map(operator.is_not, now, one.gradients))
             if one.fingerprint is None:
-                changed = moved
+                wrong = moved
             else:
-                looked_at = moved or one.due
-                changed = looked_at and not torch.equal(fingerprint(vector(bucket), one.due), one.fingerprint)
-            if changed:
+                wrong = (moved or thorough) and not torch.equal(fingerprint(vector(bucket)), one.fingerprint)
+                self.writes |= moved and not wrong
+            if wrong:
+                seen, hint = ("written to", HINT) if one.fingerprint is None else ("changed", "")
                 raise ReplicaStateError(
-                    "a gradient was changed after backward() and before step(), when it was on its way to the other "
-                    "ranks already. Clip averaged gradients by round_transform=, or between optimizer.synchronize() "
-                    "and `with optimizer.skip_synchronize(): optimizer.step()`; accumulate by "
-                    "backward_passes_per_step="
+                    f"a gradient was {seen} after backward() and before step(), when it was on its way to the other "
+                    f"ranks already. Clip averaged gradients by round_transform=, or between optimizer.synchronize() "
+                    f"and `with optimizer.skip_synchronize(): optimizer.step()`; accumulate by "
+                    f"backward_passes_per_step={hint}"
                 )
 
     def clear(self) -> None:
@@ -345,14 +369,13 @@ class Watch:
         self._handed.clear()
 
 
-def fingerprint(vector: torch.Tensor, thorough: bool) -> torch.Tensor:
-    """Return a hash of 64 bits of a vector's bits: the sum of its words, weighted by an odd number per row of 64 words.
-    Sums of integers are the same in any order, on any number of threads.
+def fingerprint(vector: torch.Tensor) -> torch.Tensor:
+    """Return a hash of 64 bits of a vector's bits: the sum of its words, weighted by an odd number per row of 64 words,
+    plus that of their upper halves. (The first sum alone has only the parity of the words' highest bits, which are
+    signs.) Sums of integers are the same in any order, on any number of threads.
 
     Args:
         vector: shape (n,), contiguous, float32 or float64.
-        thorough: also detect words that swap places within a row, and signs that change in pairs; several times as
-            slow. (The sum has only the parity of the words' highest bits.) Always on for float64.
 
     Returns:
         Shape (), int64, on the vector's device; it is not waited for.
@@ -367,7 +390,7 @@ def fingerprint(vector: torch.Tensor, thorough: bool) -> torch.Tensor:
         in_rows = words.numel() // ROW * ROW
         odd = vector[vector.numel() - half :].view(torch.int32)
         total = _weighted(torch.cat([words[:in_rows].view(-1, ROW).sum(1), words[in_rows:], odd]))
-    return total + 3 * _weighted(words >> 32) if wide or (thorough and vector.numel() > SMALL) else total
+    return total + 3 * _weighted(words >> 32) if wide or vector.numel() > SMALL else total
 
 
 def _weighted(numbers: torch.Tensor) -> torch.Tensor:
@@ -432,6 +455,7 @@ class GradientReplica(eager.GradientReplica):
         self.unshown = self.stepped = 0
         self.counters: set[str] = set()
         self.extrapolation = Extrapolation()
+        self.watch = Watch()
         self._use(Layout([]), early=False)
 
     def attach(self, optimizer: Any) -> None:
@@ -455,6 +479,7 @@ class GradientReplica(eager.GradientReplica):
     def continue_from(self, before: GradientReplica) -> None:
         self.take_settings(before.settings_in_force())
         self.extrapolation.leads = before.extrapolation.leads
+        self.watch.writes = before.watch.writes
         for parameter in self.parameters:  # (an interrupted step has left half of its gradient there)
             parameter.grad = None
 
@@ -496,7 +521,8 @@ class GradientReplica(eager.GradientReplica):
 
     def _use(self, layout: Layout, early: bool) -> None:
         """Hand gradients over in these buckets, ``early`` in the backward pass."""
-        self.layout, self.watch, self.checks = layout, Watch(layout), Checks(len(layout))
+        self.layout, self.checks = layout, Checks(len(layout))
+        self.watch.use(layout)
         self.overlap = Overlap(layout, self.passes, early, self._bucket_ready)
         self.emptied = self.checks.emptied
 
@@ -531,15 +557,19 @@ class GradientReplica(eager.GradientReplica):
 
     @torch.no_grad()
     def left(
-        self, worker: EagerWorker, grad_scale: torch.Tensor | None, overflow: bool
+        self, worker: EagerWorker, grad_scale: torch.Tensor | None = None, overflow: torch.Tensor | None = None
     ) -> dict[int, torch.Tensor | None]:
         """Return the gradients of this step that have not been handed over, by bucket, for the worker.
+
+        Args:
+            worker: the worker.
+            grad_scale: factor of all gradients, which is taken out; None: 1.
+            overflow: shape (); other than 0: the whole step holds no gradient.
 
         Raises:
             ReplicaStateError: a gradient was changed after it had been handed over, or its samples were not recorded.
         """
         passed = max(1, self.overlap.passed)
-        # (a step that ends an interrupted one brings no gradient)
         samples = self._samples(passed if worker.ready else 0) if self.tail.weighted else None
         self.overlap.disarm()
         try:
@@ -550,8 +580,15 @@ class GradientReplica(eager.GradientReplica):
         scale = self.before if grad_scale is None else self.before / grad_scale
         gone = worker.gone
         left = [index for index in range(len(self.layout)) if index not in gone]
-        spoilt = overflow and samples != 0  # (a scaler takes the mean of nothing, NaN, for an overflow)
-        vectors = {i: None if spoilt else self._finite(i, self.layout.vector(i, scale, samples)) for i in left}
+        if not worker.ready:
+            return dict.fromkeys(left)  # (a step that ends an interrupted one brings no gradient)
+        if samples == 0:
+            overflow = None  # (a scaler takes the mean of nothing, NaN, for one)
+        if overflow is not None and not (self._empties_on_device and streams.gpu.holds(overflow)):
+            if overflow:
+                return dict.fromkeys(left)
+            overflow = None
+        vectors = {i: self._finite(i, self.layout.vector(i, scale, samples), overflow) for i in left}
         self.checks.send()
         return vectors
 
@@ -598,16 +635,30 @@ class GradientReplica(eager.GradientReplica):
         self.watch.handed(index, vector)
         self.optimizer._async.worker.hand_over(index, self._finite(index, vector))
 
-    def _finite(self, index: int, vector: torch.Tensor) -> torch.Tensor | None:
+    @property
+    def _empties_on_device(self) -> bool:
+        """Whether vectors on a GPU are emptied there if they must not be seen, so that the host waits for nothing.
+
+        Not with other quorums: there a rank arrives when its gradients are computed, not when their kernels are queued.
+        """
+        return self._given.nonfinite == "skip" and self._given.quorum == "all"
+
+    def _finite(self, index: int, vector: torch.Tensor, overflow: torch.Tensor | None = None) -> torch.Tensor | None:
         """Return a bucket's vector, or None if it holds NaN or an infinity, which other ranks must not see.
 
+        Args:
+            index: number of the bucket.
+            vector: its vector.
+            overflow: on a GPU, other than 0 if the step holds no gradient.
+
         Raises:
-            FloatingPointError: it does, and ``nonfinite="raise"``.
+            FloatingPointError: it is not finite, and ``nonfinite="raise"``.
         """
-        if streams.gpu.holds(vector) and self._given.nonfinite == "skip" and self._given.quorum == "all":
-            self.checks.empty_unless_finite(index, vector)
+        if self._empties_on_device and streams.gpu.holds(vector):
+            self.checks.empty_unless_finite(index, vector, overflow)
             return record_ready(vector)
-        # (with another quorum a rank arrives when its gradients are computed, not when their kernels are queued)
+        if overflow is not None and overflow:
+            return None
         # One pass; the sum of very large finite numbers may be infinite too, so then each element is checked.
         if math.isfinite(vector.sum()) or torch.isfinite(vector).all():
             return record_ready(vector)

@@ -195,13 +195,24 @@ class Later:
         self._copied = gpu.current_stream(numbers.device).record_event()
         self._numbers: list[float] | None = None
 
+    def is_ready(self) -> bool:
+        """Return whether the numbers are copied, so that reading them does not wait."""
+        if self._numbers is None and self._copied.query():
+            self._read()
+        return self._numbers is not None
+
     def numbers(self) -> list[float]:
         """Return the numbers; wait until they are copied."""
         if self._numbers is None:
             self._copied.synchronize()
-            self._numbers = self._there.double().tolist()
-            self._free.append(self._there)
+            return self._read()
         return self._numbers
+
+    def _read(self) -> list[float]:
+        numbers: list[float] = self._there.double().tolist()
+        self._numbers = numbers
+        self._free.append(self._there)
+        return numbers
 
     def __float__(self) -> float:
         (number,) = self.numbers()

@@ -28,8 +28,8 @@ INPUTS = torch.ones(ELEMENTS)
 BUCKET_MB = PARAMETERS * ELEMENTS * 4 / 5 / 2**20
 """``bucket_cap_mb`` for five or six buckets."""
 STEPS = 16
-"""Number of counted steps: a multiple of every period (averages, pulls, checks of one bucket in turn). They follow as
-many steps that are not counted, since the first ones check more."""
+"""Number of counted steps: a multiple of every period (averages, pulls). They follow as many steps that are not
+counted, since the first ones check more."""
 VIEWS = ("aten::_unsafe_view", "aten::_reshape_alias", "aten::empty", "aten::new_empty")
 """Prefixes of the names of operators that launch no kernel, in addition to torch's views."""
 WAITS = frozenset(f"aten::{name}" for name in ("_local_scalar_dense", "equal", "nonzero", "masked_select"))

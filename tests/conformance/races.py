@@ -36,6 +36,8 @@ MADE_BY_SIZE = {torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, 
 MADE_OF_NUMBERS = {torch.tensor, torch.as_tensor}
 TO_HOST = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy", torch.Tensor.cpu: "cpu"}
 COPIES = {"aten::copy_", "aten::_to_copy"}
+ANSWERS = {"aten::equal", "aten::nonzero", "aten::masked_select"}
+"""Operators that wait for their kernel, because the host needs its result."""
 
 
 def _innermost(frame: FrameType | None, lookup_lines: bool) -> list[str]:
@@ -370,6 +372,9 @@ class _Kernels(TorchDispatchMode):
             return out
         arguments.parse_outputs(schema, out, is_factory=False)  # (what was freed there may still be in use)
         gpu.launch(given, schema.name, arguments.dataptrs_read, arguments.dataptrs_written, arguments.tensor_aliases)
+        if schema.name in ANSWERS:
+            gpu.host_waits(schema.name)
+            given.record_event().host_has_waited()
         if schema.name in COPIES and {block.where for block in taken} > {"gpu"}:
             other = next(block for block in taken if block.where != "gpu")
             if other.where == "host" or not (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):

@@ -16,11 +16,14 @@ import torch
 import hvd_async.torch as hvd
 from hvd_async.torch import gradient_format, streams, tensor_collectives
 from hvd_async.torch import horovod_collectives as collectives
+from hvd_async.torch.gradient_replica import FIRST_STEPS
 from tests.conformance.races import CPU, RacyGpu, racy_cluster
 from tests.conformance.torch_ranks import TINY, batch, conv_model
 from tests.conftest import LONG_RUN
 
 STEPS = 4
+LATER_STEPS = FIRST_STEPS + 4
+"""Enough for steps in which gradients are not compared any more."""
 
 
 class Mode(NamedTuple):
@@ -115,7 +118,9 @@ SETTINGS = {
 }
 
 
-def run(mode: Mode, ranks: int, patch: pytest.MonkeyPatch, setting: Setting = SETTINGS["plain"]) -> tuple[RacyGpu, Any]:
+def run(
+    mode: Mode, ranks: int, patch: pytest.MonkeyPatch, setting: Setting = SETTINGS["plain"], steps: int = STEPS
+) -> tuple[RacyGpu, Any]:
     """Train on ``ranks`` ranks; return the GPU with what it found, and the results of ``train``."""
     patch.setattr(streams, "EARLY", setting.queued)
     patch.setenv("HVD_ASYNC_STAGE", str(int(setting.staged)))
@@ -124,7 +129,7 @@ def run(mode: Mode, ranks: int, patch: pytest.MonkeyPatch, setting: Setting = SE
         with gpu.thread_of(rank):
             own = gpu.on(gpu.stream("user's")) if setting.own_stream else contextlib.nullcontext()
             with own:
-                return mode.train(gpu, rank)
+                return mode.train(gpu, rank, steps)
 
     with racy_cluster(ranks, patch) as (gpu, cluster):
         waits = cluster.run(train)
@@ -159,7 +164,7 @@ def test_a_bucket_waits_for_its_own_gradients_alone(mode, monkeypatch):
 BUCKETS = PARAMETERS = 4
 """Number of parameters of the model, each in a bucket of its own."""
 WAITS = {  # number in two steps, on the training thread, autograd's and the engine's
-    "all": (2, 0, 2 * BUCKETS),
+    "all": (0, 0, 2 * BUCKETS),
     "solo": (0, 2 * BUCKETS, 2 * BUCKETS),
     "majority": (0, 2 * BUCKETS, 2 * BUCKETS),
     "sgp": (2, 0, 0),
@@ -181,18 +186,26 @@ def waited(waits: Counter[tuple[str, str]], rank: int, thread: str) -> int:
 
 @pytest.mark.parametrize("mode", WAITS)
 def test_the_host_waits_as_often_as_docs_gpu_says(mode, monkeypatch):
-    gpu, ((*_, before, last),) = run(MODES[mode], 1, monkeypatch)
+    gpu, ((*_, before, last),) = run(MODES[mode], 1, monkeypatch, steps=LATER_STEPS)
     assert not gpu.errors
     training, autograd, engine = WAITS[mode]
     assert waited(before + last, 0, "training") == training
     assert waited(before + last, 0, "autograd") == autograd
-    due, waits = engine * STEPS // 2, waited(gpu.waits, 0, "engine")  # (in all steps: it works next to them)
+    due, waits = engine * LATER_STEPS // 2, waited(gpu.waits, 0, "engine")  # (in all steps: it works next to them)
     assert waits == due or (mode == "easgd" and 0 < waits < due), "a pull may be late, so that the next one is left out"
+
+
+@pytest.mark.parametrize("mode", ["all", "solo"])
+def test_the_host_waits_for_fingerprints_in_the_first_steps_alone(mode, monkeypatch):
+    _, ((first, *waits),) = run(MODES[mode], 1, monkeypatch, steps=LATER_STEPS)
+    assert not [what for _, what in first if what == "aten::equal"], "gradients leave early from the second step on"
+    compared = [sum(n for (_, what), n in each.items() if what == "aten::equal") for each in waits]
+    assert compared == [BUCKETS] * FIRST_STEPS + [0] * (LATER_STEPS - 1 - FIRST_STEPS)
 
 
 @pytest.mark.parametrize("mode", ["all", "solo", "sgp", "lsgd"])
 def test_a_learning_rate_on_the_gpu_is_not_read_in_a_step(mode, monkeypatch):
-    _, ((*_, before, last),) = run(MODES[mode]._replace(rate_on_gpu=True), 1, monkeypatch)
+    _, ((*_, before, last),) = run(MODES[mode]._replace(rate_on_gpu=True), 1, monkeypatch, steps=LATER_STEPS)
     by_torch = 2 * PARAMETERS  # (SGD reads it for each parameter, with or without us)
     assert waited(before + last, 0, "training") == WAITS[mode][0] + by_torch
 

@@ -41,11 +41,11 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    ("all", 1): Budget(31, 980, 7, 1.1, 7, 20),
-    ("all", 2): Budget(37, 985, 7, 1.1, 7, 19),
-    ("solo", 1): Budget(31, 980, 7, 1.1, 7, 20),
-    ("solo", 2): Budget(42, 1045, 7, 2.1, 7, 20),
-    ("majority", 2): Budget(42, 1035, 7, 2.1, 7, 20),
+    ("all", 1): Budget(18, 920, 6, 1.1, 7, 20),
+    ("all", 2): Budget(24, 925, 6, 1.1, 7, 19),
+    ("solo", 1): Budget(18, 920, 6, 1.1, 7, 20),
+    ("solo", 2): Budget(29, 985, 6, 2.1, 7, 20),
+    ("majority", 2): Budget(29, 975, 6, 2.1, 7, 20),
     ("sgp", 1): Budget(4, 310, 1, 2, 0, 0),
     ("sgp", 2): Budget(6, 460, 1, 2, 3, 6),
     ("dpsgd", 1): Budget(4, 310, 1, 2, 0, 0),
@@ -61,8 +61,8 @@ BUDGETS = {
 }
 """Budgets by mode and number of ranks."""
 ON_GPU = {
-    "all": (46, 1200),
-    "solo": (42, 1100),
+    "all": (33, 1150),
+    "solo": (29, 1040),
     "sgp": (6, 460),
     "adpsgd": (7, 340),
     "lsgd": (10, 600),

@@ -3,6 +3,7 @@ whichever gradients it carries."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import keras
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from hvd_async.testing import InjectedError
+from hvd_async.torch.testing import FakeGpu
 from tests.conformance.eager_ranks import INF, KERAS, KERAS_GRAPH, MOMENTUM, TORCH, Binding, both
 from tests.conformance.sampled import VECTORS, Plan, check, rounds, train
 from tests.conformance.torch_ranks import ProcessSet
@@ -117,8 +119,8 @@ OVERFLOWS = {(1, 2), (3, 0)}
 SCALED = Plan(EVEN.samples, frozenset((*one, vector) for one in OVERFLOWS for vector in range(VECTORS)))
 
 
-@pytest.mark.parametrize("quorum", ["all", "solo"])
-def test_an_overflow_under_a_grad_scaler_leaves_out_its_samples(quorum, rounds):
+@pytest.mark.parametrize(("quorum", "device"), [("all", "cpu"), ("solo", "cpu"), ("all", "gpu")])
+def test_an_overflow_under_a_grad_scaler_leaves_out_its_samples(quorum, device, rounds):
     """The mean of nothing, which the scaler takes for an overflow, is an empty batch as usual."""
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0 ** (2 + rank), growth_interval=10**6) for rank in range(4)]
 
@@ -132,7 +134,9 @@ def test_an_overflow_under_a_grad_scaler_leaves_out_its_samples(quorum, rounds):
         scalers[rank].update()
 
     options = [{"quorum": quorum, "scaler": scaler} for scaler in scalers]
-    for rank, end in enumerate(train(TORCH, SCALED, options=options.__getitem__, step=step)):
+    with FakeGpu().installed() if device == "gpu" else contextlib.nullcontext():
+        ends = train(TORCH, SCALED, options=options.__getitem__, step=step)
+    for rank, end in enumerate(ends):
         check(TORCH, SCALED, rounds[rank], end.weights)
         assert end.opt.stats().gradients_skipped == rank % 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ import torch
 import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
+from hvd_async.torch.testing import FakeGpu
 from tests.conformance.cases import Case
+from tests.conformance.host_counts import Operators
 from tests.conformance.torch_ranks import (
     TINY,
     TorchTrainer,
@@ -82,7 +85,18 @@ def test_each_rank_its_own_scale(kind, unscale):
         np.testing.assert_allclose(weights, by_hand(kind, averages), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "quorum"), [("momentum", "solo"), ("fused", "all")])
+@pytest.fixture(params=["cpu", "gpu"])
+def device(request):
+    """A CPU, or a GPU on which the host does not read whether a step has overflowed."""
+    if request.param == "cpu":
+        yield
+        return
+    with FakeGpu().installed():
+        yield
+
+
+@pytest.mark.parametrize(("kind", "quorum"), [("momentum", "solo"), ("fused", "all"), ("momentum", "all")])
+@pytest.mark.usefixtures("device")
 def test_an_overflow_on_one_rank_is_a_step_without_gradient_and_reaches_no_rank(kind, quorum):
     """Rank 1 begins with a scale that float32 cannot bear: its first steps overflow, until the scale has fallen."""
 
@@ -120,6 +134,7 @@ def test_an_overflow_on_one_rank_is_a_step_without_gradient_and_reaches_no_rank(
         np.testing.assert_allclose(outcomes[0][0], by_hand(kind, averages), rtol=0, atol=1e-5)
 
 
+@pytest.mark.usefixtures("device")
 def test_an_overflow_in_one_bucket_leaves_the_whole_step_out():
     def train(rank: int) -> tuple[list[float], int]:
         scaler = make_scaler(4.0)
@@ -133,6 +148,32 @@ def test_an_overflow_in_one_bucket_leaves_the_whole_step_out():
         return one.weights().tolist(), one.opt.stats().gradients_skipped
 
     assert Cluster(2).run(train) == [([-2.5, -2.5], 0), ([-2.5, -2.5], 1)]
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_with_a_scaler_a_step_does_not_wait_for_a_gpu(overflows):
+    """torch itself waits once a step, with an optimizer that does not know of scalers."""
+    gpu = FakeGpu()
+
+    def train(rank: int) -> int:
+        scaler = make_scaler(4.0)
+        one = TorchVectors([1, 1], Case("unit", "sgd", 1.0), quorum="all", bucket_cap_mb=TINY, scaler=scaler)
+        scale = float(scaler.scale(torch.ones(())))
+        one.opt._async.worker_now()
+        for step in range(3):
+            one.backward([[math.inf if overflows and step == 1 else scale, scale]])
+            before = Counter(gpu.waits)
+            with (operators := Operators()):
+                scaler.step(one.opt)
+            assert operators.waits == 0, operators.calls
+            own = {what: n for what, n in (gpu.waits - before).items() if "engine" not in what[0]}
+            assert not own
+            scaler.update(new_scale=scale)
+        one.opt.drain()
+        return one.opt.stats().gradients_skipped
+
+    with gpu.installed():
+        assert Cluster(1).run(train) == [int(overflows)]
 
 
 def test_a_scaler_must_be_reported_of():

@@ -99,6 +99,6 @@ class TestOnAGpu:
         checks.empty_unless_finite(0, fine)
         checks.empty_unless_finite(1, sick)
         assert time.perf_counter() - started < 0.2, "it waited for the device"
-        assert checks.emptied() == [1]
-        assert checks.emptied() == []
+        assert checks.emptied(wait=True) == [[1]]
+        assert checks.emptied(wait=True) == []
         assert (fine.sum().item(), sick.sum().item()) == (100.0, 0.0)

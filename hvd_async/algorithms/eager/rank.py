@@ -527,6 +527,7 @@ def _sum(gradients: Iterable[PendingGradient]) -> PendingGradient:
 
 
 Apply = Callable[[ReducedRound], None]
+Emptied = Callable[[bool], Sequence[Sequence[int]]]
 
 
 class EagerWorker(Worker):
@@ -538,7 +539,8 @@ class EagerWorker(Worker):
         wire: format of the binding's vectors.
         finish: called at the end of each drain (True) or cut (False), when all rounds are applied.
         apply: applies a round that completes while this rank drains.
-        emptied: returns the buckets handed over since the last call that have turned out to hold no gradient.
+        emptied: returns, for each step about which this is known since the last call, the buckets that have turned out
+            to hold no gradient. True: wait until it is known of all that were handed over.
 
     Attributes:
         version: number of rounds that this rank's weights include.
@@ -555,7 +557,7 @@ class EagerWorker(Worker):
         wire: GradientFormat,
         finish: Callable[[bool], object],
         apply: Apply = lambda round_: None,
-        emptied: Callable[[], Sequence[int]] = tuple,
+        emptied: Emptied = lambda wait: (),
     ) -> None:
         super().__init__(engine, config, wire.members, wire.process_set, wire.process_set_id, finish)
         self.config, self.wire, self.apply, self._emptied = config, wire, apply, emptied
@@ -664,12 +666,12 @@ class EagerWorker(Worker):
         self._handed.add(bucket)
         self._in_flight.give(HandedOver(bucket, vector, self.version, step, in_step))
 
-    def _take_back_empty(self) -> None:
-        """Subtract the buckets that have turned out to hold no gradient."""
-        buckets = self._emptied()
-        for bucket in buckets:
-            self.produced[bucket] -= 1
-        self._skipped += bool(buckets)
+    def _take_back_empty(self, wait: bool) -> None:
+        """Subtract the buckets that have turned out to hold no gradient; ``wait``: until all is known."""
+        for buckets in self._emptied(wait):
+            for bucket in buckets:
+                self.produced[bucket] -= 1
+            self._skipped += bool(buckets)
 
     def step(self, vectors: Mapping[int, Vector | None], hyper: Hyper, apply: Apply | None = None) -> int:
         """Finish the step, apply its rounds by ``apply`` (None: that of the constructor), and return their number."""
@@ -720,7 +722,7 @@ class EagerWorker(Worker):
         yield Wait(partial(self._has_ended, most))
         with self.whole("a step could not be ended"):
             self._ended = self._steps
-            self._take_back_empty()
+            self._take_back_empty(wait=False)
             rounds = self._waiting(most if self._host is None else self._most(most))
             if self.config.pace == "rounds":
                 taken = VersionTaken(number, self.version + len(rounds))
@@ -851,7 +853,7 @@ class EagerWorker(Worker):
             )
 
     def _counts(self) -> list[int]:
-        self._take_back_empty()
+        self._take_back_empty(wait=True)
         return list(self.produced)
 
     def _is_complete(self) -> bool:
@@ -942,7 +944,7 @@ class EagerWorker(Worker):
             self.whole = Uninterrupted()  # (nothing is lost: all that was handed over is still on this rank)
             self._apply_all(list(self._rounds), self.apply)
         self._in_flight.take_in_all()
-        self._take_back_empty()
+        self._take_back_empty(wait=True)
         all_brought = len(self._brought) == self.config.buckets
         return Remains(
             version=self.version,
