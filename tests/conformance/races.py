@@ -36,6 +36,8 @@ MADE_BY_SIZE = {torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, 
 MADE_OF_NUMBERS = {torch.tensor, torch.as_tensor}
 TO_HOST = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy", torch.Tensor.cpu: "cpu"}
 COPIES = {"aten::copy_", "aten::_to_copy"}
+READS = {"aten::_local_scalar_dense": "item", "aten::equal": "equal"}
+"""Operators whose result the host needs."""
 
 
 def _innermost(frame: FrameType | None, lookup_lines: bool) -> list[str]:
@@ -261,7 +263,7 @@ class RacyGpu(testing.FakeGpu):
             return self.put(tensor.clone(), "pinned")
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._host_waits_for(tensor, "to_host")
+        self._host_waits_for("to_host", tensor)
         with _disable_current_modes():
             return self.put(tensor.clone(), "host")
 
@@ -317,12 +319,11 @@ class RacyGpu(testing.FakeGpu):
         what = str(access.operator).partition("(")[0]
         return f"{access.type} memory by {what} ({at}) on the {self.known[access.stream].name}"
 
-    def _host_waits_for(self, tensor: torch.Tensor, what: str) -> None:
-        """Record that the host waits for this thread's stream, on which the tensor is read."""
+    def _host_waits_for(self, what: str, *tensors: torch.Tensor) -> None:
+        """Record that the host waits for this thread's stream, on which tensors are read."""
         self.host_waits(what)
-        block, stream = self.block(tensor), self.current_stream(CPU)
-        assert block is not None
-        self.launch(stream, what, {block.number}, set(), {block.number: ["self"]})
+        stream, read = self.current_stream(CPU), {self.number(tensor) for tensor in tensors}
+        self.launch(stream, what, read, set(), {number: ["self"] for number in read})
         stream.record_event().host_has_waited()
 
     def host_waits(self, what: str) -> None:
@@ -351,8 +352,8 @@ class _Kernels(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         gpu, schema, kwargs = self._gpu, func._schema, kwargs or {}
         taken = [block for t in tree_leaves((args, kwargs)) if torch.is_tensor(t) and (block := gpu.block(t))]
-        if schema.name == "aten::_local_scalar_dense" and taken[0].where == "gpu":
-            gpu._host_waits_for(args[0], "item")
+        if schema.name in READS and taken[0].where == "gpu":
+            gpu._host_waits_for(READS[schema.name], *(tensor for tensor in args if torch.is_tensor(tensor)))
             return func(*args, **kwargs)
         is_factory = bool(sanitizer.FACTORY_FUNCTION_REGEX.match(schema.name.removeprefix("aten::")))
         arguments = _Arguments(gpu)
@@ -373,7 +374,7 @@ class _Kernels(TorchDispatchMode):
         if schema.name in COPIES and {block.where for block in taken} > {"gpu"}:
             other = next(block for block in taken if block.where != "gpu")
             if other.where == "host" or not (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):
-                gpu._host_waits_for(args[0], f"copy, {other.where}")
+                gpu._host_waits_for(f"copy, {other.where}", args[0])
         return out
 
 
@@ -391,14 +392,14 @@ class _Functions(TorchFunctionMode):
                 return gpu.to_host(args[0])
             if func is torch.Tensor.numpy:
                 raise TypeError("numpy() of a tensor on a GPU")
-            gpu._host_waits_for(args[0], TO_HOST[func])
+            gpu._host_waits_for(TO_HOST[func], args[0])
         out = func(*args, **kwargs)
         on_gpu = isinstance(kwargs.get("device"), torch.device)
         if func in MADE_BY_SIZE and not on_gpu:
             gpu.put(out, "host")
         if (func in MADE_OF_NUMBERS and on_gpu) or (func is torch.Tensor.new_tensor and gpu.holds(args[0])):
             gpu.put(out, "gpu")
-            gpu._host_waits_for(out, "tensor of numbers")
+            gpu._host_waits_for("tensor of numbers", out)
         return out
 
 

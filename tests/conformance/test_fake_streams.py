@@ -115,7 +115,9 @@ SETTINGS = {
 }
 
 
-def run(mode: Mode, ranks: int, patch: pytest.MonkeyPatch, setting: Setting = SETTINGS["plain"]) -> tuple[RacyGpu, Any]:
+def run(
+    mode: Mode, ranks: int, patch: pytest.MonkeyPatch, setting: Setting = SETTINGS["plain"], steps: int = STEPS
+) -> tuple[RacyGpu, Any]:
     """Train on ``ranks`` ranks; return the GPU with what it found, and the results of ``train``."""
     patch.setattr(streams, "EARLY", setting.queued)
     patch.setenv("HVD_ASYNC_STAGE", str(int(setting.staged)))
@@ -124,7 +126,7 @@ def run(mode: Mode, ranks: int, patch: pytest.MonkeyPatch, setting: Setting = SE
         with gpu.thread_of(rank):
             own = gpu.on(gpu.stream("user's")) if setting.own_stream else contextlib.nullcontext()
             with own:
-                return mode.train(gpu, rank)
+                return mode.train(gpu, rank, steps)
 
     with racy_cluster(ranks, patch) as (gpu, cluster):
         waits = cluster.run(train)
@@ -158,21 +160,25 @@ def test_a_bucket_waits_for_its_own_gradients_alone(mode, monkeypatch):
 
 BUCKETS = PARAMETERS = 4
 """Number of parameters of the model, each in a bucket of its own."""
-WAITS = {  # number in two steps, on the training thread, autograd's and the engine's
-    "all": (2, 0, 2 * BUCKETS),
-    "solo": (0, 2 * BUCKETS, 2 * BUCKETS),
-    "majority": (0, 2 * BUCKETS, 2 * BUCKETS),
-    "sgp": (2, 0, 0),
-    "osgp": (2, 0, 0),
-    "dpsgd": (2, 0, 0),
-    "adpsgd": (2, 0, 0),
-    "local": (2, 0, 0),
-    "slowmo": (2 + 1, 0, 0),
-    "diloco": (2 + 1, 0, 0),
-    "lsgd": (2 + 2, 0, 0),
-    "easgd": (2 + 2, 0, 1),
+PERIOD = 4
+"""Steps in which each bucket is compared once, and averages and pulls towards the center come twice."""
+MANY_STEPS = 12 + PERIOD
+"""More than the first ten, in which every bucket is compared."""
+WAITS = {  # number in the last steps, on the training thread, autograd's and the engine's
+    "all": (4 + 1, 0, 4 * BUCKETS),
+    "solo": (1, 4 * BUCKETS, 4 * BUCKETS),
+    "majority": (1, 4 * BUCKETS, 4 * BUCKETS),
+    "sgp": (4, 0, 0),
+    "osgp": (4, 0, 0),
+    "dpsgd": (4, 0, 0),
+    "adpsgd": (4, 0, 0),
+    "local": (4, 0, 0),
+    "slowmo": (4 + 2, 0, 0),
+    "diloco": (4 + 2, 0, 0),
+    "lsgd": (4 + 4, 0, 0),
+    "easgd": (4 + 4, 0, 2),
 }
-"""With one rank, which gets no messages. Averages and pulls towards the center come every other step."""
+"""With one rank, which gets no messages."""
 
 
 def waited(waits: Counter[tuple[str, str]], rank: int, thread: str) -> int:
@@ -181,20 +187,22 @@ def waited(waits: Counter[tuple[str, str]], rank: int, thread: str) -> int:
 
 @pytest.mark.parametrize("mode", WAITS)
 def test_the_host_waits_as_often_as_docs_gpu_says(mode, monkeypatch):
-    gpu, ((*_, before, last),) = run(MODES[mode], 1, monkeypatch)
+    gpu, (steps,) = run(MODES[mode], 1, monkeypatch, steps=MANY_STEPS)
     assert not gpu.errors
     training, autograd, engine = WAITS[mode]
-    assert waited(before + last, 0, "training") == training
-    assert waited(before + last, 0, "autograd") == autograd
-    due, waits = engine * STEPS // 2, waited(gpu.waits, 0, "engine")  # (in all steps: it works next to them)
+    last = sum(steps[-PERIOD:], Counter[tuple[str, str]]())
+    assert waited(last, 0, "training") == training
+    assert waited(last, 0, "autograd") == autograd
+    due, waits = engine * MANY_STEPS // PERIOD, waited(gpu.waits, 0, "engine")  # (in all: it works next to them)
     assert waits == due or (mode == "easgd" and 0 < waits < due), "a pull may be late, so that the next one is left out"
 
 
 @pytest.mark.parametrize("mode", ["all", "solo", "sgp", "lsgd"])
 def test_a_learning_rate_on_the_gpu_is_not_read_in_a_step(mode, monkeypatch):
-    _, ((*_, before, last),) = run(MODES[mode]._replace(rate_on_gpu=True), 1, monkeypatch)
-    by_torch = 2 * PARAMETERS  # (SGD reads it for each parameter, with or without us)
-    assert waited(before + last, 0, "training") == WAITS[mode][0] + by_torch
+    _, (steps,) = run(MODES[mode]._replace(rate_on_gpu=True), 1, monkeypatch, steps=MANY_STEPS)
+    by_torch = PERIOD * PARAMETERS  # (SGD reads it for each parameter, with or without us)
+    last = sum(steps[-PERIOD:], Counter[tuple[str, str]]())
+    assert waited(last, 0, "training") == WAITS[mode][0] + by_torch
 
 
 @pytest.mark.parametrize("mode", ["sgp", "osgp", "dpsgd, int8"])

@@ -76,9 +76,10 @@ MODES = ("all", "solo", "sgp", "adpsgd", "lsgd")
 RECORDED = {"all": 0.804, "solo": 0.749, "sgp": 0.939, "adpsgd": 0.940, "lsgd": 0.910}
 """Ratios of an H100 with one rank (scripts/benchmarks/figures.md), for which prices were fitted."""
 EAGER = ("all", "solo", "majority")
-STEPS, SETTLE = 38, 18
-"""Steps of a run, and those before the first one that counts: the first ten check more than later ones do. The rest is
-a multiple of every period (averages, pulls, checks of one bucket in turn)."""
+SETTLE = 18
+"""Steps before the first one that counts: the first ten check more than later ones do."""
+STEPS = dict.fromkeys(EAGER, SETTLE + 20)
+"""Counted steps under a quorum: a multiple of the period in which buckets are checked in turn. Other modes take 10."""
 FREE_STEPS = 3
 CODEC = Codec(FAMILIES)
 ELEMENTS = 8
@@ -384,10 +385,16 @@ Combine = Callable[[list[_Part]], list[torch.Tensor]]
 
 
 class Board:
-    """Collectives that not all ranks have joined, by name and ranks: their parts, and the meeting on the device."""
+    """What not all ranks have joined.
+
+    Attributes:
+        open: parts of collectives, and their meeting on the device, by name and ranks.
+        gathered: payloads by name and rank.
+    """
 
     def __init__(self) -> None:
         self.open: dict[tuple[str, tuple[int, ...]], tuple[dict[int, _Part], Meeting]] = {}
+        self.gathered: dict[str, dict[int, bytes]] = {}
 
 
 class VirtualCollectives(TensorCollectives):
@@ -421,9 +428,7 @@ class VirtualCollectives(TensorCollectives):
         self._thread.close()
         self._world.leave(self._world.me)
 
-    def _join(
-        self, name: str, process_set: Any, part: _Part, combine: Combine, scale: float = 1.0
-    ) -> Handle:
+    def _join(self, name: str, process_set: Any, part: _Part, combine: Combine, scale: float = 1.0) -> Handle:
         members = tuple(range(self.size) if process_set is None else process_set)
         machine, price, me = self._machine, self._machine.price, self._world.me
         me.host(price.submit, "submits")
@@ -494,8 +499,14 @@ class VirtualCollectives(TensorCollectives):
         return next((list(group) for group in groups if self.rank in group), None)
 
     def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
-        """Refuse: nothing in training needs it."""
-        raise NotImplementedError
+        """Return the payloads of all ranks; the training thread pauses until they are there."""
+        payloads, world = self._board.gathered.setdefault(name, {}), self._world
+        payloads[self.rank] = payload
+        if len(payloads) == self.size:
+            del self._board.gathered[name]
+        since = world.me.clock
+        world.pause(world.me, lambda: since if len(payloads) == self.size else None)
+        return [payloads[rank] for rank in range(self.size)]
 
 
 class _Inbox:
@@ -520,13 +531,18 @@ class _Inbox:
 
 
 class Hub:
-    """The coordinator's end of the control plane. What it does takes no time of its own: ``Price.trip`` has it."""
+    """The coordinator's end of the control plane. What it does takes no time of its own: ``Price.trip`` has it.
+
+    Attributes:
+        stop: called when the run is over.
+    """
 
     has_more = False
 
     def __init__(self, world: World, price: Price, size: int) -> None:
         self._world, self._half = world, price.trip / 2e3
         self.inbox, self.outboxes = _Inbox(), [_Inbox() for _ in range(size)]
+        self.stop: Callable[[], None] = lambda: None
 
     def send(self, ranks: Sequence[int], command: Command) -> None:
         """See ``interfaces.Hub``."""
@@ -541,7 +557,11 @@ class Hub:
         """See ``interfaces.Hub``."""
         me = self._world.found or self._world.enter("C")
         deadline = None if timeout is None else me.clock + timeout * 1e3
-        self._world.pause(me, lambda: min((t for t in (self.inbox.next, deadline) if t is not None), default=None))
+        try:
+            self._world.pause(me, lambda: min((t for t in (self.inbox.next, deadline) if t is not None), default=None))
+        except SystemExit:
+            self.stop()
+            return None
         item = self.inbox.get(me.clock)
         return None if item is None else ((item[0],), CODEC.decode_event(item[1]))
 
@@ -557,12 +577,13 @@ class Channel:
 
     Args:
         hub: the other end.
+        stop: called when the run is over.
     """
 
     port: int | None = None
 
-    def __init__(self, world: World, machine: Machine, hub: Hub) -> None:
-        self._world, self._machine, self._hub = world, machine, hub
+    def __init__(self, world: World, machine: Machine, hub: Hub, stop: Callable[[], None]) -> None:
+        self._world, self._machine, self._hub, self._stop = world, machine, hub, stop
         self._half = machine.price.trip / 2e3
         self._queued: list[bytes] = []
         self._called: float | None = None
@@ -602,7 +623,11 @@ class Channel:
             called = None if self._called is None else self._called + wake
             return min((max(since, t) for t in (called, inbox.next, deadline) if t is not None), default=None)
 
-        self._world.pause(me, ready)
+        try:
+            self._world.pause(me, ready)
+        except SystemExit:
+            self._stop()
+            return None
         self._glanced = me.clock > since
         if self._called is not None and self._called <= me.clock:
             self._called = None
@@ -735,9 +760,7 @@ class Rank:
     def __init__(self, setup: Setup, world: World, number: int, machine: Machine, engine: Engine | None) -> None:
         self._setup, self._world, self.machine, self._engine = setup, world, machine, engine
         slow = setup.ranks > 1 and number == setup.ranks - 1
-        self._model = Model(
-            self.machine, setup.slow_device if slow else 1.0, setup.slow_host if slow else 0.0
-        )
+        self._model = Model(self.machine, setup.slow_device if slow else 1.0, setup.slow_host if slow else 0.0)
         self._snapshots: list[_Snapshot] = []
 
     def train(self) -> None:
@@ -750,6 +773,8 @@ class Rank:
             else:
                 with use_engine(self._engine):
                     self._train(actor)
+        except SystemExit:
+            pass  # (another rank has taken all of its steps, which ends the run)
         except Exception as error:  # noqa: BLE001  raised in the main thread
             self._world.end(error)
         else:
@@ -772,7 +797,7 @@ class Rank:
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0) if setup.scaler else None
         optimizer = self._wrapped(scaler)
         with meter.running():
-            for step in range(STEPS):
+            for step in range(STEPS.get(setup.mode, SETTLE + 10)):
                 self.machine.metered = step >= FREE_STEPS
                 if step == SETTLE - 7:  # (how far the host gets ahead of the device from now on is its own work)
                     self._level(actor)
@@ -843,14 +868,17 @@ class Rank:
             raise RuntimeError(f"rank {self.machine.rank} has taken {len(self._snapshots)} steps only")
         first, last = self._snapshots[SETTLE - 1], self._snapshots[-1]
         begun, ended = first.end.known(), last.end.known()
-        assert begun is not None and ended is not None
+        assert begun is not None
+        assert ended is not None
         steps = last.step - first.step
 
         def per_step(before: Counter[str], after: Counter[str]) -> dict[str, float]:
             return {what: (after[what] - before[what]) / steps for what in sorted(after)}
 
         spent, counts = per_step(first.spent, last.spent), per_step(first.counts, last.counts)
-        work = {what[2:]: ms for what, ms in spent.items() if what.startswith("T ") and not what[2:].startswith(NOT_WORK)}
+        work = {
+            what[2:]: ms for what, ms in spent.items() if what.startswith("T ") and not what[2:].startswith(NOT_WORK)
+        }
 
         def of(*beginnings: str) -> float:
             return sum(n for what, n in counts.items() if what.startswith(beginnings))
@@ -882,13 +910,12 @@ def run(setup: Setup) -> list[Cost]:
     gc.collect()
     gc.disable()  # (finalizers may post to engines)
     try:
-        with VirtualGpu(world).installed(), mock.patch.object(
-            engine_module, "time", SimpleNamespace(monotonic=world.seconds)
+        with (
+            VirtualGpu(world).installed(),
+            mock.patch.object(engine_module, "time", SimpleNamespace(monotonic=world.seconds)),
         ):
             engines = [] if plain else _engines(setup, world, machines)
-            workers = [
-                Rank(setup, world, rank, machines[rank], None if plain else engines[rank]) for rank in ranks
-            ]
+            workers = [Rank(setup, world, rank, machines[rank], None if plain else engines[rank]) for rank in ranks]
             threads = [threading.Thread(target=worker.train, name=f"rank-{i}") for i, worker in enumerate(workers)]
             for thread in threads:
                 thread.start()
@@ -896,7 +923,7 @@ def run(setup: Setup) -> list[Cost]:
             for thread in threads:
                 thread.join(10 * virtual_machine.PATIENCE)
             for engine in engines:
-                engine._thread.join(virtual_machine.PATIENCE)
+                engine.join()
         if world.failure is not None:
             raise world.failure
         return [worker.cost() for worker in workers]
@@ -905,37 +932,43 @@ def run(setup: Setup) -> list[Cost]:
             gc.enable()
 
 
-def _engines(setup: Setup, world: World, machines: Sequence[Machine]) -> list[Engine]:
+def _engines(setup: Setup, world: World, machines: Sequence[Machine]) -> list[VirtualEngine]:
     """Return the engines of all ranks, started, as is their coordinator."""
     hub, board = Hub(world, setup.price, len(machines)), Board()
     hosts = [f"host{machine.rank}" for machine in machines]
-    Coordinator(hub, FAMILIES, hosts, warn_after=1e6, connect_timeout=1e6, clock=world.seconds).start()
-    engines = []
+    coordinator = Coordinator(hub, FAMILIES, hosts, warn_after=1e6, connect_timeout=1e6, clock=world.seconds)
+    hub.stop = coordinator._stopping.set
+    coordinator.start()
+    engines: list[VirtualEngine] = []
     for machine in machines:
-        collectives = VirtualCollectives(world, machine, len(machines), board)
-        engine = Engine(collectives, lambda machine=machine: Channel(world, machine, hub))  # type: ignore[misc]
-        engine.clock = world.seconds  # type: ignore[method-assign]
-        engine.changed = condition = Waiting(world, setup.price)  # type: ignore[assignment]
-        engine._posts = Posts(world)  # type: ignore[assignment]
-        engine.wait = _counted(world, condition, engine.wait)  # type: ignore[method-assign]
-        engine.start()
-        engines.append(engine)
+        engines.append(VirtualEngine(world, machine, hub, VirtualCollectives(world, machine, len(machines), board)))
+        engines[-1].start()
     return engines
 
 
-def _counted(world: World, condition: Waiting, wait: Callable[..., None]) -> Callable[..., None]:
-    """Return ``Engine.wait``, which notes how long it took and what it was for."""
+class VirtualEngine(Engine):
+    """The engine of a rank in virtual time; it notes how long the training thread waits, and for what."""
 
-    def counted(ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> None:
-        me, before = world.me, world.me.waited
-        wait(ready, waiting_for)
+    def __init__(self, world: World, machine: Machine, hub: Hub, collectives: VirtualCollectives) -> None:
+        super().__init__(collectives, lambda: Channel(world, machine, hub, self._stop_now))
+        self._world = world
+        self.clock = world.seconds  # type: ignore[method-assign]
+        self._condition = self.changed = Waiting(world, machine.price)  # type: ignore[assignment]
+        self._posts = Posts(world)  # type: ignore[assignment]
+
+    def join(self) -> None:
+        """Wait for the end of its thread."""
+        self._thread.join(virtual_machine.PATIENCE)
+
+    def wait(self, ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> None:
+        """See ``Engine.wait``."""
+        me, before = self._world.me, self._world.me.waited
+        super().wait(ready, waiting_for)
         passed = me.waited - before
         if passed > 0:
-            what = "collectives: completion" if condition.landed else "engine: message"
+            what = "collectives: completion" if self._condition.landed else "engine: message"
             me.counts[what] += 1
             me.spent[what] += passed
-
-    return counted
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
@@ -992,13 +1025,11 @@ def _show(row: dict[str, Any], spent: bool) -> None:
     recorded = RECORDED.get(row["mode"]) if row["ranks"] == 1 else None
     for number, cost in enumerate([row, *row["others"]]):
         ratio = f"{row['ratio']:6.3f}" if number == 0 else f"rank {number}"
-        print(
-            f"{row['prices']:9} {row['mode']:9} {row['ranks']:5} {ratio} {cost['step_ms']:8.2f} {cost['training_ms']:5.1f}"
-            f" {cost['lock_ms']:5.2f} {cost['waits']:8.2f} {cost['engine_waits']:6.2f} {cost['wakeups']:9.2f}"
-            f" {cost['polls']:6.1f} {sum(cost['idle'].values()):8.2f}"
-            + (f"  (H100: {recorded})" if recorded and number == 0 else ""),
-            flush=True,
-        )
+        shown = f"{row['prices']:9} {row['mode']:9} {row['ranks']:5} {ratio}"
+        shown += f" {cost['step_ms']:8.2f} {cost['training_ms']:5.1f} {cost['lock_ms']:5.2f} {cost['waits']:8.2f}"
+        shown += f" {cost['engine_waits']:6.2f} {cost['wakeups']:9.2f} {cost['polls']:6.1f}"
+        shown += f" {sum(cost['idle'].values()):8.2f}"
+        print(shown + (f"  (H100: {recorded})" if recorded and number == 0 else ""), flush=True)
         if spent:
             for what, ms in sorted(cost["spent"].items(), key=lambda item: -item[1]):
                 if ms > 0.02:
