@@ -35,7 +35,7 @@ import gc
 import json
 import sys
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FrameType, SimpleNamespace
@@ -435,13 +435,11 @@ class VirtualCollectives(TensorCollectives):
         with streams.on_engine_stream_after(part.tensor):
             nccl, current = machine.stream("nccl"), me.current
             assert current is not None
-            nccl.push(virtual_machine._Wait(current.mark()))
             ms = (price.collective + price.transfer * (len(members) > 1)) / 1e3
             parts, meeting = self._board.open.setdefault((name, members), ({}, Meeting(members, ms)))
             assert machine.rank not in parts, f"rank {machine.rank} has submitted {name} twice"
-            parts[machine.rank], meeting.streams[machine.rank] = part, nccl
-            nccl.push(virtual_machine._Meet(meeting, me.clock))
-            done = nccl.mark()
+            parts[machine.rank] = part
+            done = nccl.meet(meeting, current, me.clock)
         if len(parts) == len(members):
             del self._board.open[name, members]
             with _disable_current_modes():
@@ -742,9 +740,9 @@ NOT_WORK = ("device: ", "collectives: ", "engine: ", "queue is full")
 class _Snapshot(NamedTuple):
     step: int
     end: virtual_machine.Event
-    spent: Counter[str]
-    counts: Counter[str]
-    idle: Counter[str]
+    spent: dict[str, float]
+    counts: dict[str, float]
+    idle: dict[str, float]
 
 
 class Rank:
@@ -838,7 +836,7 @@ class Rank:
             groups = [bucket[::-1] for bucket in reversed(buckets)]
             return hvd.EagerOptimizer(optimizer, quorum=mode, groups=groups, scaler=scaler)
         if mode in ("lsgd", "easgd"):
-            own = {"group": [list(range(self._setup.ranks))]} if mode == "lsgd" else {}
+            own: dict[str, Any] = {"group": [list(range(self._setup.ranks))]} if mode == "lsgd" else {}
             return hvd.LeaderOptimizer(optimizer, algorithm=mode, **own)
         return optimizer if mode == "plain" else hvd.GossipOptimizer(optimizer, algorithm=mode)
 
@@ -849,18 +847,11 @@ class Rank:
 
     def _snapshot(self, step: int, actor: Actor) -> _Snapshot:
         stream = self.machine.stream("training")
-        spent = Counter({f"T {what}": ms for what, ms in actor.spent.items()})
-        counts = Counter({f"T {what}": n for what, n in actor.counts.items()})
-        engine = self.engine_actor
-        if engine is not None:
-            spent.update({f"E {what}": ms for what, ms in engine.spent.items()})
-            counts.update({f"E {what}": n for what, n in engine.counts.items()})
-        return _Snapshot(step, stream.mark(), spent, counts, Counter(stream.idle))
-
-    @property
-    def engine_actor(self) -> Actor | None:
-        """The engine's thread."""
-        return self._world._actors.get(f"E{self.machine.rank}")
+        threads = {"T": actor, "E": self._world.actor(f"E{self.machine.rank}")}
+        spent = {f"{name} {what}": ms for name, one in threads.items() if one for what, ms in one.spent.items()}
+        counts = {f"{name} {what}": float(n) for name, one in threads.items() if one for what, n in one.counts.items()}
+        stream.advance()
+        return _Snapshot(step, stream.mark(), spent, counts, dict(stream.idle))
 
     def cost(self) -> Cost:
         """Return what a step took, from the step before ``SETTLE`` to the last one."""
@@ -872,8 +863,8 @@ class Rank:
         assert ended is not None
         steps = last.step - first.step
 
-        def per_step(before: Counter[str], after: Counter[str]) -> dict[str, float]:
-            return {what: (after[what] - before[what]) / steps for what in sorted(after)}
+        def per_step(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+            return {what: (after[what] - before.get(what, 0.0)) / steps for what in sorted(after)}
 
         spent, counts = per_step(first.spent, last.spent), per_step(first.counts, last.counts)
         work = {
@@ -952,7 +943,7 @@ class VirtualEngine(Engine):
     def __init__(self, world: World, machine: Machine, hub: Hub, collectives: VirtualCollectives) -> None:
         super().__init__(collectives, lambda: Channel(world, machine, hub, self._stop_now))
         self._world = world
-        self.clock = world.seconds  # type: ignore[method-assign]
+        self.clock = world.seconds
         self._condition = self.changed = Waiting(world, machine.price)  # type: ignore[assignment]
         self._posts = Posts(world)  # type: ignore[assignment]
 

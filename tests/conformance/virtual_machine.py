@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -117,7 +117,7 @@ class Actor:
         self.name, self.machine = name, machine
         self.clock = 0.0
         self.counts: Counter[str] = Counter()
-        self.spent: Counter[str] = Counter()
+        self.spent: defaultdict[str, float] = defaultdict(float)
         self.current = machine.stream("training") if machine is not None else None
         self.landed = self.charged = False
         self.waited = 0.0
@@ -185,6 +185,10 @@ class World:
     def found(self) -> Actor | None:
         """The calling thread, None if it has not entered."""
         return getattr(self._local, "actor", None)
+
+    def actor(self, name: str) -> Actor | None:
+        """Return a thread that has entered."""
+        return self._actors.get(name)
 
     def seconds(self) -> float:
         """Return the calling thread's time in seconds, as ``time.monotonic``."""
@@ -419,7 +423,7 @@ class Stream:
         self.machine, self.name = machine, name
         self.end = 0.0
         self.starts: deque[float] = deque()
-        self.idle: Counter[str] = Counter()
+        self.idle: defaultdict[str, float] = defaultdict(float)
         self._queue: deque[_Work] = deque()
         self._queued = 0
         """Kernels that are in ``starts`` or will be."""
@@ -470,6 +474,13 @@ class Stream:
         event = Event(self)
         self.push(_Record(event))
         return event
+
+    def meet(self, meeting: Meeting, after: Stream, at: float) -> Event:
+        """Queue this rank's part of a collective that was submitted ``at`` a time; return its end."""
+        meeting.streams[self.machine.rank] = self
+        self.push(_Wait(after.mark()))
+        self.push(_Meet(meeting, at))
+        return self.mark()
 
     def record_event(self) -> Event:
         """See ``torch.cuda.Stream``."""
