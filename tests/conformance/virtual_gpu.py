@@ -658,7 +658,7 @@ def _uncharged(actor: Actor) -> Iterator[None]:
 
 
 class Posts:
-    """Actions for an engine, in place of ``Engine._posts``: it sees none before the time at which it was posted."""
+    """Actions for an engine, instead of ``Engine._posts``: it sees none before the time at which it was posted."""
 
     def __init__(self, world: World) -> None:
         self._world = world

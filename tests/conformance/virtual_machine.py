@@ -213,7 +213,7 @@ class World:
         self._actors[self._names[0]].baton.release()
 
     def pause(self, actor: Actor, ready: Callable[[], float | None]) -> None:
-        """Let the other threads run until it is this one's turn; ``ready`` returns the time from which it may go on."""
+        """Let the other threads run until it is this one's turn; ``ready`` returns the time from which it may continue."""
         actor.ready = ready
         following = self._following()
         if following is not actor:
@@ -257,7 +257,7 @@ class World:
 
 
 class Waiting:
-    """A condition in virtual time, in place of ``Engine.changed``. No thread pauses while it holds it.
+    """A condition in virtual time, instead of ``Engine.changed``. No thread pauses while it holds it.
 
     Attributes:
         landed: whether the last notification followed the completion of a collective.
