@@ -213,7 +213,7 @@ class World:
         self._actors[self._names[0]].baton.release()
 
     def pause(self, actor: Actor, ready: Callable[[], float | None]) -> None:
-        """Let the other threads run until it is this one's turn; ``ready`` returns the time from which it may continue."""
+        """Let the other threads run until it is this one's turn; ``ready`` returns the time from which it may run."""
         actor.ready = ready
         following = self._following()
         if following is not actor:
