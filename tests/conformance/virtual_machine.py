@@ -25,45 +25,45 @@ import torch
 class Price(NamedTuple):
     """Prices on the host of an H100, in microseconds unless stated otherwise.
 
-    "Microbenchmark": measured apart, on a CPU. "Recorded": on an H100 (scripts/benchmarks/figures.md). "Fitted": chosen
-    so that the modes have the ratios recorded on an H100; the microbenchmark gave the order of magnitude.
+    "Recorded": measured on an H100 (scripts/benchmarks/figures.md). "Fitted": chosen by hand so that modes have about
+    the ratios recorded there with one rank. "Estimate": the order of magnitude that microbenchmarks on other machines
+    give, never fitted. "Assumption": nothing supports the number but its plausibility.
     """
 
     python: float = 0.60
-    """A Python call, with the attribute reads and loops until the next one. Fitted (microbenchmark: 0.1 to 0.6)."""
+    """A Python call, with the attribute reads and loops until the next one. Fitted."""
     c: float = 0.40
-    """A C call. Fitted (microbenchmark: 0.05 to 0.5)."""
+    """A C call. Fitted."""
     aten: float = 7.0
-    """An operator that launches a kernel: binding, dispatcher and launch. Microbenchmark of the first two, and 3 to
-    5 us for the launch."""
+    """An operator that launches a kernel: binding, dispatcher and launch. Estimate."""
     tensor: float = 0.35
-    """Each tensor of a ``_foreach_`` operator, more. Microbenchmark."""
+    """Each tensor of a ``_foreach_`` operator, more. Estimate."""
     hook: float = 4.0
     """To enter Python from autograd: the interpreter lock, the tensor's wrapper. Fitted."""
     record: float = 4.0
-    """To record an event. Microbenchmark."""
+    """To record an event. Estimate."""
     follow: float = 3.0
-    """To let a stream wait for an event. Microbenchmark."""
+    """To let a stream wait for an event. Estimate."""
     copy: float = 12.0
-    """To start a copy to the host. Microbenchmark."""
+    """To start a copy to the host. Estimate."""
     submit: float = 45.0
-    """To start a collective of a process group. Microbenchmark."""
+    """To start a collective of a process group. Estimate."""
     take: float = 12.0
-    """To let a stream wait for a collective. Microbenchmark."""
+    """To let a stream wait for a collective. Estimate."""
     sync: float = 25.0
-    """To notice that the device has done what a thread waits for, after it has. Microbenchmark."""
+    """To notice that the device has done what a thread waits for, after it has. Estimate."""
     wake: float = 90.0
-    """From a notification until the other thread runs. Microbenchmark."""
+    """From a notification until the other thread runs. Estimate."""
     glance: float = 40.0
-    """The engine wakes up, polls its collectives and finds nothing done. Microbenchmark."""
+    """The engine wakes up, polls its collectives and finds nothing done. Assumption."""
     look: float = 250.0
     """The engine wakes up and finds work: its loop, polls and messages, without the work. Fitted."""
     trip: float = 700.0
-    """To the coordinator's process and back, its work included. Fitted (microbenchmark: 300 to 700)."""
+    """To the coordinator's process and back, its work included. Fitted."""
     collective: float = 30.0
-    """A collective on the device, once all ranks have joined it: one rank's kernel. Microbenchmark of others."""
+    """A collective on the device, once all ranks have joined it: one rank's kernel. Assumption."""
     transfer: float = 500.0
-    """More for a collective of several ranks. An assumption: 25 MB between two GPUs at 50 GB/s."""
+    """More for a collective of several ranks: 25 MB between two GPUs at 50 GB/s. Assumption."""
     lock: float = 1.5
     """Share of the engine's time that the training thread loses, as it waits for the interpreter lock. Fitted."""
     forward_host: float = 12.4
@@ -71,11 +71,12 @@ class Price(NamedTuple):
     backward_host: float = 14.0
     """Milliseconds to launch its backward pass. Recorded."""
     forward_device: float = 11.0
-    """Milliseconds that the device needs for the forward pass. Recorded: 33 for both passes together."""
+    """Milliseconds that the device needs for the forward pass. Their sum with the backward pass is about what was
+    recorded for a step, 33; how it is split is an assumption."""
     backward_device: float = 22.4
-    """Milliseconds for the backward pass. Recorded, as above."""
+    """Milliseconds for the backward pass."""
     kernels: float = 960
-    """Kernels of the model in a step. Recorded."""
+    """Kernels of the model in a step. Estimate."""
 
 
 PRICE_SETS = {
