@@ -3,7 +3,7 @@
 Needs torch and pyzmq, nothing of hvd_async. Without a GPU the prices that need one are left out. Times are medians, in
 microseconds. The file has ``prices``, by the names that ``python -m tests.conformance.virtual_gpu --price NAME=VALUE``
 takes, and ``measured``, all figures by what was measured. Prices that the virtual GPU has by a fit (a Python call, the
-lock, a round trip) are measured too, but are not among ``prices``: they stand for more than the bare call.
+lock, a round trip) are measured too, but are not among ``prices``: they cover more than the bare call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PARAMETERS = 161
 LIMIT_MS = 20_000
 """Time limit of another process's answer."""
 BUSY_S, PERIOD_S = 150e-6, 0.002
-"""CPU time of the thread that stands for the engine, each time that it wakes up, and the time in between."""
+"""CPU time of the thread in the role of the engine, each time that it wakes up, and the time in between."""
 
 
 class Prices:
@@ -110,7 +110,7 @@ def operators(found: Prices) -> None:
 
 def wake_ups(found: Prices, rounds: int = 200) -> None:
     """A thread is woken by a queue's condition, and by an event of the device."""
-    condition, asleep, told = threading.Condition(), threading.Event(), [0.0]
+    condition, asleep, notified = threading.Condition(), threading.Event(), [0.0]
     seen: list[float] = []
 
     def sleeper() -> None:
@@ -118,7 +118,7 @@ def wake_ups(found: Prices, rounds: int = 200) -> None:
             with condition:
                 asleep.set()
                 condition.wait(10.0)
-                seen.append(time.perf_counter() - told[0])
+                seen.append(time.perf_counter() - notified[0])
 
     thread = threading.Thread(target=sleeper)
     thread.start()
@@ -127,7 +127,7 @@ def wake_ups(found: Prices, rounds: int = 200) -> None:
         asleep.clear()
         time.sleep(0.002)  # the thread sleeps for a while, as between two steps
         with condition:
-            told[0] = time.perf_counter()
+            notified[0] = time.perf_counter()
             condition.notify()
     thread.join(10.0)
     found.add("wake-up by a condition", seen, "wake")
@@ -255,7 +255,9 @@ def submits(found: Prices) -> None:
     else:
         group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, datetime.timedelta(minutes=1))
     few = {"rounds": 10, "calls": 20}
-    found.each("process group: allreduce", lambda: works.append(group.allreduce([vector])), "submit" if GPU else "", **few)
+    found.each(
+        "process group: allreduce", lambda: works.append(group.allreduce([vector])), "submit" if GPU else "", **few
+    )
     found.each("work: wait", lambda: works[-1].wait(), "take" if GPU else "", **few)
     found.each("work: is_completed", lambda: works[-1].is_completed(), **few)
 

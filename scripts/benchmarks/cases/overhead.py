@@ -41,7 +41,8 @@ def measure_ratios(
     keep: bool = True,
     **how: Any,
 ) -> list[Block]:
-    """Run arms in alternation until the judged arms' ratios are known to ``--wide``, or ``--limit`` minutes are over since the first result.
+    """Run arms in alternation until the judged arms' ratios are known to ``--wide``, or ``--limit`` minutes have passed
+    since the first result.
 
     Args:
         args: the command line; ``repetitions`` is the largest number of them.
@@ -62,9 +63,9 @@ def measure_ratios(
 
     def enough(found: list[Block]) -> bool:
         nonlocal deadline
-        if deadline is None:
-            deadline = time.monotonic() + args.limit * 60 if found else None
+        if not found:
             return False
+        deadline = deadline or time.monotonic() + args.limit * 60
         ratios = Ratios(baseline, (block for block in found if not block.get("profile")))
         known = len(ratios.cycles) >= LEAST and ratios.width(judged) <= args.wide
         return known or time.monotonic() > deadline
@@ -169,7 +170,7 @@ NO_STRAGGLERS = Case(
 # -- gpu ---------------------------------------------------------------------------------------------------------------
 
 SETTLED = 15
-"""Untimed steps of a block: in the first ten steps optimizers check more, and ranks do not agree at the first bucket."""
+"""Untimed steps of a block: in the first ten, optimizers check more, and ranks do not agree at the first bucket."""
 PASSED = ("HOROVOD_ENABLE_ASYNC_COMPLETION",)
 """Variables of the environment that the ranks get."""
 WANTED = {"all": 0.98, "solo": 0.97}

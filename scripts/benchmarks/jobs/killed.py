@@ -1,7 +1,7 @@
 """A rank is killed while a round is queued, and the seconds until the other's next call raises.
 
-``python -m benchmarks.jobs.killed --json FILE``: two ranks of torch.distributed, on a GPU over NCCL (each takes the other
-for another host's), without one over Gloo.
+``python -m benchmarks.jobs.killed --json FILE``: two ranks of torch.distributed, on a GPU over NCCL (each takes the
+other for another host's), without one over Gloo.
 """
 
 from __future__ import annotations

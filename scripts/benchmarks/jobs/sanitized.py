@@ -1,7 +1,7 @@
-"""A small network trained in every mode under torch's CUDA sanitizer: ``python -m benchmarks.jobs.sanitized --json FILE``.
+"""A small network trained in every mode under torch's CUDA sanitizer.
 
-One rank. The sanitizer sees kernels of the training thread, of autograd's, and of the engine's. Without a GPU the modes
-run and nothing is checked.
+``python -m benchmarks.jobs.sanitized --json FILE``. One rank. The sanitizer sees kernels of the training thread, of
+autograd's, and of the engine's. Without a GPU the modes run and nothing is checked.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -65,18 +66,34 @@ def watch() -> bool:
     if not torch.cuda.is_available():
         return False
     from torch.cuda import _sanitizer as sanitizer
+    from torch.utils._python_dispatch import TorchDispatchMode
 
+    lock, run = threading.RLock(), threading.Thread.run  # (the handler expects one thread at a time)
+
+    def locked(handle: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **more: Any) -> Any:
+            with lock:
+                return handle(*arguments, **more)
+
+        return call
+
+    for name, handle in list(vars(sanitizer.EventHandler).items()):
+        if name.startswith("_handle_"):
+            setattr(sanitizer.EventHandler, name, locked(handle))
     sanitizer.enable_cuda_sanitizer()
-    run = threading.Thread.run
+
+    class SameHandler(sanitizer.CUDASanitizerDispatchMode):  # type: ignore[misc]
+        """The mode of another thread: a dispatch mode belongs to a thread, and all share what is known of streams."""
+
+        def __init__(self) -> None:
+            TorchDispatchMode.__init__(self)
+            self.event_handler = sanitizer.cuda_sanitizer.dispatch.event_handler
 
     def watched(thread: threading.Thread) -> None:
         if not thread.name.startswith("hvd_async-engine"):
             run(thread)
             return
-        # a dispatch mode belongs to a thread; all of them share the handler, which knows the streams
-        mode = sanitizer.CUDASanitizerDispatchMode()
-        mode.event_handler = sanitizer.cuda_sanitizer.dispatch.event_handler
-        with mode:
+        with SameHandler():
             run(thread)
 
     mock.patch.object(threading.Thread, "run", watched).start()

@@ -28,16 +28,13 @@ from numpy.typing import NDArray
 import hvd_async.torch as hvd
 
 from ..support.arms import MUTANT, has_own_weights
+from ..support.launch import SPAN, TRACED
 from .arm import Arm, average, forgetful
 from .rank import Block, Job, WallClock, conclude, rate, steps_of, timed
 from .tasks import Task, task_of
 
-TRACED = 5
-"""Steps of each arm that a profiler looks at."""
 WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
 """CUDA's calls that hold a thread up; the first waits for all of the device."""
-SPAN = "hvd_async.steps"
-"""The steps' name in the profiler."""
 
 
 class TorchTrainer:
@@ -117,8 +114,8 @@ def run_block(job: Job, block: Block) -> None:
 
 
 def started(job: Job, block: Block) -> TorchTrainer:
-    """Return the model of a block under its arm. With an environment it has taken a step, by which its optimizer has read
-    the variables."""
+    """Return the model of a block under its arm. With an environment it has taken a step, by which its optimizer has
+    read the variables."""
     environment = block.get("environment", {})
     with mock.patch.dict(os.environ, environment):
         trainer = TorchTrainer(job, block)

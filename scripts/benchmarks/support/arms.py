@@ -40,9 +40,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "item": {"reads_loss": True},
     **{f"lead={ms}": {"own": {"arrival_lead": ms / 1e3}} for ms in (0, 4, 8, 12)},
 }
-"""Variants of an arm, such as ``all:confirm``, and what their blocks have: rounds are applied once they are complete; lost
-changes are looked for in every step; no agreement at the first bucket; the script reads its loss in every step; a bucket
-arrives at most so many milliseconds before it is computed."""
+"""Variants of an arm, such as ``all:confirm``, and what their blocks have: rounds are applied once they are complete;
+lost changes are looked for in every step; no agreement at the first bucket; the script reads its loss in every step;
+buckets arrive that number of milliseconds before they are computed."""
 WARM_UP = 3
 """Untimed steps at the start of a block: ranks meet, DDP orders its buckets, Horovod fills its cache."""
 

@@ -1,4 +1,6 @@
-"""Start a job under horovodrun (torchrun without Horovod), take in its results block by block, and leave no process behind.
+"""Start a job under a launcher, take in its results block by block, and leave no process behind.
+
+The launcher is horovodrun, or torchrun if there is no Horovod and ``HVD_ASYNC_TRANSPORT`` is torch.
 
 A job is a module of ``jobs/``. A JSON file, its plan, says what it is to do; the digits lie next to it. It answers by
 lines of JSON in another file, one per block, which is also how progress is known. All its processes carry a mark in
@@ -44,6 +46,10 @@ GOODBYE = 15.0
 """Seconds that processes may take to end unforced."""
 START = 180.0
 """Seconds that a job may take to start: eight processes import torch."""
+TRACED = 5
+"""Steps of each arm that a profiler looks at."""
+SPAN = "hvd_async.steps"
+"""The steps' name in the profiler."""
 LOOK = 0.25
 """Seconds between two looks at the results."""
 Arm = TypeVar("Arm")
