@@ -87,8 +87,8 @@ if wanted bench; then
     python scripts/bench.py gpu --limit "$limit" --dtype "$dtype" --json "$out/$dtype.json" --plot "$out/$dtype.png" --traces "$out/traces-$dtype" \
       | tee "$out/$dtype.txt"
   done
-  say "The same where Horovod calls a collective done when it is queued"
-  HOROVOD_ENABLE_ASYNC_COMPLETION=1 python scripts/bench.py gpu --limit "$limit" --arms plain,horovod,all,solo --json "$out/async.json" \
+  say "The same over Horovod, where it calls a collective done when it is queued"
+  HVD_ASYNC_TRANSPORT=horovod HOROVOD_ENABLE_ASYNC_COMPLETION=1 python scripts/bench.py gpu --limit "$limit" --arms plain,horovod,all,solo --json "$out/async.json" \
     --plot "$out/async.png" | tee "$out/async.txt"
 fi
 [ -z "$failed" ] || die "tests failed (above, and in $out/tests.txt)"

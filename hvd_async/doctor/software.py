@@ -148,7 +148,7 @@ def check_software(found: Software) -> Iterator[Finding]:
     yield from judge_frameworks(found.versions)
     yield from judge_build(found.build, found.versions)
     if found.versions["torch"]:
-        yield judge_data_plane(found.build, os.environ)
+        yield judge_data_plane(found.build, os.environ, found.answers["torch"].gpus or 0)
     for name, answer in found.answers.items():
         yield from judge_answer(name, answer, found.build)
     if found.build.version and not shutil.which("horovodrun"):
@@ -228,10 +228,16 @@ def judge_build(build: Build, versions: Mapping[str, str]) -> Iterator[Finding]:
         yield note("horovod changes", "not built by scripts/install_horovod.sh", advice, patched=False)
 
 
-def judge_data_plane(build: Build, environment: Mapping[str, str]) -> Finding:
-    """Judge the transport of tensors between torch's ranks under some environment variables."""
+def judge_data_plane(build: Build, environment: Mapping[str, str], gpus: int) -> Finding:
+    """Judge the transport of tensors between torch's ranks under some environment variables.
+
+    Args:
+        build: installed Horovod.
+        environment: variables by name.
+        gpus: number of GPUs that torch sees.
+    """
     try:
-        plane = choose(environment, "torch" in build.built_for)
+        plane = choose(environment, "torch" in build.built_for, gpus > 0)
     except (ImportError, ValueError) as error:
         return problem("data plane", "none for torch", f"{error}")
     carrier = {"horovod": "Horovod", "torch": "torch.distributed"}[plane.name]
@@ -299,7 +305,7 @@ def self_test(found: Software, limit: float) -> Iterator[Finding]:
 def transport_of(framework: str, answer: Answer, build: Build) -> str:
     """Return the transport of a framework's ranks: ``torch`` (torch.distributed), ``gloo`` or ``mpi``; or nothing."""
     if framework == "torch" and answer.gpus is not None:
-        plane = judge_data_plane(build, os.environ)
+        plane = judge_data_plane(build, os.environ, answer.gpus)
         if plane.values.get("plane") == TORCH:
             return TORCH
     return next((transport for transport in ("gloo", "mpi") if answer.has(transport)), "")

@@ -11,7 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from hvd_async.runtime import launch
+
 VARIABLE = "HVD_ASYNC_TRANSPORT"
+STAGE = "HVD_ASYNC_STAGE"
+"""Environment variable: tensors on GPUs travel through the CPU unless it is unset, empty or 0."""
 HOROVOD, TORCH = "horovod", "torch"
 
 
@@ -27,12 +31,22 @@ class DataPlane(NamedTuple):
     reason: str
 
 
-def choose(environment: Mapping[str, str] = os.environ, has_horovod: bool | None = None) -> DataPlane:
+def choose(
+    environment: Mapping[str, str] = os.environ,
+    has_horovod: bool | None = None,
+    has_gpu: bool = False,
+    horovods_script: bool = False,
+) -> DataPlane:
     """Return the data plane of torch ranks in a process with this environment.
+
+    All ranks of a job must choose alike. Apart from ``has_gpu``, the choice uses only what launchers set alike on all
+    ranks. If ranks choose differently, those on torch.distributed miss the others, and ``hvd.init()`` raises on them.
 
     Args:
         environment: variables by name.
         has_horovod: whether Horovod is installed with its torch extension; None to search for it.
+        has_gpu: whether torch sees a GPU in this process.
+        horovods_script: whether the script has imported ``horovod.torch``, whose ``init()`` it will call.
 
     Raises:
         ValueError: ``HVD_ASYNC_TRANSPORT`` is set to an unknown value.
@@ -44,6 +58,8 @@ def choose(environment: Mapping[str, str] = os.environ, has_horovod: bool | None
         raise ValueError(f"{VARIABLE} must be {HOROVOD!r} or {TORCH!r}, got {asked!r}. Unset it for the default.")
     if asked:
         chosen = DataPlane(asked, f"{VARIABLE}={asked}")
+    elif has_gpu and not horovods_script and environment.get(STAGE, "0") in ("", "0") and _can_meet(environment):
+        chosen = DataPlane(TORCH, "torch sees a GPU")
     elif "HOROVOD_RANK" in environment:
         chosen = DataPlane(HOROVOD, "horovodrun has started this process")
     elif "TORCHELASTIC_RUN_ID" in environment:
@@ -61,6 +77,29 @@ def choose(environment: Mapping[str, str] = os.environ, has_horovod: bool | None
             f'bash scripts/install_horovod.sh --python "$(which python)"'
         )
     return chosen
+
+
+def hint_of_absence(environment: Mapping[str, str], installed: bool) -> str:
+    """Return a sentence for errors of ranks on torch.distributed that miss others; empty unless a rank without a GPU
+    would have chosen Horovod.
+
+    Args:
+        environment: variables by name.
+        installed: whether Horovod is installed with its torch extension.
+    """
+    if not installed or choose(environment, True).name == TORCH:
+        return ""
+    return f" Ranks without a GPU use Horovod: if there are some, set {VARIABLE}={HOROVOD} on all ranks."
+
+
+def _can_meet(environment: Mapping[str, str]) -> bool:
+    """Return whether the ranks can meet on torch.distributed: not in elastic jobs of horovodrun, and on several hosts
+    of some launchers only with ``MASTER_ADDR`` and ``MASTER_PORT``."""
+    try:
+        launch.read(environment)
+    except ValueError:
+        return False
+    return True
 
 
 def find_horovod() -> Path | None:

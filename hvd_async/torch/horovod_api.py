@@ -6,10 +6,16 @@
 
 from __future__ import annotations
 
+import sys
+
+import torch
+
 from hvd_async.errors import no_horovod
 from hvd_async.runtime.data_plane import HOROVOD, choose
 
-PLANE = choose()
+# (``device_count`` asks the driver's management library, so forked children can still use CUDA; ``is_available`` would
+# initialize CUDA)
+PLANE = choose(has_gpu=torch.cuda.device_count() > 0, horovods_script="horovod.torch" in sys.modules)
 """The data plane of this process, and why."""
 ON_HOROVOD = PLANE.name == HOROVOD
 

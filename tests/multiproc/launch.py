@@ -103,6 +103,8 @@ class Job:
         return [cases[name] for cases in self.results]
 
 
+HOROVODS = {"HVD_ASYNC_TRANSPORT": "horovod"} if DEVICE == "cuda" else {}
+"""Environment of jobs on Horovod's data plane, which is not the default on GPUs."""
 RunJob = Callable[..., Job]
 """What the fixtures ``job`` and ``forked`` give: functions that run jobs, the first with a memory."""
 
@@ -226,6 +228,7 @@ def run_job(
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         return _run(folder, [*command, "--no-python"], f"{ranks} ranks, torchrun", script, args, env, timeout, server)
     command = [sys.executable, str(Path(__file__).with_name("horovodrun.py")), "-np", str(ranks), f"--{transport}"]
+    env = {**HOROVODS, **(env or {})}
     if transport == "mpi":
         assert server is None, "Open MPI has to start its processes"
         command.append("--mpi-args=--oversubscribe")
@@ -375,7 +378,7 @@ class ForkServer:
 
     def __init__(self, kind: str, transport: str = "gloo", env: Mapping[str, str] | None = None) -> None:
         self._folder = _Folder(0)
-        self._plane = {**(env or {}), **({"HVD_ASYNC_TRANSPORT": "torch"} if transport == "torch" else {})}
+        self._plane = {**(env or {}), **({"HVD_ASYNC_TRANSPORT": "torch"} if transport == "torch" else HOROVODS)}
         self._as_torchrun = transport == "torch"
         self.path = str(self._folder.path / "socket")
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:

@@ -45,3 +45,32 @@ def test_horovodrun_starts_ranks_without_horovod() -> None:
     env = {**os.environ, "HVD_ASYNC_TRANSPORT": "torch", "PYTHONPATH": str(REPOSITORY)}
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+CHOICE = (
+    "import os, sys\nfrom unittest import mock\nimport torch\n"
+    "gpus = int(sys.argv[1][int(os.environ['HOROVOD_RANK'])])\n"
+    "with mock.patch('torch.cuda.device_count', lambda: gpus):\n    import hvd_async.torch as hvd\n"
+    "hvd.init()\nassert hvd.allreduce.__module__.startswith('hvd_async')\n"
+    "assert hvd.allreduce(torch.tensor(1.0 + hvd.rank())).item() == 1.5\nhvd.shutdown()\n"
+)
+
+
+def on_gpus(gpus: str) -> subprocess.CompletedProcess[str]:
+    """Run two ranks under horovodrun that believe that they see GPUs, one digit each."""
+    launcher = str(Path(__file__).with_name("horovodrun.py"))
+    command = [sys.executable, launcher, "-np", "2", "--gloo", sys.executable, "-c", CHOICE, gpus]
+    env = {name: value for name, value in os.environ.items() if name not in ("HVD_ASYNC_TRANSPORT", "HVD_ASYNC_STAGE")}
+    env |= {"PYTHONPATH": str(REPOSITORY), "HVD_ASYNC_INIT_TIMEOUT": "30" if gpus == "11" else "3"}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_ranks_with_gpus_meet_on_torch_distributed() -> None:
+    ended = on_gpus("11")
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_rank_without_a_gpu_next_to_one_with_a_gpu_ends_the_job_and_is_explained() -> None:
+    ended = on_gpus("10")
+    assert ended.returncode != 0
+    assert "Ranks without a GPU use Horovod: if there are some, set HVD_ASYNC_TRANSPORT=horovod" in ended.stderr

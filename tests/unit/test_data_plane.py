@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
-from hvd_async.runtime.data_plane import HOROVOD, TORCH, VARIABLE, choose
-from hvd_async.torch.distributed.launch import Place, first_host, place_of, read
+from hvd_async.errors import NotInitializedError
+from hvd_async.runtime.data_plane import HOROVOD, STAGE, TORCH, VARIABLE, choose, find_horovod, hint_of_absence
+from hvd_async.runtime.launch import Place, first_host, place_of, read
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "x", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "GROUP_RANK": "1",
@@ -51,6 +53,107 @@ def test_the_choice(environment: dict[str, str], installed: bool, plane: str) ->
     assert chosen.reason
 
 
+SEVERAL_HOSTS = {**HOROVODRUN, "HOROVOD_LOCAL_SIZE": "1"}
+ADDRESS = {"MASTER_ADDR": "a", "MASTER_PORT": "9"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "plane"),
+    [
+        ({}, TORCH),
+        (TORCHRUN, TORCH),
+        (HOROVODRUN, TORCH),
+        (MPIRUN, TORCH),
+        (SRUN, TORCH),
+        (SEVERAL_HOSTS, HOROVOD),
+        ({**SEVERAL_HOSTS, "MASTER_ADDR": "a"}, TORCH),
+        ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "MASTER_ADDR": "a"}, TORCH),
+        ({**SEVERAL_HOSTS, **ADDRESS}, TORCH),
+        ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, HOROVOD),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, HOROVOD),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", **ADDRESS}, TORCH),
+        ({**HOROVODRUN, "HOROVOD_ELASTIC": "1"}, HOROVOD),
+        ({**HOROVODRUN, **ADDRESS, "HOROVOD_ELASTIC": "1"}, HOROVOD),
+        ({**HOROVODRUN, STAGE: "1"}, HOROVOD),
+        ({**HOROVODRUN, STAGE: "0"}, TORCH),
+        ({**HOROVODRUN, VARIABLE: "horovod"}, HOROVOD),
+        ({**MPIRUN, VARIABLE: "horovod"}, HOROVOD),
+    ],
+)
+def test_the_choice_on_a_gpu(environment: dict[str, str], plane: str) -> None:
+    assert choose(environment, True, has_gpu=True).name == plane
+
+
+@pytest.mark.parametrize("environment", [HOROVODRUN, SEVERAL_HOSTS, {**SEVERAL_HOSTS, **ADDRESS}, MPIRUN, SRUN])
+def test_all_ranks_of_a_job_choose_alike(environment: dict[str, str]) -> None:
+    """Only ranks' own numbers and hosts differ."""
+    own = {"HOROVOD_RANK": "0", "HOROVOD_HOSTNAME": "g", "OMPI_COMM_WORLD_RANK": "0", "SLURM_PROCID": "0",
+           "SLURM_NODEID": "0"}  # fmt: skip
+    other = environment | {name: value for name, value in own.items() if name in environment}
+    assert choose(environment, True, has_gpu=True) == choose(other, True, has_gpu=True)
+
+
+def test_a_script_that_calls_horovods_init_stays_on_horovod() -> None:
+    for environment in ({}, HOROVODRUN, MPIRUN):
+        assert choose(environment, True, has_gpu=True, horovods_script=True).name == HOROVOD
+    assert choose(TORCHRUN, True, has_gpu=True, horovods_script=True).name == TORCH
+
+
+@pytest.mark.parametrize(
+    ("environment", "installed", "there"),
+    [
+        (HOROVODRUN, True, True),
+        (MPIRUN, True, True),
+        (MPIRUN, False, False),
+        (TORCHRUN, True, False),
+        ({**HOROVODRUN, VARIABLE: "torch"}, True, False),
+    ],
+)
+def test_ranks_that_miss_others_hear_of_ranks_without_a_gpu(
+    environment: dict[str, str], installed: bool, there: bool
+) -> None:
+    assert ("set HVD_ASYNC_TRANSPORT=horovod on all ranks" in hint_of_absence(environment, installed)) is there
+
+
+IMPORT = (
+    "import sys\n{before}\nfrom unittest import mock\nimport torch\nfrom hvd_async.runtime import data_plane\n"
+    "with mock.patch.object(data_plane, 'find_horovod', lambda: '.'), \\\n"
+    "     mock.patch('torch.cuda.device_count', lambda: {gpus}), \\\n"
+    "     mock.patch('torch.cuda.is_available', side_effect=AssertionError('it would initialize CUDA')):\n"
+    "    from hvd_async.torch.horovod_api import PLANE, hvd\n"
+    "print(PLANE.name, hvd.__name__)\n"
+)
+needs_horovod = pytest.mark.skipif(find_horovod() is None, reason="Horovod is not installed for torch")
+
+
+@pytest.mark.parametrize(
+    ("before", "gpus", "printed"),
+    [
+        ("", 1, "torch hvd_async.torch.distributed"),
+        pytest.param("", 0, "horovod horovod.torch", marks=needs_horovod),
+        pytest.param("import horovod.torch", 1, "horovod horovod.torch", marks=needs_horovod),
+    ],
+)
+def test_the_binding_asks_for_gpus_and_initializes_none(before: str, gpus: int, printed: str) -> None:
+    env = {name: value for name, value in os.environ.items() if name not in (VARIABLE, STAGE)} | HOROVODRUN
+    code = IMPORT.format(before=before, gpus=gpus)
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
+    assert (ended.stdout.strip(), ended.returncode) == (printed, 0), ended.stderr
+
+
+def test_horovods_init_does_not_suffice_on_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hvd_async.torch.distributed import world
+
+    monkeypatch.setattr(world, "_world", None)
+    monkeypatch.delitem(sys.modules, "horovod.torch", raising=False)
+    with pytest.raises(NotInitializedError, match=r"call hvd.init\(\) first, then wrap the optimizer$"):
+        world.current()
+    monkeypatch.setitem(sys.modules, "horovod.torch", sys)
+    with pytest.raises(NotInitializedError, match=r"use hvd_async.torch instead of horovod.torch; or, .*=horovod"):
+        world.current()
+
+
 @pytest.mark.parametrize("environment", [HOROVODRUN, {**TORCHRUN, VARIABLE: "horovod"}])
 def test_horovod_that_is_not_installed_is_an_error_that_says_what_to_do(environment: dict[str, str]) -> None:
     with pytest.raises(ImportError, match=f"{VARIABLE}=torch and start the job with torchrun; .*install_horovod.sh"):
@@ -89,10 +192,9 @@ def test_horovodruns_environment() -> None:
 
 
 def test_several_hosts_of_horovodrun_need_an_address() -> None:
-    several = {**HOROVODRUN, "HOROVOD_LOCAL_SIZE": "1"}
     with pytest.raises(ValueError, match=r"rank 1 of 2 does not know.*export both before horovodrun"):
-        read(several)
-    assert read({**several, "MASTER_ADDR": "a", "MASTER_PORT": "9"})[2:4] == ("a", 9)
+        read(SEVERAL_HOSTS)
+    assert read({**SEVERAL_HOSTS, **ADDRESS})[2:4] == ("a", 9)
 
 
 def test_variables_of_a_pod_do_not_hide_horovodruns() -> None:

@@ -248,8 +248,8 @@ def transports(gpus: int, *names: str) -> Finding:
     return next(software.judge_answer("torch", answer(gpus, *names), HOROVOD))
 
 
-def plane(build: Build, **environment: str) -> Finding:
-    return software.judge_data_plane(build, environment)
+def plane(build: Build, gpus: int = 0, **environment: str) -> Finding:
+    return software.judge_data_plane(build, environment, gpus)
 
 
 def trained(code: int | None = 0, output: str = "", **changes: float) -> Finding:
@@ -280,6 +280,7 @@ JUDGEMENTS: list[tuple[Finding, str, str]] = [
     (plane(HOROVOD), "ok", "Horovod for torch, as Horovod is installed; under torchrun torch.distributed"),
     (plane(HOROVOD, HOROVOD_RANK="0"), "ok", "Horovod for torch, as horovodrun has started this process"),
     (plane(HOROVOD, HVD_ASYNC_TRANSPORT="horovod"), "ok", "Horovod for torch, as HVD_ASYNC_TRANSPORT=horovod"),
+    (plane(HOROVOD, 1, HOROVOD_RANK="0", HOROVOD_SIZE="1"), "ok", "torch.distributed for torch, as torch sees a GPU"),
     (plane(Build()), "ok", "torch.distributed for torch, as Horovod is not installed for torch"),
     (plane(Build(), HVD_ASYNC_TRANSPORT="horovod"), "problem", "none for torch"),
     (transports(0, "gloo"), "ok", "built with Gloo"),
@@ -334,6 +335,7 @@ def test_the_self_test_uses_the_data_plane_or_a_transport(monkeypatch: pytest.Mo
     for name in ("HVD_ASYNC_TRANSPORT", "HOROVOD_RANK", "TORCHELASTIC_RUN_ID", "RANK"):
         monkeypatch.delenv(name, raising=False)
     assert software.transport_of("torch", answer(0, "gloo", "mpi"), HOROVOD) == "gloo"
+    assert software.transport_of("torch", answer(1, "gloo", "mpi"), HOROVOD) == "torch"
     assert software.transport_of("tensorflow", answer(0, "mpi"), HOROVOD) == "mpi"
     assert software.transport_of("torch", Answer(0, None, ""), Build()) == "torch"
     assert software.transport_of("torch", Answer(None, None, ""), Build()) == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,8 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from hvd_async.errors import NotInitializedError, ranks_text
-from hvd_async.runtime import time_limits
-from hvd_async.torch.distributed import launch
+from hvd_async.runtime import data_plane, launch, time_limits
 
 
 class HorovodInternalError(RuntimeError):
@@ -45,6 +45,11 @@ FOREVER = timedelta(days=365)
 """Time limit of a collective: a late rank is waited for, a lost one closes its connections."""
 
 
+OF_HOROVOD = (
+    "torch.distributed carries tensors here, so horovod.torch.init() does not suffice: use hvd_async.torch instead of "
+    "horovod.torch; or, under horovodrun or mpirun, set HVD_ASYNC_TRANSPORT=horovod."
+)
+"""Hint for a script that has imported ``horovod.torch``."""
 STORE_LOST = "the ranks' store was lost: rank 0 or the launcher has ended"
 POLL = 0.005
 """Seconds between two looks at the ranks' store."""
@@ -90,7 +95,7 @@ class World:
         if missing:
             raise HorovodInternalError(
                 f"{ranks_text(missing)} did not call hvd.init() within {limit.total_seconds():.0f} s. See their "
-                f"output, or set HVD_ASYNC_INIT_TIMEOUT to more seconds."
+                f"output, or set HVD_ASYNC_INIT_TIMEOUT to more seconds.{_hint_of_absence()}"
             )
         return [self.store.get(f"host/{rank}").decode() for rank in range(self.size)]
 
@@ -190,8 +195,12 @@ def _connect(started: launch.Launch) -> Any:
         raise HorovodInternalError(
             f"rank {started.rank} could not {'listen' if serves else 'reach rank 0'} at {started.address}:"
             f"{started.port} within {time.monotonic() - began:.0f} s ({error}). MASTER_ADDR must be the host of rank 0 "
-            f"and MASTER_PORT a free port there."
+            f"and MASTER_PORT a free port there.{'' if serves else _hint_of_absence()}"
         ) from error
+
+
+def _hint_of_absence() -> str:
+    return data_plane.hint_of_absence(os.environ, data_plane.find_horovod() is not None)
 
 
 _world: World | None = None
@@ -219,7 +228,10 @@ def current() -> World:
         NotInitializedError: ``hvd.init()`` was not called.
     """
     if _world is None:
-        raise NotInitializedError()
+        error = NotInitializedError()
+        if "horovod.torch" in sys.modules:
+            error.args = (f"{error}. {OF_HOROVOD}",)
+        raise error
     return _world
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from hvd_async.simulation.names import LEADERS, SYNCHRONOUS, gossip_of
 
-from ..support.arms import PLAIN, need_arm, parse_arms
+from ..support.arms import PLAIN, listed, need_arm, parse_arms, variant_of
 from ..support.figures import Block, Interval, Ratios, by_arm, everywhere, mean_seconds, spread
 from ..support.launch import START, NotHereError, Progress, block_of, measure, repetitions
 from ..support.report import Case, Option, Panel, Report, Row, Say, chosen, columns, ends, interval_of, row
@@ -38,9 +38,11 @@ def measure_ratios(
     *,
     make: Callable[[str, int], Block],
     last: Sequence[Block] = (),
+    keep: bool = True,
     **how: Any,
 ) -> list[Block]:
-    """Run arms in alternation until the judged arms' ratios are known to ``--wide``, or ``--limit`` minutes are over.
+    """Run arms in alternation until the judged arms' ratios are known to ``--wide``, or ``--limit`` minutes have passed
+    since the first result.
 
     Args:
         args: the command line; ``repetitions`` is the largest number of them.
@@ -49,15 +51,21 @@ def measure_ratios(
         baseline: the arm that ratios are to.
         judged: arms whose ratios must be known well enough.
         say: takes a line of text.
-        make: returns an arm's block of a repetition. All arms' models live side by side.
+        make: returns an arm's block of a repetition.
         last: blocks that follow.
+        keep: whether all arms' models live side by side, on one engine; else each block has its own.
         how: further arguments of ``launch.measure``.
     """
     say(f"repetitions of {len(arms)} blocks of {args.steps} steps, for {args.limit:g} min at most")
-    blocks = [make(arm, repetition) | {"keep": True} for repetition, arm in repetitions(arms, args.repetitions)]
-    deadline = time.monotonic() + START + args.limit * 60
+    stays = {"keep": True} if keep else {}
+    blocks = [make(arm, repetition) | stays for repetition, arm in repetitions(arms, args.repetitions)]
+    deadline: float | None = None
 
     def enough(found: list[Block]) -> bool:
+        nonlocal deadline
+        if not found:
+            return False
+        deadline = deadline or time.monotonic() + args.limit * 60
         ratios = Ratios(baseline, (block for block in found if not block.get("profile")))
         known = len(ratios.cycles) >= LEAST and ratios.width(judged) <= args.wide
         return known or time.monotonic() > deadline
@@ -161,6 +169,8 @@ NO_STRAGGLERS = Case(
 
 # -- gpu ---------------------------------------------------------------------------------------------------------------
 
+SETTLED = 15
+"""Untimed steps of a block: in the first ten, optimizers check more, and ranks do not agree at the first bucket."""
 PASSED = ("HOROVOD_ENABLE_ASYNC_COMPLETION",)
 """Variables of the environment that the ranks get."""
 WANTED = {"all": 0.98, "solo": 0.97}
@@ -171,7 +181,8 @@ OTHERS_WANTED = 0.95
 def gpu(args: argparse.Namespace, say: Say) -> Report:
     """Measure and judge."""
     how = {"gossip": True, "leaders": True, "compressed": True}
-    arms = parse_arms(args.arms, args.ranks, (PLAIN, BASELINE), **how)
+    arms = listed(args.arms)
+    parse_arms(",".join(variant_of(arm)[0] for arm in arms), args.ranks, (PLAIN, BASELINE), **how)
     if PLAIN in arms and args.ranks > 1:
         raise ValueError(f"--arms: the arm {PLAIN!r} is of one rank")
     baseline = PLAIN if args.ranks == 1 else BASELINE
@@ -184,17 +195,24 @@ def gpu(args: argparse.Namespace, say: Say) -> Report:
     plan = {"devices": list(range(len(devices))), "traces": traces}
     task = {"name": "resnet50", "image_size": args.image_size, "batch": args.batch_size, "dtype": args.dtype}
 
-    def make(arm: str, repetition: int) -> Block:
-        return block_of(arm, repetition, task, steps=args.steps, momentum=0.9)
+    def make(arm: str, repetition: int, **more: Any) -> Block:
+        base, variant = variant_of(arm)
+        return block_of(arm, repetition, task, base=base, momentum=0.9) | {"untimed": SETTLED} | variant | more
+
+    def timed(arm: str, repetition: int) -> Block:
+        return make(arm, repetition, steps=args.steps)
 
     judged = [arm for arm in arms if arm != baseline]
-    last = [block_of(arm, args.repetitions, {}, profile=True, always=True) for arm in arms]
-    found = measure_ratios(args, "timed", arms, baseline, judged, say, make=make, last=last, plan=plan, env=env)
+    last = [make(arm, args.repetitions, profile=True, always=True) for arm in arms if args.profile]
+    how = {"make": timed, "last": last, "keep": False, "plan": plan, "env": env}
+    found = measure_ratios(args, "timed", arms, baseline, judged, say, **how)
     setting = chosen(args, "dtype", "image_size", "batch_size", "steps", baseline=baseline, seed=0)
     staged = os.environ.get("HVD_ASYNC_STAGE", "0") not in ("", "0")
     report = GPU.report(args, gpu_rows(found, setting), transport="gloo, staged" if staged else "nccl")
     for each in report.rows:
         arm = each["arm"]
+        if ":" in arm:
+            continue
         least = WANTED.get(arm, OTHERS_WANTED if gossip_of(arm) or arm in LEADERS else None)
         if least is not None:
             report.at_least(f"{arm}'s images a second over {baseline}'s", each["ratio"], least)
@@ -259,6 +277,7 @@ device's own clock, arms in alternation. Afterwards a profiler counts what of ea
     options=(
         Option("--dtype", "bf16", "of the computation (autocast)", {"choices": ("bf16", "fp16")}),
         *ratio_options(steps=20, wide=0.003, pixels=224, batch=128),
+        Option("--profile", True, "count afterwards what waits for the device"),
         Option("--traces", None, "write the profiler's traces there", {"type": Path, "metavar": "DIR"}),
     ),
     quick={"steps": 5, "repetitions": 2, "limit": 2.0},

@@ -166,7 +166,7 @@ class Arm:
                 own |= {**self.gossip._asdict(), "compression": reduced}
                 self.optimizer = hvd.GossipOptimizer(optimizer, **own)
 
-    def train(self, loss: Loss, seconds: float = 0.0, exact: bool = False) -> None:
+    def train(self, loss: Loss, seconds: float = 0.0, exact: bool = False, reads_loss: bool = False) -> None:
         """Take a step.
 
         Args:
@@ -174,6 +174,7 @@ class Arm:
             seconds: of sleep after the forward pass, before the gradients are there.
             exact: the seconds are those of the whole computation: gradients are computed first, the rest is slept, and
                 the backward pass hands them over. (An arm hands gradients over during the backward pass.)
+            reads_loss: whether the script reads its loss after the step, as a progress bar does.
         """
         began = time.perf_counter()
         self.optimizer.zero_grad()
@@ -203,6 +204,8 @@ class Arm:
             self._update()
             if self._base in IN_STEP:
                 self._waited += time.perf_counter() - started
+        if reads_loss:
+            value.item()
 
     def _update(self) -> None:
         if self._scaler is None:

@@ -7,16 +7,19 @@ data. ``lr``, ``momentum``, ``weight_decay``: of SGD;
 ``cosine``: the rate rises and falls. ``exact``: ``times`` are those of the whole computation. ``trace``: folder to
 record the steps to. ``scored``: the accuracy is found after the drain. ``looks``: how often the ranks copy their
 weights, without stopping, to be scored later. ``apart``: how far the ranks' weights differ before the drain is noted.
-``profile``: nothing is timed, a profiler counts what waits for the GPU.
+``profile``: nothing is timed, a profiler counts what waits for the GPU. ``base``: the arm's name without a variant.
+``environment``: variables that are set until the first step has been taken. ``reads_loss``: in every step.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -25,16 +28,13 @@ from numpy.typing import NDArray
 import hvd_async.torch as hvd
 
 from ..support.arms import MUTANT, has_own_weights
+from ..support.launch import SPAN, TRACED
 from .arm import Arm, average, forgetful
 from .rank import Block, Job, WallClock, conclude, rate, steps_of, timed
 from .tasks import Task, task_of
 
-TRACED = 5
-"""Steps of each arm that a profiler looks at."""
 WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
 """CUDA's calls that hold a thread up; the first waits for all of the device."""
-SPAN = "hvd_async.steps"
-"""The steps' name in the profiler."""
 
 
 class TorchTrainer:
@@ -56,7 +56,7 @@ class TorchTrainer:
         how = {name: block[name] for name in ("momentum", "weight_decay") if name in block}
         optimizer = torch.optim.SGD(self.task.model.parameters(), lr=block["lr"], **how)
         scaler = torch.amp.GradScaler("cuda") if block["task"].get("dtype") == "fp16" else None
-        self.arm = Arm(block["arm"], self.task.model, job, optimizer, scaler, **block.get("own", {}))
+        self.arm = Arm(block.get("base", block["arm"]), self.task.model, job, optimizer, scaler, **block.get("own", {}))
         self.computed = self.arm.computed
         self.stats, self.drain = self.arm.stats, self.arm.drain
         self.identical, self.close = self.arm.identical, self.arm.close
@@ -70,7 +70,8 @@ class TorchTrainer:
             steps = self._block["untimed"] + (self._most or 0)
             for group in self.arm.optimizer.param_groups:
                 group["lr"] = rate(self._block["lr"], self._steps, steps)
-        self.arm.train(self.task.loss(self._steps), seconds, self._block.get("exact", False))
+        how = {"exact": self._block.get("exact", False), "reads_loss": self._block.get("reads_loss", False)}
+        self.arm.train(self.task.loss(self._steps), seconds, **how)
         self._steps += 1
 
 
@@ -84,10 +85,15 @@ def run_block(job: Job, block: Block) -> None:
     if on_gpu:
         torch.cuda.set_device(job.plan["devices"][job.rank % len(job.plan["devices"])])
     if block.get("profile"):
-        job.record(block, traced(job, block["arm"], kept[block["arm"]]))
+        trainer = started(job, block)
+        for _ in range(block["untimed"]):
+            trainer.step(0.0)
+        own = traced(job, block["arm"], trainer)
+        trainer.close()
+        job.record(block, own)
         return
     with forgetful(block["arm"] == MUTANT):
-        trainer = kept.get(block["arm"]) or TorchTrainer(job, block)
+        trainer = kept.get(block["arm"]) or started(job, block)
         if block.get("keep"):
             kept[block["arm"]] = trainer
         looks, clock = Looks(block, trainer.task.model, job.rank), DeviceClock() if on_gpu else WallClock()
@@ -105,6 +111,17 @@ def run_block(job: Job, block: Block) -> None:
         elif block.get("scored") and score is not None:
             own["accuracy"] = score(model) if job.rank == 0 else None
         conclude(job, block, trainer, own)
+
+
+def started(job: Job, block: Block) -> TorchTrainer:
+    """Return the model of a block under its arm. With an environment it has taken a step, by which its optimizer has
+    read the variables."""
+    environment = block.get("environment", {})
+    with mock.patch.dict(os.environ, environment):
+        trainer = TorchTrainer(job, block)
+        if environment:
+            trainer.step(0.0)
+    return trainer
 
 
 def apart(job: Job, block: Block, trainer: TorchTrainer) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from typing import Any
 
 from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.simulation.names import (
@@ -32,6 +33,16 @@ REDUCTIONS = {"horovod": ("fp16",), "ddp": ("fp16", "bf16", "powersgd")} | dict.
 """Compressions of arms that send gradients: Horovod has fp16 only, DDP's hooks also PowerSGD."""
 REDUCED = ("fp16", "bf16")
 """How partial allreduce may."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "confirm": {"environment": {"HVD_ASYNC_CONFIRM": "1"}},
+    "check": {"environment": {"HVD_ASYNC_CHECK": "1"}},
+    "disagree": {"environment": {"HVD_ASYNC_AGREE": "0"}},
+    "item": {"reads_loss": True},
+    **{f"lead={ms}": {"own": {"arrival_lead": ms / 1e3}} for ms in (0, 4, 8, 12)},
+}
+"""Variants of an arm, such as ``all:confirm``, and what their blocks have: rounds are applied once they are complete;
+lost changes are looked for in every step; no agreement at the first bucket; the script reads its loss in every step;
+buckets arrive that number of milliseconds before they are computed."""
 WARM_UP = 3
 """Untimed steps at the start of a block: ranks meet, DDP orders its buckets, Horovod fills its cache."""
 
@@ -50,6 +61,18 @@ def has_own_weights(arm: str) -> bool:
 def listed(text: str) -> list[str]:
     """Return the names of a command line's list, each once."""
     return list(dict.fromkeys(arm.strip() for arm in text.split(",") if arm.strip()))
+
+
+def variant_of(arm: str) -> tuple[str, dict[str, Any]]:
+    """Return an arm without its variant, and what blocks of the variant have.
+
+    Raises:
+        ValueError: there is no such variant.
+    """
+    base, colon, variant = arm.partition(":")
+    if colon and variant not in VARIANTS:
+        raise ValueError(f"the arm {arm!r} is not there: variants are {', '.join(VARIANTS)}")
+    return base, VARIANTS[variant] if colon else {}
 
 
 def need_arm(baseline: str, arms: Sequence[str]) -> None:

@@ -1,4 +1,6 @@
-"""Start a job under horovodrun, take in its results block by block, and leave no process behind.
+"""Start a job under a launcher, take in its results block by block, and leave no process behind.
+
+The launcher is horovodrun, or torchrun if there is no Horovod and ``HVD_ASYNC_TRANSPORT`` is torch.
 
 A job is a module of ``jobs/``. A JSON file, its plan, says what it is to do; the digits lie next to it. It answers by
 lines of JSON in another file, one per block, which is also how progress is known. All its processes carry a mark in
@@ -25,6 +27,8 @@ from typing import Any, TypeVar
 
 import psutil
 
+from hvd_async.runtime.data_plane import find_horovod
+
 from . import data
 from .arms import WARM_UP
 from .figures import Block
@@ -42,6 +46,10 @@ GOODBYE = 15.0
 """Seconds that processes may take to end unforced."""
 START = 180.0
 """Seconds that a job may take to start: eight processes import torch."""
+TRACED = 5
+"""Steps of each arm that a profiler looks at."""
+SPAN = "hvd_async.steps"
+"""The steps' name in the profiler."""
 LOOK = 0.25
 """Seconds between two looks at the results."""
 Arm = TypeVar("Arm")
@@ -124,6 +132,9 @@ def _command(folder: Path, ranks: int, virtual: bool, mbit: float | None, per_ho
         limit = [] if mbit is None else [f"--mbit={mbit:g}"]
         where = [f"--hosts={SPARE}", f"--elastic={hosts}", f"--np={begin}"] if elastic else [f"--hosts={begin}"]
         return [sys.executable, str(VIRTUAL), *where, f"--per-host={per_host}", *limit, "--"]
+    if not elastic and os.environ.get("HVD_ASYNC_TRANSPORT") == "torch" and find_horovod() is None:
+        number = ["--standalone", "--nproc-per-node", str(ranks), "--no-python"]
+        return [sys.executable, "-m", "torch.distributed.run", *number]
     command = [str(Path(sys.executable).parent / "horovodrun"), "-np", str(ranks), "--gloo"]
     if not elastic:
         return command

@@ -1,0 +1,174 @@
+"""The table of ``scripts/gpu_experiments.sh``: goals, parts that failed, and what ``bench.py gpu`` runs for it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDED: dict[str, Any] = json.loads((ROOT / "tests" / "fixtures" / "benchmarks" / "gpu_experiments.json").read_text())
+"""By file without its suffix: what the parts write, with figures of an H100 of before rounds in stream order."""
+WELL = {"all": 0.985, "solo": 0.975, "sgp": 0.96, "adpsgd": 0.96, "lsgd": 0.96}
+
+
+def row(arm: str, ratio: float, value: float = 3700.0, batch: int = 128) -> dict[str, Any]:
+    return {"arm": arm, "ratio": ratio, "value": value, "setting": {"batch_size": batch}}
+
+
+def event(name: str, cat: str, ts: float, dur: float, tid: int, correlation: int | None = None) -> dict[str, Any]:
+    args = {} if correlation is None else {"args": {"correlation": correlation}}
+    return {"name": name, "cat": cat, "ph": "X", "ts": ts, "dur": dur, "tid": tid, **args}
+
+
+TRACE = [
+    event("hvd_async.steps", "gpu_user_annotation", 5.0, 990.0, 7),
+    event("hvd_async.steps", "user_annotation", 0.0, 1000.0, 1),
+    event("Optimizer.step#SGD.step", "user_annotation", 500.0, 100.0, 1),
+    event("autograd::engine::evaluate_function: X", "cpu_op", 200.0, 100.0, 2),
+    *(event("cudaLaunchKernel", "cuda_runtime", ts, 5.0, tid, n) for n, (ts, tid) in enumerate([
+        (10.0, 1), (210.0, 2), (510.0, 1), (520.0, 3), (600.0, 1), (2000.0, 1)])),
+    *(event("kernel", "kernel", ts, dur, 7, n) for n, (ts, dur) in enumerate([
+        (20.0, 100.0), (220.0, 30.0), (550.0, 50.0), (640.0, 10.0), (700.0, 1.0), (2100.0, 1.0)])),
+]  # fmt: skip
+"""Kernels from 20 to 120, 220 to 250, 550 to 600, 640 to 650, and at 700; the last one is outside of the steps."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Results of a run."""
+    for name, content in RECORDED.items():
+        if name == "parts":
+            (tmp_path / "parts.jsonl").write_text("".join(json.dumps(part) + "\n" for part in content))
+        else:
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    (tmp_path / "traces").mkdir()
+    packed = gzip.compress(json.dumps({"traceEvents": TRACE}).encode())
+    (tmp_path / "traces" / "all.json.gz").write_bytes(packed)
+    return tmp_path
+
+
+@pytest.fixture
+def experiments(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import importlib
+
+    return importlib.import_module("benchmarks.experiments")
+
+
+def found(experiments: Any, folder: Path) -> dict[tuple[int, str], Any]:
+    return {(line.part, line.what): line for line in experiments.lines_of(experiments.Results(folder))}
+
+
+def test_a_recorded_run(experiments: Any, folder: Path) -> None:
+    lines = found(experiments, folder)
+    verdicts = {f"{part} {what}": line.met for (part, what), line in lines.items() if line.met is not None}
+    assert verdicts == {
+        "1 virtual GPU, all": True, "1 virtual GPU, solo": True, "1 virtual GPU, sgp": True,
+        "1 virtual GPU, adpsgd": True, "1 virtual GPU, lsgd": False,
+        "2 host's time of a step, plain": True, "2 host's time of a step, all": False,
+        "3 all over plain": False, "3 solo over plain": False, "3 sgp over plain": False,
+        "3 adpsgd over plain": False, "3 lsgd over plain": False,
+        "6 torch's CUDA sanitizer": True, "7 collectives of 2 NCCL ranks": True, "7 tests of 2 NCCL ranks": False,
+        "7 a killed rank: others raise after": True, "8 fp16 with GradScaler, all over plain": False,
+    }  # fmt: skip
+    assert lines[1, "virtual GPU, lsgd"].value == "0.940, measured 0.910"
+    assert lines[2, "host's time of a step, all"].value == "34.00 ms"
+    assert lines[4, "all:confirm"].value == "0.780, -0.024 to all"
+    assert lines[4, "all:item"].value == "0.850 of plain:item"
+    assert lines[4, "solo, 8 ms ahead"].value == "0.960"
+    assert lines[7, "tests of 2 NCCL ranks"].value == "out of time, 100 s"
+    assert experiments.table(experiments.Results(folder)).endswith("8 of 17 goals are met")
+
+
+def test_a_run_that_meets_its_goals(experiments: Any, folder: Path) -> None:
+    rows = [row("plain", 1.0), *(row(arm, ratio) for arm, ratio in WELL.items())]
+    (folder / "goals.json").write_text(json.dumps({"rows": rows}))
+    lines = found(experiments, folder)
+    assert all(lines[3, f"{arm} over plain"].met for arm in WELL)
+    assert not lines[1, "virtual GPU, all"].met
+
+
+def test_parts_without_results_miss_and_say_why(experiments: Any, tmp_path: Path) -> None:
+    ends = [{"name": "goals", "rc": 137, "seconds": 170}, {"name": "floor", "skipped": "no GPU"}]
+    (tmp_path / "parts.jsonl").write_text("".join(json.dumps(end) + "\n" for end in ends))
+    lines = found(experiments, tmp_path)
+    assert lines[3, "all over plain"][2:] == ("killed: out of time, 170 s", ">= 0.98", False)
+    assert lines[2, "host's time of a step, all"].value == "skipped: no GPU"
+    assert lines[6, "torch's CUDA sanitizer"][2:] == ("not run", "silence in all modes", False)
+    assert not any(line.met for line in lines.values())
+
+
+@pytest.mark.parametrize(
+    ("content", "value"),
+    [({"checked": True, "complaints": {"sgp": "a race"}}, "complains: sgp"),
+     ({"checked": False, "complaints": {}}, "done, 21 s")],
+)  # fmt: skip
+def test_a_sanitizer_that_complains_or_did_not_look(
+    experiments: Any, folder: Path, content: dict[str, Any], value: str
+) -> None:
+    (folder / "sanitizer.json").write_text(json.dumps(content))
+    line = found(experiments, folder)[6, "torch's CUDA sanitizer"]
+    assert (line.value, line.met) == (value, False)
+
+
+def test_idle_time_belongs_to_the_phase_whose_kernel_ends_it(experiments: Any) -> None:
+    idle = {phase: ms * 5 * 1e3 for phase, ms in experiments.idle_of(TRACE).items()}
+    assert idle == pytest.approx({"backward": 100.0, "update": 300.0, "engine": 40.0, "forward": 50.0})
+
+
+def test_the_benchmark_runs_variants_of_arms(monkeypatch: pytest.MonkeyPatch) -> None:
+    from scripts.benchmarks.cases import overhead
+    from scripts.benchmarks.support import launch
+    from tests.unit import bench_jobs
+
+    asked: list[dict[str, Any]] = []
+
+    def run(job: str, ranks: int, plan: dict[str, Any], *, on_block: Any, **how: Any) -> None:
+        asked.extend(plan["blocks"])
+        for block in bench_jobs.blocks_of(job, ranks, plan, True):
+            on_block(block)
+
+    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    arms = "plain,all,all:confirm,plain:item,solo:lead=8"
+    line = ["--no-profile"]
+    args = bench_jobs.options(overhead.GPU, *line, arms=arms, ranks=1, repetitions=1, limit=1.0)
+    report = overhead.gpu(args, lambda _: None)
+    assert [row["arm"] for row in report.rows] == arms.split(",")
+    blocks = {block["arm"]: block for block in asked}
+    assert not any(block.get("keep") or block.get("profile") for block in asked)
+    assert (blocks["all:confirm"]["base"], blocks["all:confirm"]["environment"]) == ("all", {"HVD_ASYNC_CONFIRM": "1"})
+    assert "environment" not in blocks["all"]
+    assert (blocks["plain:item"]["base"], blocks["plain:item"]["reads_loss"]) == ("plain", True)
+    assert blocks["solo:lead=8"]["own"] == {"arrival_lead": 0.008}
+    args.arms = "plain,all:lead=7"
+    with pytest.raises(ValueError, match="variants are confirm, check"):
+        overhead.gpu(args, lambda _: None)
+
+
+def test_without_horovod_torchrun_starts_the_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from scripts.benchmarks.support import launch
+
+    monkeypatch.setenv("HVD_ASYNC_TRANSPORT", "torch")
+    monkeypatch.setattr(launch, "find_horovod", lambda: None)
+    assert launch._command(tmp_path, 2, False, None, 1, False)[1:3] == ["-m", "torch.distributed.run"]
+    monkeypatch.setattr(launch, "find_horovod", lambda: tmp_path)
+    assert launch._command(tmp_path, 2, False, None, 1, False)[0].endswith("horovodrun")
+
+
+def test_the_script_says_what_it_needs(tmp_path: Path) -> None:
+    script = ["bash", str(ROOT / "scripts" / "gpu_experiments.sh"), "--python", sys.executable]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    for more, words in (([], "name a folder"), ([str(tmp_path)], "no torch that sees a GPU"), (["--x"], "unknown")):
+        ended = subprocess.run(
+            [*script, *more], capture_output=True, text=True, timeout=120, check=False, env=environment
+        )
+        assert ended.returncode == 1
+        assert words in ended.stderr
