@@ -37,7 +37,7 @@ from hvd_async.algorithms.eager.timeline import recorder
 from hvd_async.errors import GradientLossError, ReplicaStateError
 from hvd_async.runtime.interfaces import Program, RankRuntime, Vector, Wait
 from hvd_async.runtime.log import warn
-from hvd_async.runtime.protocol import Drained, Hyper, OptimizerCommand
+from hvd_async.runtime.protocol import Drained, Failed, Hyper, OptimizerCommand
 from hvd_async.runtime.worker import Uninterrupted, Worker
 from hvd_async.stats import Stats
 
@@ -51,6 +51,8 @@ from hvd_async.stats import Stats
 
 NAMES_IN_RING = 4
 """Maximum number of a bucket's collectives in flight. Their names are reused, as Horovod's cache requires."""
+NAME = "hvd_async.eager.{}.{}.{}"
+"""Name of a collective, given the number of the optimizer, the bucket, and a place in the ring of names."""
 
 
 class HandedOver(NamedTuple):
@@ -94,6 +96,10 @@ class _Flight:
     hyper: Hyper | None = None
     whole: int | None = None
     """``ReducedRound.whole``: the minimum over the submitted buckets."""
+    complete: int = 0
+    """Number of buckets whose sum is complete."""
+    in_graph: int = 0
+    """Number of buckets that have started and that this rank's training graph submits."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,7 @@ class RoundsInFlight:
         deliver: called with rounds that are ready to be applied, in order.
         ranks: the ranks that share the optimizer.
         host: number of the host that this rank steps with; None if it steps separately.
+        names: maximum number of a bucket's collectives in flight.
     """
 
     def __init__(
@@ -130,8 +137,9 @@ class RoundsInFlight:
         deliver: Callable[[list[ReducedRound]], None],
         ranks: Sequence[int],
         host: int | None = None,
+        names: int = NAMES_IN_RING,
     ) -> None:
-        self._engine, self._wire, self._deliver, self._host = engine, wire, deliver, host
+        self._engine, self._wire, self._deliver, self._host, self._names = engine, wire, deliver, host, names
         self.timeline = recorder(engine.rank)
         self._buckets = len(wire.nbytes)
         self._queue: deque[HandedOver] = deque()
@@ -144,6 +152,8 @@ class RoundsInFlight:
         of that name, which completes on each of them before the next is submitted."""
         self._waiting: deque[_Start] = deque()
         self._flights: dict[int, _Flight] = {}
+        self._promised = 0
+        """The last step whose buckets this rank's training graph submits."""
         self._last_hyper: Hyper | None = None
         """Hyperparameters that the coordinator sent last."""
         self._triggers: dict[tuple[int, int], RoundTrigger] = {}
@@ -215,6 +225,11 @@ class RoundsInFlight:
             self._engine.send(StepEntered(number, step, hyper, buckets, complete if taken else 0, empty))
         else:
             self._engine.send(GradientReady(number, buckets, step, complete, empty))
+
+    def promise(self, number: int, step: int, hyper: Hyper | None) -> None:
+        """Report a step, with all its buckets, which this rank's training graph submits; arguments as in ``report``."""
+        self._promised = step
+        self._engine.send(StepEntered(number, step, hyper, list(range(self._buckets)), self._next_ready - 1))
 
     def arrive(self, bucket: int, vector: Vector | None, version: int) -> None:
         """Take in a gradient computed at ``version``; None if it is empty."""
@@ -316,11 +331,23 @@ class RoundsInFlight:
         if go.settled:
             self._set_hyper(go.round, go.hyper)
         whole = None if self._host is None or go.whole is None else go.whole.of(self._host)
+        if go.round == self._promised:
+            flight = self._flight(go.round)
+            flight.in_graph += len(go.buckets)
+            if 0 in go.buckets:
+                self._contributors[go.arrived[go.buckets.index(0)]] += 1
+            self._wake_if_started(go.round)
+            return
         for bucket, arrived in zip(go.buckets, go.arrived, strict=True):
             self._start(_Start(go.optimizer, bucket, go.round, arrived, whole, self._engine.turn()))
 
+    def _wake_if_started(self, round_: int) -> None:
+        if self.has_started(round_):
+            with self._engine.changed:
+                self._engine.changed.notify_all()
+
     def _start(self, go: _Start) -> None:
-        name, bucket = f"hvd_async.eager.{go.optimizer}.{go.bucket}.{go.round % NAMES_IN_RING}", go.bucket
+        name, bucket = NAME.format(go.optimizer, go.bucket, go.round % self._names), go.bucket
         if name in self._busy or any(start.bucket == bucket for start in self._waiting):
             self._waiting.append(go)  # its name, or that of an earlier round, is still in flight on this rank
             return
@@ -351,6 +378,7 @@ class RoundsInFlight:
             if self.timeline is not None and trigger is not None:
                 self.timeline.round(go.optimizer, bucket, go.round, trigger, submitted, self._engine.clock(), late_by)
             flight.sums[bucket] = decoded = wire.decode(sums, bucket)
+            flight.complete += 1
             # Now, rather than at the last bucket, for which all ranks wait:
             flight.counts[bucket], flight.weights[bucket], self._units[name] = wire.tally(decoded, unit)
             self._pass_on()
@@ -372,6 +400,41 @@ class RoundsInFlight:
         """Set the hyperparameters of a round; None: the ones sent last."""
         self._set_hyper(round_, hyper)
         self._pass_on()
+        if round_ == self._promised:
+            self._wake_if_started(round_)
+
+    # -- rounds whose buckets the training graph submits -----------------------------------------------------------
+    # The training thread calls these methods. From the start of such a round until its rank reports the next step, no
+    # command changes the optimizer's rounds, since none starts without this rank.
+
+    def has_started(self, round_: int) -> bool:
+        """Return whether all buckets of a round have started, and its hyperparameters are known."""
+        flight = self._flights.get(round_)
+        return flight is not None and flight.in_graph == self._buckets and flight.hyper is not None
+
+    def complete(self, number: int, round_: int, tails: Sequence[Sequence[float]], given: Sequence[bool]) -> None:
+        """Deliver a round that has started, without its sums, which the training graph has.
+
+        Args:
+            number: number of the optimizer.
+            round_: number of the round.
+            tails: the last elements of each bucket's sum.
+            given: for each bucket, whether this rank had a gradient.
+        """
+        flight, wire = self._flights[round_], self._wire
+        for bucket, tail in enumerate(tails):
+            self.landed[bucket] = round_
+            trigger = self._triggers.pop((bucket, round_), None)
+            if self.timeline is not None and trigger is not None:
+                now, late_by = self._engine.clock(), [0] * given[bucket]
+                self.timeline.round(number, bucket, round_, trigger, flight.started, now, late_by)
+            flight.counts[bucket] = wire.tail.read(tail, wire.scale).gradients
+            flight.weights[bucket] = float(flight.counts[bucket] > 0)
+        if given[0]:
+            self._staleness[0] += 1
+        self._sent += sum(wire.sent or wire.nbytes)
+        flight.complete = self._buckets
+        self._pass_on()
 
     def _set_hyper(self, round_: int, hyper: Hyper | None) -> None:
         self._last_hyper = self._last_hyper if hyper is None else hyper
@@ -389,9 +452,9 @@ class RoundsInFlight:
         """Deliver, in order, the rounds that have all buckets and their hyperparameters."""
         ready: list[ReducedRound] = []
         while (flight := self._flights.get(self._next_ready)) is not None:
-            sums = tuple(s for s in flight.sums if s is not None)
-            if len(sums) < self._buckets or flight.hyper is None:
+            if flight.complete < self._buckets or flight.hyper is None:
                 break
+            sums = tuple(s for s in flight.sums if s is not None)
             del self._flights[self._next_ready]
             seconds = self._engine.clock() - flight.started
             self._complete, self._latency = self._complete + 1, self._latency + seconds
@@ -541,7 +604,10 @@ class EagerWorker(Worker):
         self.config, self.wire, self.apply, self._emptied = config, wire, apply, emptied
         ranks = wire.members or range(engine.size)
         self._host = ranks.index(engine.rank) // config.local_size if config.local_size > 1 else None
-        self._in_flight = RoundsInFlight(engine, wire, self._deliver, ranks, self._host)
+        # (all ranks wait for each round, so that a name is free when the next one starts; and a training graph, whose
+        # names do not change, can submit some ranks' part)
+        names = 1 if config.quorum == "all" else NAMES_IN_RING
+        self._in_flight = RoundsInFlight(engine, wire, self._deliver, ranks, self._host, names)
         self._records_timeline = self._in_flight.timeline is not None
         # Set by the engine thread, under ``engine.changed``:
         self._rounds: deque[ReducedRound] = deque()
@@ -551,7 +617,7 @@ class EagerWorker(Worker):
         """Number of steps since the last drain or cut that all ranks of this host are known to have handed over (0 if
         ranks do not step host by host), and the version at which the last of these steps ends."""
         # State of the training thread:
-        self.whole = Uninterrupted()
+        self.whole = Uninterrupted(self._raise_failure)
         self._steps = self._base = 0  # steps in total; round number minus step number, re-based by drains and cuts
         self._settled_at = 0  # steps at the last drain or cut
         self._ended = 0  # steps that all ranks of the host have handed over, as far as this rank has waited for them
@@ -563,6 +629,8 @@ class EagerWorker(Worker):
         self._lacks = False
         """Whether a bucket of the current step holds no gradient."""
         self._half_applied = False
+        self._in_graph = False
+        """Whether the training graph has collectives of a step that has not ended."""
         self.version = 0
         self.produced, self.applied = [0] * config.buckets, [0] * config.buckets
         self._before = list(self.produced), list(self.applied)
@@ -712,6 +780,66 @@ class EagerWorker(Worker):
         self._brought = frozenset()
         unsent, self._hyper_sent = None if hyper == self._hyper_sent else hyper, hyper
         self.engine.notify(partial(self._in_flight.report, number, step, True, unsent))
+
+    # -- steps whose buckets the training graph submits (training thread) -----------------------------------------
+    # The graph submits the same collectives, by the same names, as the engines of the ranks that have finished. So the
+    # coordinator's command is needed for these, and for hyperparameters, and not to submit.
+
+    def promise(self, hyper: Hyper) -> None:
+        """Begin a step, all of whose buckets the training graph is about to submit by ``NAME``; ``fulfil`` follows.
+
+        Args:
+            hyper: as in ``finish_step``.
+
+        Raises:
+            ReplicaStateError: an earlier step has not ended, or gradients of other steps are pending.
+        """
+        number = self._check_able()
+        if self._handed or self._broken_off or (self._restored and not self._steps):
+            raise ReplicaStateError(
+                f"{self.label}: gradients outside the graph of this step are on their way: of an interrupted step, or "
+                f"of a loaded state. Restart with HVD_ASYNC_CONFIRM=1"
+            )
+        self.whole("a step that its graph had begun did not end")
+        self._in_graph = True
+        self._in_flight.forget_cut()
+        self._steps += 1
+        self._in_flight.count_bytes(sum(self.wire.nbytes))
+        unsent, self._hyper_sent = None if hyper == self._hyper_sent else hyper, hyper
+        self.engine.notify(partial(self._in_flight.promise, number, self._steps + self._base, unsent))
+
+    def fulfil(self, tails: Sequence[Sequence[float]], given: Sequence[bool]) -> ReducedRound:
+        """Wait until the round of the promised step has started, and return it; it lies between ``begin`` and ``end``.
+
+        Args:
+            tails, given: as in ``RoundsInFlight.complete``.
+        """
+        return self.run(self.fulfil_program(tails, given))
+
+    def fulfil_program(self, tails: Sequence[Sequence[float]], given: Sequence[bool]) -> Program[ReducedRound]:
+        """Return the program of ``fulfil``."""
+        round_ = self._steps + self._base
+        yield Wait(partial(self._in_flight.has_started, round_))
+        self.produced = [produced + had for produced, had in zip(self.produced, given, strict=True)]
+        self._skipped += not all(given)
+        self._in_flight.complete(self._registered_number(), round_, tails, given)
+        self._ended = self._steps
+        self._in_graph = False
+        self.whole.end()
+        (reduced,) = self._waiting(1)
+        self.begin(reduced)
+        return reduced
+
+    def _raise_failure(self) -> None:
+        """Raise the failure of the engine, if that may be why a section did not finish. A collective of the training
+        graph has failed before the engine knows of a lost rank, so ask the coordinator, which answers in any case."""
+        if self._in_graph:
+            self._in_graph = False
+            failed = Failed("a step's graph did not end", horovod=True)
+            self.engine.notify(lambda: self.engine.send(failed))
+            self.engine.wait(lambda: self.engine.failure is not None)
+        if self.engine.failure is not None and not self.engine.elastic:
+            self.engine.check()
 
     def _has_ended(self, most: int | None) -> bool:
         """Return whether the rounds of the last step have arrived, and all ranks of the host have handed it over."""
