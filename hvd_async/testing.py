@@ -214,6 +214,10 @@ class _MemoryHandle:
     def done(self) -> bool:
         return self._meeting.complete.is_set()
 
+    def completes_within(self, seconds: float) -> bool:
+        """Wait until it is done, for a limited time; return whether it is."""
+        return self._meeting.complete.wait(seconds)
+
     def result(self) -> Any:
         return self._part(self._meeting.result)
 
@@ -245,9 +249,14 @@ class MemoryCollectives:
     def stop(self) -> None:
         self._board.wakes.pop(self.rank, None)
 
+    @property
+    def started(self) -> bool:
+        """Whether the engine has started it and not stopped it."""
+        return self.rank in self._board.wakes
+
     def allreduce_sum(
         self, vector: Vector, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
-    ) -> Handle:
+    ) -> _MemoryHandle:
         def add(parts: list[Any]) -> Any:
             total = parts[0] + 0
             for part in parts[1:]:

@@ -46,6 +46,8 @@ UNHURRIED = 0.005
 """Minimum seconds between two polls of collectives while no thread waits for their results; also the longest wait of a
 gradient that is handed over before its step. Each time the engine wakes up, it competes with the training thread for
 the interpreter lock. A thread that begins to wait wakes the engine."""
+IN_GRAPH = "node hvd_async/hvd_async."
+"""Part of TensorFlow's error after a failure of Horovod in one of this library's collectives in a training graph."""
 BEGINNING = (
     "others to begin: every rank of the job must wrap an optimizer, and step or drain it. Horovod's warnings about "
     "hvd_async.rendezvous name the missing ranks"
@@ -343,7 +345,8 @@ class Engine:
             timeout: seconds to wait for the thread.
         """
         if error is not None and self.failure is None:
-            horovod = error.startswith(f"{self.collectives.failure.__name__}:")  # raised in the training thread
+            # (raised in the training thread, or by a collective of its graph)
+            horovod = error.startswith(f"{self.collectives.failure.__name__}:") or IN_GRAPH in error
             self._posts.append(lambda: self.send(Failed(error, horovod)))
         self._stop_called = True
         self._posts.append(self._stop_now)

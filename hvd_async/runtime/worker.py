@@ -71,11 +71,15 @@ class Uninterrupted:
 
     A gradient that is half handed over, or a round that is half applied, can be neither undone nor repeated.
 
+    Args:
+        raise_cause: raises the error that explains why a section did not finish, if there is one.
+
     Attributes:
         broken: the section that did not finish, and why; None if all have finished.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, raise_cause: Callable[[], None] = lambda: None) -> None:
+        self._raise_cause = raise_cause
         self.broken: str | None = None
         self._begun: str | None = None
 
@@ -123,6 +127,7 @@ class Uninterrupted:
         if self.broken is None and self._begun is not None:
             self.broken = f"{self._begun}: it was interrupted"
         if self.broken is not None:
+            self._raise_cause()
             raise ReplicaStateError(
                 f"{self.broken}. This rank's weights are no longer what the other ranks take them for: restart from a "
                 f"checkpoint."

@@ -214,9 +214,30 @@ class Update:
         now = (scheduled(self._optimizer), digest(self._optimizer), self._correct())
         return now != (self.scheduled, self.digest, self._corrects)
 
+    def group(self, frozen: Sequence[int], rate: Sequence[tf.Tensor]) -> dict[str, Any]:
+        """Return the hyperparameters of a step.
+
+        Args:
+            frozen: variables that a round led by this rank must not move.
+            rate: this rank's learning rate; empty if it follows a schedule.
+        """
+        group: dict[str, Any] = {"frozen": list(frozen), "settings": self.digest}
+        return group | ({"learning_rate": float(rate[0])} if rate else {})
+
     def parts(self, round_: ReducedRound) -> list[Any]:
         """Return a round as the arguments of ``__call__``, of dtypes ``types``. Buckets that carried no gradient, or no
         samples, are frozen for it: momentum and decay must not move variables for which no rank had a gradient.
+
+        Raises:
+            ReplicaMismatchError: as ``rate``.
+        """
+        rate, weights = self.rate(round_), []
+        if self._layout.weighted:
+            weights = [tf.constant([round_.weight(bucket) for bucket in range(len(self._layout))], tf.float64)]
+        return [*rate, *weights, *self._layout.without(self.unmoved(round_), round_.sums)]
+
+    def rate(self, round_: ReducedRound) -> list[tf.Tensor]:
+        """Return the learning rate of a round; empty if it follows a schedule.
 
         Raises:
             ReplicaMismatchError: the rank that led it has an optimizer with other settings.
@@ -228,13 +249,9 @@ class Update:
                 f"({', '.join(settings(self._optimizer))}). Only a learning rate that is a number can differ from rank "
                 f"to rank; change anything else on every rank after a drain()."
             )
-        rate = [] if self.scheduled else [constant(group["learning_rate"], tf.float32)]
-        weights = []
-        if self._layout.weighted:
-            weights = [tf.constant([round_.weight(bucket) for bucket in range(len(self._layout))], tf.float64)]
-        return [*rate, *weights, *self._layout.without(self._unmoved(round_), round_.sums)]
+        return [] if self.scheduled else [constant(group["learning_rate"], tf.float32)]
 
-    def _unmoved(self, round_: ReducedRound) -> list[int]:
+    def unmoved(self, round_: ReducedRound) -> list[int]:
         """Return the variables that a round must not move: frozen on the rank that led it, or in empty buckets."""
         (group,) = round_.hyper
         buckets = enumerate(self._layout.buckets)
@@ -245,7 +262,7 @@ class Update:
         """Return a function that restores the variables, and the optimizer's variables for them, that a round must not
         move. (Keras moves all variables that it is given, by decay and momentum also without a gradient. In the graph
         of the update this would double its size, and the time to trace it.)"""
-        optimizer, unmoved = self._optimizer, set(self._unmoved(round_))
+        optimizer, unmoved = self._optimizer, set(self.unmoved(round_))
         held = self._held() if unmoved else []
         kept = [(variable, tf.identity(variable)) for index, variable in held if index in unmoved]
         averages = optimizer._model_variables_moving_average if optimizer.use_ema else []

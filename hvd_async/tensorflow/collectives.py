@@ -156,6 +156,15 @@ class _Graph:
         self._session.close()
 
 
+def _sum(fed: tf.Tensor, name: str, ranks: Any, scale: float) -> tf.Tensor:
+    """Return the sum of a vector over the ranks of a process set x ``scale``."""
+    if fed.dtype == tf.bfloat16:
+        return _sum_of_halves(fed, name, ranks, scale)
+    total = hvd.allreduce(fed, op=hvd.Sum, name=name, process_set=ranks, ignore_name_scope=True)
+    # (Horovod owns its output, so Python would get a copy; the product is not copied)
+    return total * tf.constant(scale, fed.dtype)
+
+
 def _sum_of_halves(fed: tf.Tensor, name: str, ranks: Any, scale: float) -> tf.Tensor:
     """Return the sum of bfloat16 vectors, which Horovod does not add, x ``scale``: every rank sums one part of all, in
     float32, and all gather the parts. It moves as many bytes as an allreduce.
@@ -168,10 +177,11 @@ def _sum_of_halves(fed: tf.Tensor, name: str, ranks: Any, scale: float) -> tf.Te
     elements, size = tf.shape(fed)[0], ranks.size()
     part = (elements + size - 1) // size
     bits = tf.bitcast(tf.pad(fed, [[0, part * size - elements]]), tf.int16)
-    parts, _ = hvd.alltoall(bits, tf.fill([size], part), name=f"{name}.parts", process_set=ranks)
+    counts, outside = tf.fill([size], part), {"process_set": ranks, "ignore_name_scope": True}
+    parts, _ = hvd.alltoall(bits, counts, name=f"{name}.parts", **outside)
     halves = tf.reshape(tf.bitcast(parts, tf.bfloat16), [size, part])
     own = tf.cast(tf.reduce_sum(tf.cast(halves, tf.float32), axis=0) * scale, tf.bfloat16)
-    sums = hvd.allgather(tf.bitcast(own, tf.int16), name=f"{name}.sums", process_set=ranks)
+    sums = hvd.allgather(tf.bitcast(own, tf.int16), name=f"{name}.sums", **outside)
     return tf.bitcast(sums, tf.bfloat16)[:elements]
 
 
@@ -222,14 +232,19 @@ class HorovodCollectives:
             return CompletedHandle(vector * np.asarray(scale, tf.as_dtype(vector.dtype).as_numpy_dtype))
         # (``keep`` needs nothing: ops do not change their inputs)
         ranks = hvd.global_process_set if process_set is None else process_set
+        return self._run(("sum", name, scale), lambda fed: _sum(fed, name, ranks, scale), vector)
 
-        def build(fed: tf.Tensor) -> tf.Tensor:
-            if fed.dtype == tf.bfloat16:
-                return _sum_of_halves(fed, name, ranks, scale)
-            # (Horovod owns its output, so Python would get a copy; the product is not copied)
-            return hvd.allreduce(fed, op=hvd.Sum, name=name, process_set=ranks) * tf.constant(scale, fed.dtype)
+    def sum_in_graph(self, vector: tf.Tensor, name: str, process_set: Any, scale: float) -> tf.Tensor:
+        """Return the sum of ``allreduce_sum``, by ops of the graph that is being built.
 
-        return self._run(("sum", name, scale), build, vector)
+        Other ranks may submit their part by ``allreduce_sum``, which is on the CPU: Horovod refuses ranks on different
+        devices.
+        """
+        if isinstance(process_set, SingleRank):
+            return vector * tf.constant(scale, vector.dtype)
+        # (a scope of its own, since TensorFlow would give a second op of this name another one)
+        with tf.device("CPU:0"), tf.name_scope("hvd_async"):
+            return _sum(vector, name, hvd.global_process_set if process_set is None else process_set, scale)
 
     def allreduce_extreme(self, vector: tf.Tensor, name: str, largest: bool) -> _Handle:
         op = hvd.Max if largest else hvd.Min

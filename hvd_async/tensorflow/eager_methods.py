@@ -11,8 +11,9 @@ import tensorflow as tf
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import methods
 from hvd_async.optimizers.eager import EagerDriver
+from hvd_async.tensorflow.apply_round import Update
 from hvd_async.tensorflow.checkpoint import StateMethods
-from hvd_async.tensorflow.gradient_format import accumulated
+from hvd_async.tensorflow.gradient_format import Layout, accumulated
 from hvd_async.tensorflow.gradient_replica import GradientReplica
 from hvd_async.tensorflow.ops import as_op
 from hvd_async.tensorflow.variables import signature
@@ -108,6 +109,10 @@ class EagerMethods(StateMethods, methods.EagerMethods):
 # runs the stateful ops of a function in the order of their creation, so no hand-over comes after the op that waits. The
 # same code runs eagerly.
 #
+# Under ``quorum="all"`` Horovod's ops in the graph sum the buckets, each as soon as backward has filled it. Then
+# a step calls Python three times: to begin, which tells the coordinator, to wait for the round's hyperparameters, and
+# to end. A failure of Horovod in these ops is raised as TensorFlow's error, and the next call names the lost rank.
+#
 # A call of a py_function takes 30 us, and 50 us more if it returns NumPy numbers, so they return tensors or nothing.
 # None has an int32 argument or result, which would exclude it from GPUs: TensorFlow's kernel for accelerators supports
 # neither.
@@ -125,6 +130,8 @@ def take_step(optimizer: Any, grads: list[Any], trainable_variables: Any, scale:
     vectors = {b: layout.flatten(b, gradients) for b in range(len(layout)) if layout.has_any(b, gradients)}
     update = replica.update
     assert update is not None
+    if replica.sums_in_graph():
+        return _sum_in_graph(replica, layout, vectors, frozen, update, scale is not None)
     buckets, scaled = list(vectors), scale is not None
     waits = 0 if scaled or replica.nonfinite == "raise" else len(buckets) - 1  # (all are checked before any leaves)
     give = functools.partial(replica.give, scaled)
@@ -148,6 +155,54 @@ def take_step(optimizer: Any, grads: list[Any], trainable_variables: Any, scale:
 
     tf.while_loop(lambda more, *_: more, one_round, [tf.ensure_shape(more, []), *parts], parallel_iterations=1)
     return tf.ensure_shape(finite, [])
+
+
+def _sum_in_graph(
+    replica: GradientReplica,
+    layout: Layout,
+    vectors: dict[int, tf.Tensor],
+    frozen: list[int],
+    update: Update,
+    scaled: bool,
+) -> tf.Tensor:
+    """Add ops that take a step whose buckets they sum; return whether all gradients were finite (bool).
+
+    Args:
+        replica, layout, frozen, update: of the optimizer.
+        vectors: by bucket; a missing one counts as zero.
+        scaled: whether the loss was scaled: then all buckets are handed over or none.
+    """
+    every = [vectors.get(bucket, layout.nothing(bucket)) for bucket in range(len(layout))]
+    finite = [tf.reduce_all(tf.math.is_finite(vector)) for vector in every]
+    all_finite = tf.reduce_all(tf.stack(finite))
+    given = [all_finite] * len(layout) if scaled else finite
+    rate = [] if update.scheduled else [replica.own_rate()]
+    # No step is promised before backward has come this far, so that input that ends or fails begins none.
+    with tf.control_dependencies([all_finite] if scaled else [next(iter(vectors.values()))]):
+        number = replica.optimizer._async.worker.number
+        begun = as_op(functools.partial(replica.promise, number, frozen, update), rate, tf.bool)
+    # (``begun`` differs by bucket and is no constant: TensorFlow would call Horovod to fold the sum of a bucket without
+    # gradients, or merge such sums)
+    goes = tf.unstack(tf.ensure_shape(begun, [len(layout)]))
+    parts = zip(goes, given, every, strict=True)
+    sums = replica.sums([tf.where(go & has, vector, tf.zeros([], vector.dtype)) for go, has, vector in parts])
+    tails = tf.stack([tf.cast(one[-layout.tail :], tf.float64) for one in sums])
+    types = [tf.bool, *(one.dtype for one in rate)]
+    flags, *rate = as_op(functools.partial(replica.fulfil, update), [tf.stack(given), tails], types)
+    applies, moves_all = tf.unstack(tf.ensure_shape(flags, [2]))
+
+    def one_round() -> tf.Tensor:
+        moved = tf.cond(
+            moves_all,
+            lambda: sums,
+            lambda: as_op(functools.partial(replica.without_unmoved, update), sums, layout.dtypes),
+        )
+        done = as_op(replica.end, [update(*rate, *moved)], [])
+        with tf.control_dependencies([done]):
+            return tf.constant(True)
+
+    tf.cond(applies, one_round, lambda: tf.constant(False))
+    return all_finite
 
 
 def note_samples(driver: EagerDriver, samples: Any) -> None:

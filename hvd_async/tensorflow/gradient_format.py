@@ -121,6 +121,11 @@ class Layout:
         return [sum(bucket.sizes) + len(self._tail) for bucket in self.buckets]
 
     @property
+    def tail(self) -> int:
+        """Number of elements at a vector's end that count."""
+        return len(self._tail)
+
+    @property
     def weighted(self) -> bool:
         """Whether rounds are weighted by samples."""
         return self._tail.weighted

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from hvd_async.algorithms.eager.config import confirms
 from hvd_async.algorithms.eager.gradient_format import GradientFormat, ReducedRound
-from hvd_async.algorithms.eager.rank import EagerWorker
+from hvd_async.algorithms.eager.rank import NAME, EagerWorker
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import eager
 from hvd_async.optimizers.agreement import Buffers
@@ -20,7 +21,7 @@ from hvd_async.runtime.machine import STATE
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.runtime.protocol import Hyper
 from hvd_async.tensorflow.apply_round import Extrapolation, RoundTransform, Update, settings
-from hvd_async.tensorflow.gradient_format import Codec, Layout, accumulated, partition
+from hvd_async.tensorflow.gradient_format import Codec, Compression, Layout, accumulated, partition
 from hvd_async.tensorflow.variables import (
     buffers_of,
     build,
@@ -200,6 +201,7 @@ class GradientReplica(eager.GradientReplica):
         devices: for dense and for sparse gradients.
         recorded: samples of the next gradient; None if they were not recorded.
         waiting: rounds that this step's loop has not reached.
+        reached: the round that a step whose sums are in the graph has reached.
         put_back: ends the application of the round that the loop has reached: see ``Update.keep``.
     """
 
@@ -221,6 +223,7 @@ class GradientReplica(eager.GradientReplica):
         """The feed before a membership change, until there is a new one: it may hold passes of an open step."""
         self.update: Update | None = None
         self.waiting: deque[ReducedRound] = deque()
+        self.reached: ReducedRound | None = None
         self.put_back: Callable[[], None] = lambda: None
         self.extrapolation: Extrapolation | None = None
 
@@ -327,10 +330,7 @@ class GradientReplica(eager.GradientReplica):
 
     def hyperparameters(self) -> Hyper:
         assert self.update is not None
-        group: dict[str, Any] = {"frozen": [], "settings": self.update.digest}
-        if not self.update.scheduled:
-            group["learning_rate"] = float(self.own_rate())
-        return [group]
+        return [self.update.group([], [] if self.update.scheduled else [self.own_rate()])]
 
     def own_rate(self) -> tf.Tensor:
         """Return this rank's learning rate now."""
@@ -373,7 +373,106 @@ class GradientReplica(eager.GradientReplica):
             )
         return self.recorded
 
-    # -- the Python side of a step ------------------------------------------------------------------------------
+    # -- the Python side of a step whose buckets the graph sums -------------------------------------------------
+
+    def sums_in_graph(self) -> bool:
+        """Return whether ops of a training graph sum the gradients, and register the optimizer if so, since its number
+        is part of their names; if not, and outside a graph, the engine sums them.
+
+        They do if each step has one round, which carries one gradient of each rank at most: under ``quorum="all"``.
+        """
+        given, driver = self._given, self.optimizer._async
+        usual = (
+            given.quorum == "all"
+            and not (given.hierarchical or self.weighted)
+            and self.passes == 1
+            and self.nonfinite == "skip"
+            and given.compression in (Compression.none, Compression.fp16, Compression.bf16)
+            and all(one.vector is None for one in driver.restored or ())
+            and not confirms()
+        )
+        if not usual or tf.executing_eagerly() or driver.lifecycle.elastic:
+            return False
+        with tf.init_scope():
+            engine = driver.engine or driver.lifecycle.engine()
+            if engine.elastic or not hasattr(engine.collectives, "sum_in_graph"):
+                return False
+            driver.register()
+        return True
+
+    def sums(self, vectors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Return the buckets' sums over the ranks, by ops of the graph that is being built."""
+        codec, worker = self.codec, self.optimizer._async.worker
+        assert codec is not None
+        collectives, wire = worker.engine.collectives, worker.wire
+        return [
+            codec.decode(
+                collectives.sum_in_graph(
+                    codec.encode(vector), NAME.format(worker.number, bucket, 0), wire.process_set, wire.scale
+                ),
+                vector.dtype,
+            )
+            for bucket, vector in enumerate(vectors)
+        ]
+
+    def promise(self, number: int, frozen: list[int], update: Update, *rate: tf.Tensor) -> tf.Tensor:
+        """Begin a step whose buckets the graph is about to sum.
+
+        Args:
+            number: number of the optimizer when the graph was made.
+            frozen, update: as in ``step``.
+            rate: this rank's learning rate, unless it follows a schedule.
+
+        Returns:
+            True for each bucket (bool, shape (buckets,)).
+
+        Raises:
+            ReplicaStateError: the optimizer has another number by now.
+        """
+        self.check_attached()
+        self.optimizer._async.check_outside_consensus("apply()")
+        worker = self.optimizer._async.worker_now()
+        if worker.number != number:
+            raise ReplicaStateError(
+                f"the ranks have registered this optimizer again, as number {worker.number}, since the graph of this "
+                f"step was made for number {number}: make a new tf.function, or call model.compile() before fit()"
+            )
+        worker.promise([update.group(frozen, rate)])
+        return constant((True,) * len(self.dtypes), tf.bool)
+
+    def fulfil(self, update: Update, given: tf.Tensor, tails: tf.Tensor) -> list[tf.Tensor]:
+        """Wait until the round of the promised step has started, and begin to apply it.
+
+        Args:
+            update: applies rounds.
+            given: for each bucket, whether this rank had a gradient (bool, shape (buckets,)).
+            tails: the last elements of each sum, shape (buckets, tail).
+
+        Returns:
+            Whether there is something to apply, and whether to all variables (bool, shape (2,)); then the round's
+            learning rate, unless it follows a schedule.
+        """
+        worker = self.optimizer._async.worker
+        round_ = worker.fulfil(tails.numpy().tolist(), given.numpy().tolist())
+        self.reached, self.put_back = round_, lambda: None
+        if not round_.gradients:
+            self.end()
+            return [constant((False, True), tf.bool), *update.nothing[: -len(self.dtypes)]]
+        self.put_back = update.keep(round_)
+        return [constant((True, not update.unmoved(round_)), tf.bool), *update.rate(round_)]
+
+    def without_unmoved(self, update: Update, *sums: tf.Tensor) -> list[tf.Tensor]:
+        """Return the sums of the round that the step has reached, with zeros for variables that it must not move."""
+        assert self.layout is not None
+        assert self.reached is not None
+        return self.layout.without(update.unmoved(self.reached), sums)
+
+    def end(self, _: Any = None) -> None:
+        """End the application of the round that the step has reached."""
+        self.put_back()
+        self.optimizer._async.worker.end()
+
+    # -- the Python side of any other step ----------------------------------------------------------------------
 
     def give(self, scaled: bool, bucket: int, vector: tf.Tensor) -> None:
         """Hand a bucket's gradients over."""
@@ -400,9 +499,7 @@ class GradientReplica(eager.GradientReplica):
         self.check_attached()
         self.optimizer._async.check_outside_consensus("apply()")
         assert self.feed is not None
-        group: dict[str, Any] = {"frozen": frozen, "settings": update.digest}
-        if not update.scheduled:
-            group["learning_rate"] = float(inputs[-1])
+        group = update.group(frozen, [] if update.scheduled else [inputs[-1]])
         samples = self._samples()
         try:
             for bucket, vector in zip(buckets, inputs, strict=False):
@@ -419,8 +516,7 @@ class GradientReplica(eager.GradientReplica):
         Returns:
             Whether there is one (bool, shape ()), and it, as ``update`` takes it; empty vectors if there is none.
         """
-        self.put_back()
-        self.optimizer._async.worker.end()
+        self.end()
         return self._next(update)
 
     def _next(self, update: Update) -> list[tf.Tensor]:

@@ -15,7 +15,7 @@ import pytest
 
 from hvd_async.algorithms.eager.config import EagerConfig
 from hvd_async.algorithms.eager.gradient_format import PendingGradient, ReducedRound
-from hvd_async.algorithms.eager.rank import EagerWorker
+from hvd_async.algorithms.eager.rank import NAME, EagerWorker
 from hvd_async.runtime.lifecycle import use_engine
 from hvd_async.runtime.protocol import Hyper
 from hvd_async.runtime.worker import Uninterrupted
@@ -150,7 +150,9 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> dict[int, Tape]:
         tape = made.setdefault(self.engine.rank, Tape())
         (group,) = round_.hyper[:1]
         lr = group.get("lr", group.get("learning_rate", float("nan")))  # (a schedule is not in it)
-        sums = [np.asarray(s).astype(np.float64)[:-1] / self.wire.scale for s in round_.sums]
+        names = [NAME.format(self.number, bucket, 0) for bucket in range(self.config.buckets)]
+        in_round = round_.sums or [self.engine.collectives.sums[name] for name in names]
+        sums = [np.asarray(s).astype(np.float64)[:-1] / self.wire.scale for s in in_round]
         flat = np.concatenate([*sums, [round_.gradients]])
         tape.applied.append(Applied(flat, lr))
         tape.rounds.append(round_)

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.tensorflow.variables import own_name
+from hvd_async.testing import MemoryCollectives
 from tests.conformance.cases import Case
 from tests.conformance.reference import Array
 
@@ -22,6 +23,25 @@ tf.config.threading.set_inter_op_parallelism_threads(16)
 tf.config.threading.set_intra_op_parallelism_threads(1)
 # A process whose first operators run in several threads at once crashes now and then: TensorFlow sets them up so.
 tf.reshape(tf.Variable([1.0]) * tf.constant(2.0), [-1])
+
+
+def sum_in_graph(plane: MemoryCollectives, vector: tf.Tensor, name: str, process_set: Any, scale: float) -> tf.Tensor:
+    """Return the sum of a vector over the ranks, as ``HorovodCollectives.sum_in_graph`` does; ``plane.sums`` keeps the
+    last one of each name, for tapes."""
+    sums = vars(plane).setdefault("sums", {})
+
+    def add(own: tf.Tensor) -> Any:
+        handle = plane.allreduce_sum(own, name, process_set, True, scale)
+        while not handle.completes_within(0.1):
+            if not plane.started:
+                raise plane.failure(f"{name}: the data plane has been shut down")
+        sums[name] = handle.result()
+        return sums[name]
+
+    return tf.ensure_shape(tf.py_function(add, [vector], vector.dtype), vector.shape)
+
+
+MemoryCollectives.sum_in_graph = sum_in_graph  # type: ignore[attr-defined]  # (the class itself knows no framework)
 
 
 def conv_model(seed: int = 0) -> keras.Model:

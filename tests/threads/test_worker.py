@@ -10,11 +10,11 @@ import pytest
 
 from hvd_async.algorithms.eager.config import EagerConfig
 from hvd_async.algorithms.eager.gradient_format import GradientFormat, PendingGradient, ReducedRound, Tail, count_slots
-from hvd_async.algorithms.eager.rank import EagerWorker
+from hvd_async.algorithms.eager.rank import NAME, EagerWorker
 from hvd_async.errors import GradientLossError, ReplicaStateError
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.lifecycle import local_engine
-from hvd_async.testing import Cluster, MemoryCollectives
+from hvd_async.testing import Cluster, InjectedError, MemoryCollectives
 from tests.threads.workload import Plan
 
 HYPER: list[dict[str, Any]] = [{"lr": 1.0}]
@@ -63,6 +63,90 @@ def test_a_bucket_is_handed_over_once_and_all_are():
         one.drain()
 
     Cluster(2).run(train)
+
+
+# -- sums outside the engine ----------------------------------------------------------------------------------
+
+
+def take_promised(one: EagerWorker, rows: list[Any]) -> list[Any]:
+    """Take a step whose buckets this function sums, as a training graph does, None for an empty one; return the sums,
+    or none if no rank had a gradient."""
+    one.promise(HYPER)
+    sums = []
+    for bucket, row in enumerate(rows):
+        sent = np.zeros(2, np.float32) if row is None else row
+        handle = engine().collectives.allreduce_sum(sent, NAME.format(one.number, bucket, 0))
+        assert handle.completes_within(60)  # type: ignore[attr-defined]
+        sums.append(handle.result())
+    round_ = one.fulfil([each[-1:].tolist() for each in sums], [row is not None for row in rows])
+    assert round_.hyper == HYPER
+    one.end()
+    return sums if round_.gradients else []
+
+
+def test_a_rank_may_sum_a_step_itself_while_others_have_their_engines_do_it():
+    """Rank 0 sums its steps itself, rank 1 every other one, rank 2 none; bucket 1 of step 3 is empty everywhere."""
+    steps = (6, 4, 2)
+
+    def train(rank: int) -> tuple[list[list[float]], list[int], Any]:
+        one, applied = worker(EagerConfig("all", 4, 0.0, 0, 2)), list[list[float]]()
+        one.connect(["w"], [1])
+
+        def apply(round_: ReducedRound) -> None:
+            applied.append([float(each[0]) for each in round_.sums])
+
+        one.apply = apply
+        for step in range(1, steps[rank] + 1):
+            rows = [vector(10.0**rank), None if step == 3 else vector(10.0**rank)]
+            if (step + rank) % 2 < 2 - rank:
+                applied.append([float(each[0]) for each in take_promised(one, rows)])
+            else:
+                one.step(dict(enumerate(rows)), HYPER)
+            if step == 2:
+                one.drain()
+        one.drain()
+        return applied, one.applied, one.stats()
+
+    expected = [[111.0, 111.0]] * 2 + [[11.0, 0.0], [11.0, 11.0]] + [[1.0, 1.0]] * 2
+    for rank, (applied, counts, stats) in enumerate(Cluster(3, jitter=0.001).run(train)):
+        assert applied == expected
+        assert counts == [12, 10]
+        assert (stats.gradients_produced, stats.rounds_applied) == (steps[rank], 6)
+        assert (stats.gradients_skipped, stats.staleness) == (rank < 2, {0: steps[rank]})
+        assert stats.contributors == {3: 2, 2: 2, 1: 2}
+        assert stats.held_bytes == 0
+
+
+def test_a_promised_step_that_does_not_end_fails_the_job():
+    def train(rank: int) -> None:
+        one = worker(EagerConfig("all", 0, 0.0, 0, 1))
+        one.connect(["w"], [1])
+        take_promised(one, [vector(1)])
+        one.promise(HYPER)
+        if rank == 0:
+            with pytest.raises(InjectedError, match="graph did not end"):
+                one.drain()
+        raise InjectedError("as after a failed graph")
+
+    outcomes = Cluster(2).outcomes(train)
+    assert all("as after a failed graph" in str(one) for one in outcomes)
+
+
+def test_a_step_is_not_promised_while_other_gradients_are_on_their_way():
+    def train(rank: int) -> None:
+        one = worker(EagerConfig("all", 4, 0.0, 0, 2))
+        one.restore([PendingGradient(None, []), PendingGradient(vector(1), [0])])
+        one.connect(["w"], [1])
+        with pytest.raises(ReplicaStateError, match="HVD_ASYNC_CONFIRM=1"):
+            one.promise(HYPER)
+        one.step({0: vector(1), 1: vector(1)}, HYPER)
+        one.hand_over(0, vector(1))
+        with pytest.raises(ReplicaStateError, match="HVD_ASYNC_CONFIRM=1"):
+            one.promise(HYPER)
+        one.step({1: vector(1)}, HYPER)
+        one.drain()
+
+    Cluster(1).run(train)
 
 
 class Overwriting(MemoryCollectives):

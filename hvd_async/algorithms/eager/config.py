@@ -172,14 +172,17 @@ EVENTS = (StepEntered, GradientReady, VersionTaken, RoundsReceived)
 COMMANDS = (StartRound, ExplainRound, EndStep, SetHyperparameters, ReportReceived)
 
 
+def confirms() -> bool:
+    """Return whether HVD_ASYNC_CONFIRM asks for rounds that are applied only once the engine has seen them complete."""
+    return os.environ.get("HVD_ASYNC_CONFIRM", "0") not in ("", "0")
+
+
 # -- a user's options --------------------------------------------------------------------------------------------------
 
 
 PACES = ("steps", "rounds")
 NONFINITE = ("skip", "raise")
 WEIGHTINGS = ("ranks", "samples")
-CONFIRM = "HVD_ASYNC_CONFIRM"
-"""Environment variable by which rounds are applied only once they are complete."""
 MOST_AHEAD = 100
 """Largest number of rounds to extrapolate by."""
 
@@ -333,8 +336,7 @@ class EagerOptions:
             "grace": self.grace if isinstance(self.grace, str) else float(self.grace),
             "weight_prediction": ahead,
         }
-        confirm = os.environ.get(CONFIRM, "0") not in ("", "0")
-        return EagerConfig(**shared, buckets=buckets, local_size=local_size, confirm=confirm)
+        return EagerConfig(**shared, buckets=buckets, local_size=local_size, confirm=confirms())
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {

@@ -38,7 +38,7 @@ from hvd_async.errors import GradientLossError, ReplicaStateError
 from hvd_async.runtime.carrier import Carrier, Collective
 from hvd_async.runtime.interfaces import Handle, Program, RankRuntime, Take, Vector, Wait
 from hvd_async.runtime.log import warn
-from hvd_async.runtime.protocol import Drained, Hyper, OptimizerCommand
+from hvd_async.runtime.protocol import Drained, Failed, Hyper, OptimizerCommand
 from hvd_async.runtime.worker import Uninterrupted, Worker
 from hvd_async.stats import Stats
 
@@ -54,6 +54,8 @@ UNSETTLED = 2
 """Maximum number of incomplete rounds that are applied, before another one is."""
 NAMES_IN_RING = 4
 """Maximum number of a bucket's collectives in flight. Their names are reused, as Horovod's cache requires."""
+NAME = "hvd_async.eager.{}.{}.{}"
+"""Name of a collective, given the number of the optimizer, the bucket, and a place in the ring of names."""
 
 
 class HandedOver(NamedTuple):
@@ -98,10 +100,14 @@ class _Flight:
     """By bucket, the number of gradients of this rank's host that belong to the round; None if the bucket has not
     started, or the rank steps separately."""
     hyper: Hyper | None = None
+    ready: int = 0
+    """Number of buckets whose sums may be taken."""
     incomplete: int = 0
     """Number of buckets that are not complete yet."""
     is_early: bool = False
     """Whether a sum is used before it is complete."""
+    in_graph: int = 0
+    """Number of buckets that have started and that this rank's training graph submits."""
 
 
 class RoundsInFlight:
@@ -117,6 +123,7 @@ class RoundsInFlight:
         host: number of the host that this rank steps with; None if it steps separately.
         settle: called with each round that was delivered before it was complete, and its counts by bucket, once it is.
         confirms: whether rounds are delivered only once they are complete, on any data plane.
+        names: maximum number of a bucket's collectives in flight.
     """
 
     def __init__(
@@ -128,9 +135,10 @@ class RoundsInFlight:
         host: int | None = None,
         settle: Callable[[int, tuple[int, ...]], None] = lambda index, counts: None,
         confirms: bool = False,
+        names: int = NAMES_IN_RING,
     ) -> None:
         self._engine, self._wire, self._deliver, self._host = engine, wire, deliver, host
-        self._settle, self._confirms = settle, confirms
+        self._settle, self._confirms, self._names = settle, confirms, names
         self._carrier = Carrier(engine)
         self.timeline = recorder(engine.rank)
         self._buckets = len(wire.nbytes)
@@ -142,6 +150,8 @@ class RoundsInFlight:
         """By name, the divisor of gradients in the next round of that name. All ranks derive it from the previous round
         of that name, which completes on each of them before the next is submitted."""
         self._flights: dict[int, _Flight] = {}
+        self._promised = 0
+        """The last step whose buckets this rank's training graph submits."""
         self._last_hyper: Hyper | None = None
         """Hyperparameters that the coordinator sent last."""
         self._triggers: dict[tuple[int, int], RoundTrigger] = {}
@@ -213,6 +223,11 @@ class RoundsInFlight:
             self._engine.send(StepEntered(number, step, hyper, buckets, complete, empty))
         else:
             self._engine.send(GradientReady(number, buckets, step, complete, empty))
+
+    def promise(self, number: int, step: int, hyper: Hyper | None) -> None:
+        """Report a step, with all its buckets, which this rank's training graph submits; arguments as in ``report``."""
+        self._promised = step
+        self._engine.send(StepEntered(number, step, hyper, list(range(self._buckets)), min(self.landed)))
 
     def arrive(self, bucket: int, vector: Vector | None, version: int) -> None:
         """Take in a gradient computed at ``version``; None if it is empty."""
@@ -317,11 +332,22 @@ class RoundsInFlight:
         flight, whole = self._flight(go.round), None
         if self._host is not None and go.whole is not None:
             whole = go.whole.of(self._host)
+        if go.round == self._promised:
+            flight.in_graph += len(go.buckets)
+            if 0 in go.buckets:
+                self._contributors[go.arrived[go.buckets.index(0)]] += 1
+            self._wake_if_started(go.round)
+            return
         for bucket, arrived in zip(go.buckets, go.arrived, strict=True):
             flight.whole[bucket] = whole
-            name = f"hvd_async.eager.{go.optimizer}.{bucket}.{go.round % NAMES_IN_RING}"
+            name = NAME.format(go.optimizer, bucket, go.round % self._names)
             prepare = partial(self._prepare, go, bucket, arrived, name)
             self._carrier.carry(bucket, go.round, name, prepare)
+
+    def _wake_if_started(self, round_: int) -> None:
+        if self.has_started(round_):
+            with self._engine.changed:
+                self._engine.changed.notify_all()
 
     def _prepare(self, go: StartRound, bucket: int, arrived: int, name: str) -> Collective:
         """Take the pending gradients of a bucket for a round, and return its collective."""
@@ -351,6 +377,7 @@ class RoundsInFlight:
             nonlocal is_used
             is_used = flight.is_early = True
             flight.weights[bucket] = 1.0
+            flight.ready += 1
             flight.sums[bucket] = lambda: wire.decode(take(), bucket)
             self._pass_on()
 
@@ -364,6 +391,7 @@ class RoundsInFlight:
             flight.counts[bucket], weight, self._units[name] = wire.tally(sums, unit)
             if not is_used:
                 flight.sums[bucket], flight.weights[bucket] = sums, weight
+                flight.ready += 1
             flight.incomplete -= 1
             if not flight.incomplete:
                 self._note_complete(round_, flight)
@@ -383,6 +411,42 @@ class RoundsInFlight:
     def set_hyper(self, round_: int, hyper: Hyper | None) -> None:
         """Set the hyperparameters of a round; None: the ones sent last."""
         self._set_hyper(round_, hyper)
+        self._pass_on()
+        if round_ == self._promised:
+            self._wake_if_started(round_)
+
+    # -- rounds whose buckets the training graph submits -----------------------------------------------------------
+    # The training thread calls these methods. From the start of such a round until its rank reports the next step, no
+    # command changes the optimizer's rounds, since none starts without this rank.
+
+    def has_started(self, round_: int) -> bool:
+        """Return whether all buckets of a round have started, and its hyperparameters are known."""
+        flight = self._flights.get(round_)
+        return flight is not None and flight.in_graph == self._buckets and flight.hyper is not None
+
+    def complete(self, number: int, round_: int, tails: Sequence[Sequence[float]], given: Sequence[bool]) -> None:
+        """Deliver a round that has started, without its sums, which the training graph has.
+
+        Args:
+            number: number of the optimizer.
+            round_: number of the round.
+            tails: the last elements of each bucket's sum.
+            given: for each bucket, whether this rank had a gradient.
+        """
+        flight, wire = self._flights[round_], self._wire
+        for bucket, tail in enumerate(tails):
+            self.landed[bucket] = round_
+            trigger = self._triggers.pop((bucket, round_), None)
+            if self.timeline is not None and trigger is not None:
+                now, late_by = self._engine.clock(), [0] * given[bucket]
+                self.timeline.round(number, bucket, round_, trigger, flight.started, now, late_by)
+            flight.counts[bucket] = wire.tail.read(tail, wire.scale).gradients
+            flight.weights[bucket] = float(flight.counts[bucket] > 0)
+        if given[0]:
+            self._staleness[0] += 1
+        self._sent += sum(wire.sent or wire.nbytes)
+        flight.ready, flight.incomplete = self._buckets, 0
+        self._note_complete(round_, flight)
         self._pass_on()
 
     def _set_hyper(self, round_: int, hyper: Hyper | None) -> None:
@@ -409,9 +473,9 @@ class RoundsInFlight:
         """Deliver, in order, the rounds that have all buckets and their hyperparameters."""
         ready: list[ReducedRound] = []
         while (flight := self._flights.get(self._next_ready)) is not None:
-            sums = tuple(s for s in flight.sums if s is not None)
-            if len(sums) < self._buckets or flight.hyper is None:
+            if flight.ready < self._buckets or flight.hyper is None:
                 break
+            sums = tuple(s for s in flight.sums if s is not None)
             del self._flights[self._next_ready]
             counts, weights = tuple(flight.counts), tuple(flight.weights)
             if flight.is_early:  # (also if it is complete here by now: all ranks must treat it alike)
@@ -566,7 +630,10 @@ class EagerWorker(Worker):
         # Elastic ranks continue from their weights after a loss; with samples, a sum says how to apply it.
         confirms = config.confirm or engine.elastic or config.local_size > 1
         confirms = confirms or wire.tail.weighted or not wire.tail_alone
-        self._in_flight = RoundsInFlight(engine, wire, self._deliver, ranks, self._host, self._settle, confirms)
+        # (all ranks wait for each round, so that a name is free when the next one starts; and a training graph, whose
+        # names do not change, can submit some ranks' part)
+        names = 1 if config.quorum == "all" and hasattr(engine.collectives, "sum_in_graph") else NAMES_IN_RING
+        self._in_flight = RoundsInFlight(engine, wire, self._deliver, ranks, self._host, self._settle, confirms, names)
         self._records_timeline = self._in_flight.timeline is not None
         # Set by the engine thread, under ``engine.changed``:
         self._rounds: deque[ReducedRound] = deque()
@@ -579,7 +646,7 @@ class EagerWorker(Worker):
         """Number of steps since the last drain or cut that all ranks of this host are known to have handed over (0 if
         ranks do not step host by host), and the version at which the last of these steps ends."""
         # State of the training thread:
-        self.whole = Uninterrupted()
+        self.whole = Uninterrupted(self._raise_failure)
         self._steps = self._base = 0  # steps in total; round number minus step number, re-based by drains and cuts
         self._settled_at = 0  # steps at the last drain or cut
         self._ended = 0  # steps that all ranks of the host have handed over, as far as this rank has waited for them
@@ -593,6 +660,8 @@ class EagerWorker(Worker):
         self._half_applied = False
         self._unsettled = deque[ReducedRound]()
         """Rounds, without sums, that were applied and whose counts are not in ``applied`` yet, in order."""
+        self._in_graph = False
+        """Whether the training graph has collectives of a step that has not ended."""
         self.version = 0
         self.produced, self.applied = [0] * config.buckets, [0] * config.buckets
         self._before = list(self.produced), list(self.applied)
@@ -742,6 +811,66 @@ class EagerWorker(Worker):
         self._brought = frozenset()
         unsent, self._hyper_sent = None if hyper == self._hyper_sent else hyper, hyper
         self.engine.notify(partial(self._in_flight.report, number, step, True, unsent))
+
+    # -- steps whose buckets the training graph submits (training thread) -----------------------------------------
+    # The graph submits the same collectives, by the same names, as the engines of the ranks that have finished. So the
+    # coordinator's command is needed for these, and for hyperparameters, and not to submit.
+
+    def promise(self, hyper: Hyper) -> None:
+        """Begin a step, all of whose buckets the training graph is about to submit by ``NAME``; ``fulfil`` follows.
+
+        Args:
+            hyper: as in ``finish_step``.
+
+        Raises:
+            ReplicaStateError: an earlier step has not ended, or gradients of other steps are pending.
+        """
+        number = self._check_able()
+        if self._handed or self._broken_off or (self._restored and not self._steps):
+            raise ReplicaStateError(
+                f"{self.label}: gradients outside the graph of this step are on their way: of an interrupted step, or "
+                f"of a loaded state. Restart with HVD_ASYNC_CONFIRM=1"
+            )
+        self.whole("a step that its graph had begun did not end")
+        self._in_graph = True
+        self._in_flight.forget_cut()
+        self._steps += 1
+        self._in_flight.count_bytes(sum(self.wire.nbytes))
+        unsent, self._hyper_sent = None if hyper == self._hyper_sent else hyper, hyper
+        self.engine.notify(partial(self._in_flight.promise, number, self._steps + self._base, unsent))
+
+    def fulfil(self, tails: Sequence[Sequence[float]], given: Sequence[bool]) -> ReducedRound:
+        """Wait until the round of the promised step has started, and return it; it lies between ``begin`` and ``end``.
+
+        Args:
+            tails, given: as in ``RoundsInFlight.complete``.
+        """
+        return self.run(self.fulfil_program(tails, given))
+
+    def fulfil_program(self, tails: Sequence[Sequence[float]], given: Sequence[bool]) -> Program[ReducedRound]:
+        """Return the program of ``fulfil``."""
+        round_ = self._steps + self._base
+        yield Wait(partial(self._in_flight.has_started, round_))
+        self.produced = [produced + had for produced, had in zip(self.produced, given, strict=True)]
+        self._skipped += not all(given)
+        self._in_flight.complete(self._registered_number(), round_, tails, given)
+        self._ended = self._steps
+        self._in_graph = False
+        self.whole.end()
+        (reduced,) = self._waiting(1)
+        self.begin(reduced)
+        return reduced
+
+    def _raise_failure(self) -> None:
+        """Raise the failure of the engine, if that may be why a section did not finish. A collective of the training
+        graph has failed before the engine knows of a lost rank, so ask the coordinator, which answers in any case."""
+        if self._in_graph:
+            self._in_graph = False
+            failed = Failed("a step's graph did not end", horovod=True)
+            self.engine.notify(lambda: self.engine.send(failed))
+            self.engine.wait(lambda: self.engine.failure is not None)
+        if self.engine.failure is not None and not self.engine.elastic:
+            self.engine.check()
 
     def _has_ended(self, most: int | None) -> bool:
         """Return whether the rounds of the last step may be applied, and all ranks of the host have handed it over.
