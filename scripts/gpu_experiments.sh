@@ -84,7 +84,7 @@ accepts() {
 
 modes=all,solo,sgp,adpsgd,lsgd
 say "${gpu:-no GPU}; results go to $out"
-wanted 1 && run prices 40 "$python" -m benchmarks.prices --json "$out/prices.json"
+wanted 1 && run prices 40 "$python" -m benchmarks.jobs.prices --json "$out/prices.json"
 wanted 2 && bench floor 55 2 --no-profile --image-size 32 --batch-size 2 --steps 40 --arms "plain,$modes"
 wanted 3 && bench goals 175 5 --no-profile --arms "plain,$modes"
 if wanted 1; then
@@ -127,4 +127,4 @@ if wanted 7; then
   fi
 fi
 wanted 8 && bench scaler 50 3 --no-profile --dtype fp16 --arms plain,all
-"$python" -m benchmarks.experiments "$out" | tee "$out/table.txt"
+"$python" -m benchmarks.cases.experiments "$out" | tee "$out/table.txt"

@@ -74,8 +74,9 @@ class Carrier:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all commanded collectives are complete. Any thread may ask while ``RankRuntime.changed`` is held."""
-        return not self._in_flight and not any(list(self._waiting.values()))
+        """Whether all commanded collectives are complete (any thread)."""
+        with self._engine.changed:
+            return not self._in_flight and not any(self._waiting.values())
 
     @property
     def mean_seconds(self) -> float:
@@ -87,10 +88,10 @@ class Carrier:
         return bool(self._waiting.get(lane))
 
     def has_completed(self, last: int) -> bool:
-        """Return whether all commanded collectives up to number ``last`` are complete. Any thread may call this while
-        ``RankRuntime.changed`` is held."""
-        waiting = (one.number for lane in list(self._waiting.values()) for one in list(lane))
-        return not any(number <= last for number in [*self._in_flight.values(), *waiting])
+        """Return whether all commanded collectives up to number ``last`` are complete (any thread)."""
+        with self._engine.changed:  # (the engine may be adding later ones)
+            waiting = [one.number for lane in self._waiting.values() for one in lane]
+            return not any(number <= last for number in [*self._in_flight.values(), *waiting])
 
     def carry(
         self,

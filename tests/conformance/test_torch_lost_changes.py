@@ -67,7 +67,7 @@ def test_later_a_change_that_moves_no_version_counter_is_found_on_request(check,
 
 
 def test_later_a_write_that_moves_a_version_counter_is_an_error_whether_it_changes_anything_or_not(monkeypatch):
-    """Since it is too late to tell, and a change must not be lost. With HVD_ASYNC_CHECK=1 it can be told."""
+    """A change must not be lost, and only HVD_ASYNC_CHECK=1 shows that this is none."""
     writes = {"same": lambda gradient: gradient.mul_(1.0), "other": lambda gradient: gradient.mul_(0.5)}
     for change in writes.values():
         (error,) = Cluster(1).run(lambda rank, change=change: changed_in(rank, FIRST_STEPS, change))

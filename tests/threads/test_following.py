@@ -88,27 +88,27 @@ def test_what_is_counted_of_easgd(size, each):
 def test_what_is_on_its_way_is_looked_at_and_changed_under_the_engines_lock_only():
     """The engine adds pulls while the training thread, at an end, looks which are on their way."""
 
-    class Guarded(set[int]):
+    class Guarded(dict[str, int]):
         def __init__(self, lock: Any) -> None:
             super().__init__()
             self.lock, self.looks = lock, 0
 
-        def __iter__(self) -> Any:
+        def values(self) -> Any:
             assert self.lock._is_owned()
             self.looks += 1
-            return super().__iter__()
+            return super().values()
 
-        def add(self, number: int) -> None:
+        def __setitem__(self, name: str, number: int) -> None:
             assert self.lock._is_owned()
-            super().add(number)
+            super().__setitem__(name, number)
 
-        def discard(self, number: int) -> None:
+        def __delitem__(self, name: str) -> None:
             assert self.lock._is_owned()
-            super().discard(number)
+            super().__delitem__(name)
 
     def train(rank: int) -> int:
         own = Follower(least_squares(2, MOMENTUM), dataclasses.replace(PAIRS, groups=((0, 1),)), rank)
-        guarded = own._worker.executor._flying = Guarded(own._worker.engine.changed)
+        guarded = own._worker.executor.carrier._in_flight = Guarded(own._worker.engine.changed)
         own.train(12).drain(flush=False)
         own.train(1).drain()
         return guarded.looks

@@ -105,7 +105,7 @@ class Engine:
 
 def rounds_submitted(engine: Any) -> list[Any]:
     wire = GradientFormat(zeros=lambda bucket: np.zeros(2), nbytes=(16,))
-    rounds = RoundsInFlight(engine, wire, lambda ready: None, range(2))
+    rounds = RoundsInFlight(engine, wire, lambda ready: None, range(2), names=1)
     for number in range(1, 6):
         rounds.go(StartRound(0, [0], number, 1, [1]))
     return engine.land_all(np.zeros(2))

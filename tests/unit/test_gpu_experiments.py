@@ -59,7 +59,7 @@ def experiments(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import importlib
 
-    return importlib.import_module("benchmarks.experiments")
+    return importlib.import_module("benchmarks.cases.experiments")
 
 
 def found(experiments: Any, folder: Path) -> dict[tuple[int, str], Any]:

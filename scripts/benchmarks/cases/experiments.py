@@ -1,4 +1,4 @@
-"""The table of ``scripts/gpu_experiments.sh``: ``python -m benchmarks.experiments OUT``.
+"""The table of ``scripts/gpu_experiments.sh``: ``python -m benchmarks.cases.experiments OUT``.
 
 Reads what the parts have left in a folder, and says of each goal whether it is met. A part without a result misses its
 goals; the table says how it ended.
@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .cases.overhead import OTHERS_WANTED, WANTED
-from .support.launch import SPAN, TRACED
+from ..support.launch import SPAN, TRACED
+from .overhead import OTHERS_WANTED, WANTED
 
 CLOSE = 0.02
 """How far the virtual GPU's ratio may be from the measured one."""
