@@ -326,6 +326,56 @@ class MemoryCollectives:
         return list(meeting.result)
 
 
+class _LateHandle(_MemoryHandle):
+    """A sum that may be taken before it is complete. It is seen to be complete only some looks later."""
+
+    def __init__(self, meeting: _Meeting, seed: str) -> None:
+        super().__init__(meeting)
+        self._looks = random.Random(seed).randrange(6)
+        self._lock = threading.Lock()
+        self._result: Any = None
+        self.take = self._take  # type: ignore[assignment]
+
+    def _take(self) -> Any:
+        if not self._meeting.complete.wait(60.0):
+            raise InjectedError("a sum that was taken is never complete")
+        return self.result()
+
+    def done(self) -> bool:
+        if super().done():
+            self._looks -= 1
+        return self._looks < 0
+
+    def result(self) -> Any:
+        with self._lock:  # (both threads have the same tensor, as on a GPU)
+            if self._result is None:
+                self._result = super().result()
+        return self._result
+
+    def seconds_to_poll(self) -> float | None:
+        return 0.001
+
+
+class LateCollectives(MemoryCollectives):
+    """Collectives as on NCCL: started in one order; torch gradients' sums are usable once they are submitted.
+
+    A vector that was submitted holds NaN, so that a sum that is read without being taken shows.
+    """
+
+    in_order = True
+
+    def allreduce_sum(
+        self, vector: Vector, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
+    ) -> Handle:
+        if type(vector).__module__ != "torch" or not name.startswith("hvd_async.eager") or scale != 1.0:
+            return super().allreduce_sum(vector, name, process_set, keep, scale)
+        sent = vector + 0
+        if not keep:
+            vector.fill_(float("nan"))
+        handle: Any = super().allreduce_sum(sent, name, process_set)
+        return _LateHandle(handle._meeting, f"{name} {self.rank}")
+
+
 class Cluster:
     """Cluster of ranks as threads.
 

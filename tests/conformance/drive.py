@@ -49,7 +49,13 @@ class ScriptedWorker:
 
     def __init__(self, script: Script, size: int, elements: int, lr: float, convert: Callable[[Any], Any]) -> None:
         self.engine = SimpleNamespace(
-            size=size, replaced=False, rank=0, changed=threading.Condition(), clock=time.monotonic
+            size=size,
+            rank=0,
+            replaced=False,
+            elastic=False,
+            collectives=None,
+            changed=threading.Condition(),
+            clock=time.monotonic,
         )
         self.agreed = self.settled = self.ready = True
         self.whole = Uninterrupted()
@@ -148,6 +154,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> dict[int, Tape]:
 
     def taped_begin(self: EagerWorker, round_: ReducedRound) -> None:
         tape = made.setdefault(self.engine.rank, Tape())
+        round_ = round_.taken()
         (group,) = round_.hyper[:1]
         lr = group.get("lr", group.get("learning_rate", float("nan")))  # (a schedule is not in it)
         names = [NAME.format(self.number, bucket, 0) for bucket in range(self.config.buckets)]

@@ -767,7 +767,7 @@ class EagerWorker(Worker):
             Rounds in order, to be applied one after the other, each in ``applying``; none if this step's round is
             already applied.
         """
-        return self.run(self.finish_step_program(vectors, hyper, most))
+        return [round_.taken() for round_ in self.run(self.finish_step_program(vectors, hyper, most))]
 
     def finish_step_program(
         self, vectors: Mapping[int, Vector | None], hyper: Hyper, most: int | None = None
