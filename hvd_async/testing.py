@@ -21,7 +21,7 @@ from hvd_async.algorithms.leader.selection import ALL_RANKS
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.runtime.coordinator import Coordinator
 from hvd_async.runtime.engine import Engine
-from hvd_async.runtime.interfaces import Channel, Gone, Handle, Rows, Vector
+from hvd_async.runtime.interfaces import Channel, Gone, Handle, Rows, Take, Vector
 from hvd_async.runtime.lifecycle import use_engine
 from hvd_async.runtime.protocol import Codec, Command, Event, Failed, Hello, Leaving, encode
 
@@ -206,7 +206,7 @@ class Switchboard:
 
 class _MemoryHandle:
     in_stages = False
-    take = None
+    take: Take | None = None
 
     def __init__(self, meeting: _Meeting, part: Callable[[Any], Any] = lambda result: result + 0) -> None:
         self._meeting, self._part = meeting, part  # (a copy: every rank owns its result)
@@ -334,7 +334,7 @@ class _LateHandle(_MemoryHandle):
         self._looks = random.Random(seed).randrange(6)
         self._lock = threading.Lock()
         self._result: Any = None
-        self.take = self._take  # type: ignore[assignment]
+        self.take = self._take
 
     def _take(self) -> Any:
         if not self._meeting.complete.wait(60.0):
@@ -366,13 +366,13 @@ class LateCollectives(MemoryCollectives):
 
     def allreduce_sum(
         self, vector: Vector, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
-    ) -> Handle:
+    ) -> _MemoryHandle:
         if type(vector).__module__ != "torch" or not name.startswith("hvd_async.eager") or scale != 1.0:
             return super().allreduce_sum(vector, name, process_set, keep, scale)
         sent = vector + 0
         if not keep:
             vector.fill_(float("nan"))
-        handle: Any = super().allreduce_sum(sent, name, process_set)
+        handle = super().allreduce_sum(sent, name, process_set)
         return _LateHandle(handle._meeting, f"{name} {self.rank}")
 
 

@@ -134,7 +134,7 @@ class EagerDriver(Driver):
         """The algorithm in force, "eager", and its settings."""
         planned = self.options.config(0, self._parties, self._local_size)
         config = planned if self.worker is None else self.worker.config
-        names = [name for name in config.__struct_fields__ if name != "buckets"]
+        names = [name for name in config.__struct_fields__ if name not in ("buckets", "confirm")]
         return {"algorithm": "eager", **{name: getattr(config, name) for name in names}}
 
     @property
@@ -291,9 +291,14 @@ class EagerDriver(Driver):
         """Return this rank's share of a checkpoint in addition to the wrapped optimizer's state: pending gradients.
 
         Raises:
-            ReplicaStateError: gradients may be in flight, on this rank or another.
+            ReplicaStateError: gradients may be in flight, on this rank or another; or a round was applied that failed.
         """
         worker = self.worker
+        if worker is not None and worker.engine.failure is not None and (round_ := worker.unsettled) is not None:
+            raise ReplicaStateError(
+                f"round {round_} was applied before it was complete, and it failed: these weights may be wrong, so "
+                f"restart from a checkpoint. With HVD_ASYNC_CONFIRM=1 rounds are applied only once they are complete"
+            )
         held: list[PendingGradient] = self.restored or []
         if worker is not None:
             held = worker.pending()

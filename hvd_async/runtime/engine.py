@@ -451,9 +451,11 @@ class Engine:
         It wakes up when a collective may be done, unless that wakes it, or when posts that do not wake it may have
         arrived.
         """
-        used = bool(self._waits)  # (without a wait their completion is noticed at the next wake-up)
-        self._watched = [*{one.group: one.handle for one in self._in_flight if used or not one.is_used}.values()]
-        polls = [t for t in (handle.seconds_to_poll() for handle in self._watched) if t is not None]
+        waited = bool(self._waits)  # (without a wait, completion of what is used is noticed at the next wake-up)
+        watched = {one.group: one for one in self._in_flight if waited or not one.is_used}.values()
+        self._watched = [one.handle for one in watched]
+        polled = [(one.handle.seconds_to_poll(), self.unhurried * one.is_used) for one in watched]
+        polls = [max(seconds, least) for seconds, least in polled if seconds is not None]
         seconds = min(polls, default=None)
         if seconds is not None and seconds > 0.0 and not self._waits:
             seconds = max(seconds, self.unhurried)

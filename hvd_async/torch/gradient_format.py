@@ -338,12 +338,18 @@ def make_wire(layout: Layout, compression: Any, tail: Tail, rank_group: RankGrou
             decompressed: torch.Tensor = compression.decompress(vector, contexts[bucket])
         return streams.use_here(decompressed)
 
+    def read_tail(vector: torch.Tensor, bucket: int) -> torch.Tensor:
+        tail_there = streams.read(vector[-len(tail) :])
+        decompressed: torch.Tensor = compression.decompress(tail_there, contexts[bucket])
+        return decompressed
+
     return GradientFormat(
         zeros=zeros_of(layout.nbytes, [b.device for b in layout.buckets], [b.dtype for b in layout.buckets]),
         nbytes=layout.nbytes,
         tail=tail,
         encode=encode,
         decode=decode,
+        read_tail=read_tail if compression in (Compression.none, Compression.fp16, BF16Compressor) else None,
         narrow=bool(narrowed),
         peek=lambda sums, count: streams.copy_to_host(sums[-count:]).tolist(),
         recount=lambda vector, count, elements: torch.cat([vector[:-count], vector.new_tensor(elements)]),

@@ -46,6 +46,7 @@ class Gpu:
 
     def __init__(self) -> None:
         self._engine_streams: dict[torch.device, Any] = {}
+        self._reading_streams: dict[torch.device, Any] = {}
         self.free_numbers: dict[tuple[torch.dtype, tuple[int]], list[torch.Tensor]] = {}
         """Free pinned memory for ``Later``, by dtype and shape: allocating it would take longer than the copy."""
 
@@ -67,6 +68,12 @@ class Gpu:
         if device not in self._engine_streams:
             self._engine_streams[device] = self.new_stream(device)
         return self._engine_streams[device]
+
+    def reading_stream(self, device: torch.device) -> Any:
+        """Return the stream of copies to the host of what is complete, behind no other work."""
+        if device not in self._reading_streams:
+            self._reading_streams[device] = self.new_stream(device)
+        return self._reading_streams[device]
 
     def current_stream(self, device: torch.device) -> Any:
         """Return the stream that this thread's kernels go to."""
@@ -157,6 +164,14 @@ def on_engine_stream(device: torch.device) -> Iterator[None]:
     with gpu.on(own):
         yield
     gpu.current_stream(device).wait_stream(own)
+
+
+def read(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the CPU of a small tensor that is complete; wait for no other work of the device."""
+    if not gpu.holds(tensor):
+        return tensor
+    with gpu.on(gpu.reading_stream(tensor.device)):
+        return gpu.to_host(tensor)
 
 
 def use_here(tensor: torch.Tensor) -> torch.Tensor:

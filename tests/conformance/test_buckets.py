@@ -15,10 +15,9 @@ from horovod.common.util import split_list
 import hvd_async.tensorflow.keras as hvd
 import hvd_async.torch
 from hvd_async.algorithms.eager.gradient_format import Tail, count_slots, largest_summand
-from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.tensorflow.gradient_format import Codec, partition
-from hvd_async.testing import Cluster
+from hvd_async.testing import Cluster, Switchboard
 from hvd_async.torch.gradient_format import Layout, make_wire
 from hvd_async.torch.gradient_format import slots as torch_slots
 from tests.conformance.eager_ranks import TINY
@@ -115,14 +114,14 @@ def test_a_bucket_leaves_while_backward_still_computes(use_fit, monkeypatch):
     """The last layer's gradients are handed over before backward has come to the first layer."""
     events = [threading.Event() for _ in range(2)]
     came: list[bool] = []
-    original = EagerWorker.hand_over
+    original = Switchboard.join
 
-    def hand_over(self: EagerWorker, bucket: int, vector: Any) -> None:
-        original(self, bucket, vector)
-        if bucket == 1:  # bucket 0 is the last layer's bias, bucket 1 its kernel
-            events[self.engine.rank].set()
+    def join(self: Switchboard, rank: int, name: str, *args: Any, **options: Any) -> Any:
+        if name.startswith("hvd_async.eager.") and name.split(".")[3] == "1":  # (0 is the last layer's bias)
+            events[rank].set()
+        return original(self, rank, name, *args, **options)
 
-    monkeypatch.setattr(EagerWorker, "hand_over", hand_over)
+    monkeypatch.setattr(Switchboard, "join", join)
 
     def train(rank: int) -> int:
         dense = keras.layers.Dense

@@ -34,13 +34,13 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    ("all", 1): Budget(0.79, 34.5, 1.1, 11.5),
-    ("solo", 1): Budget(0.77, 34.0, 5.4, 11.0),
+    ("all", 1): Budget(0.94, 35.0, 0.0, 10.5),
+    ("solo", 1): Budget(0.77, 34.0, 6.0, 11.0),
     ("sgp", 1): Budget(0.93, 28.3, 1.0, 0.0),
     ("adpsgd", 1): Budget(0.92, 28.8, 1.0, 1.0),
     ("lsgd", 1): Budget(0.92, 28.9, 1.1, 1.2),
-    ("all", 2): Budget(0.80, 33.5, 1.1, 10.5),
-    ("solo", 2): Budget(0.77, 34.0, 6.4, 10.5),
+    ("all", 2): Budget(0.94, 35.0, 0.0, 10.5),
+    ("solo", 2): Budget(0.76, 35.0, 7.0, 11.0),
     ("sgp", 2): Budget(0.86, 28.6, 2.0, 3.0),
     ("osgp", 2): Budget(0.88, 30.4, 1.0, 3.0),
     ("adpsgd", 2): Budget(0.88, 30.4, 1.0, 3.0),
@@ -153,7 +153,7 @@ def test_a_wait_in_a_hook_is_found(monkeypatch):
 
 
 def test_work_of_the_engine_is_found(monkeypatch):
-    sound, cost = planted(monkeypatch, RoundsInFlight, "_start", work, "all")
+    sound, cost = planted(monkeypatch, RoundsInFlight, "_prepare", work, "all")
     assert cost.lock_ms > sound.lock_ms + 1.0
     assert cost.training_ms > sound.training_ms + 1.0
     assert cost.step_ms > sound.step_ms + 1.0

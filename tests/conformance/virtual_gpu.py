@@ -347,7 +347,6 @@ class Handle:
     """
 
     in_stages = False
-    usable = True
 
     def __init__(self, machine: Machine, event: virtual_machine.Event, tensor: torch.Tensor, scale: float) -> None:
         self._machine, self._event, self._tensor, self._scale = machine, event, tensor, scale
@@ -857,7 +856,8 @@ class Rank:
         """Return what a step took, from the step before ``SETTLE`` to the last one."""
         if len(self._snapshots) <= SETTLE:
             raise RuntimeError(f"rank {self.machine.rank} has taken {len(self._snapshots)} steps only")
-        first, last = self._snapshots[SETTLE - 1], self._snapshots[-1]
+        first = self._snapshots[SETTLE - 1]  # (the device may not have come to the last steps yet)
+        last = next(one for one in reversed(self._snapshots) if one.end.known() is not None)
         begun, ended = first.end.known(), last.end.known()
         assert begun is not None
         assert ended is not None

@@ -18,6 +18,7 @@ class Looked:
     """
 
     in_stages = False
+    take = None
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds, self.over = seconds, False
@@ -105,6 +106,7 @@ def test_stages_of_a_group_continue_whatever_was_submitted_after_them(first):
 
     class Stages(Looked):
         in_stages = True
+        take = None
 
         def done(self) -> bool:
             begun.add(self.result())

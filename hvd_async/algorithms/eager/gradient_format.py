@@ -163,7 +163,7 @@ class GradientFormat:
         tail: counting elements at the end of a vector.
         encode: compresses a vector for the collective, its gradients divided by a unit if the format is ``narrow``.
         decode: inverse of ``encode`` for the sum of a bucket.
-        tail_alone: whether ``decode`` returns the right tail if it is given the tail alone.
+        read_tail: returns the decoded tail of a bucket's sum that is complete; None if that takes the whole sum.
         narrow: whether gradients x samples may exceed the range in which they travel (float16).
         peek: returns the last elements of a received sum, in order, given their number.
         recount: returns a vector with other counting elements, given its present number of them.
@@ -180,7 +180,7 @@ class GradientFormat:
     tail: Tail = Tail()
     encode: Callable[[Vector, float], Vector] = lambda vector, unit: vector
     decode: Callable[[Vector, int], Vector] = lambda vector, bucket: vector
-    tail_alone: bool = True
+    read_tail: Callable[[Vector, int], Vector] | None = lambda vector, bucket: vector
     narrow: bool = False
     peek: Callable[[Vector, int], Sequence[float]] = lambda sums, count: [float(sums[i]) for i in range(-count, 0)]
     recount: Callable[[Vector, int, Sequence[float]], Vector] = lambda vector, count, elements: np.concatenate(

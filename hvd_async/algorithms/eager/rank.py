@@ -387,7 +387,8 @@ class RoundsInFlight:
             if self.timeline is not None and trigger is not None:
                 self.timeline.round(go.optimizer, bucket, round_, trigger, submitted, self._engine.clock(), late_by)
             # Now, rather than at the last bucket, for which all ranks wait:
-            sums = wire.decode(sums[-len(wire.tail) :] if is_used else sums, bucket)
+            read = wire.read_tail if is_used and wire.read_tail is not None else wire.decode
+            sums = read(sums, bucket)
             flight.counts[bucket], weight, self._units[name] = wire.tally(sums, unit)
             if not is_used:
                 flight.sums[bucket], flight.weights[bucket] = sums, weight
@@ -629,7 +630,7 @@ class EagerWorker(Worker):
         self._host = ranks.index(engine.rank) // config.local_size if config.local_size > 1 else None
         # Elastic ranks continue from their weights after a loss; with samples, a sum says how to apply it.
         confirms = config.confirm or engine.elastic or config.local_size > 1
-        confirms = confirms or wire.tail.weighted or not wire.tail_alone
+        confirms = confirms or wire.tail.weighted or wire.read_tail is None
         # (all ranks wait for each round, so that a name is free when the next one starts; and a training graph, whose
         # names do not change, can submit some ranks' part)
         names = 1 if config.quorum == "all" and hasattr(engine.collectives, "sum_in_graph") else NAMES_IN_RING

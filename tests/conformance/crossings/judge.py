@@ -55,12 +55,22 @@ class _InPlace:
 
     def __init__(self, handle: Handle, vector: Any) -> None:
         self._handle, self._vector, self.in_stages = handle, vector, handle.in_stages
+        self.take = None if handle.take is None else self._take
+
+    def _take(self) -> Any:
+        assert self._handle.take is not None
+        return self._written(self._handle.take())
 
     def done(self) -> bool:
         return self._handle.done()
 
     def result(self) -> Any:
-        result, vector = self._handle.result(), self._vector
+        return self._written(self._handle.result())
+
+    def _written(self, result: Any) -> Any:
+        vector = self._vector
+        if self.take is not None:
+            return result  # (in the memory of the sum, as a late plane's)
         if isinstance(vector, torch.Tensor):  # (Horovod writes to tensors of inference mode too)
             with torch.inference_mode(vector.is_inference()):
                 return vector.copy_(result)
