@@ -282,7 +282,7 @@ HINT = (
     f"bit is known in the first {FIRST_STEPS} steps; later if the script wrote without a change in these, or in "
     f"every step with HVD_ASYNC_CHECK=1; of sparse gradients never)"
 )
-"""What the error adds if nothing is known of the bits."""
+"""Part of the error where no bits were compared."""
 LANES = 1 << 16
 """Number of different weights: enough for the rows of a bucket of 32 MiB."""
 ROW = 64

@@ -384,7 +384,7 @@ Combine = Callable[[list[_Part]], list[torch.Tensor]]
 
 
 class Board:
-    """What not all ranks have joined.
+    """Collective that not all ranks have joined yet.
 
     Attributes:
         open: parts of collectives, and their meeting on the device, by name and ranks.
@@ -681,7 +681,7 @@ class Posts:
 
 
 class Setup(NamedTuple):
-    """What is run.
+    """Setup of a run.
 
     Attributes:
         mode: "plain", a quorum or the name of an algorithm.
@@ -703,7 +703,7 @@ class Setup(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a step takes on a rank, on average.
+    """Mean cost of a step on a rank.
 
     Attributes:
         steps: number of steps that are counted.

@@ -334,7 +334,7 @@ class Event:
 
 
 class _Work(ABC):
-    """What a stream does next."""
+    """Next operation of a stream."""
 
     @abstractmethod
     def run(self, stream: Stream) -> bool:

@@ -51,7 +51,7 @@ class Line(NamedTuple):
 
 
 class Results:
-    """What the parts have left in a folder.
+    """Results of the parts in a folder.
 
     Args:
         folder: of the results.
