@@ -186,7 +186,7 @@ def backward_of(hooked: bool) -> Callable[[], float]:
 
 
 def hooks(found: Prices) -> None:
-    """Measure the cost of a Python hook per parameter in a backward pass, alone and beside a busy thread."""
+    """Measure the cost of a Python hook per parameter in a backward pass, alone and with a busy thread."""
     plain, hooked = backward_of(False), backward_of(True)
     for _ in range(10):
         plain()
