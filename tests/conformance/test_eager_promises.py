@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import keras
@@ -11,7 +12,7 @@ import tensorflow as tf
 import torch
 
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
-from hvd_async.testing import Cluster
+from hvd_async.testing import Cluster, InjectedError, LateCollectives
 from tests.conformance.cases import SCHEDULES
 from tests.conformance.drive import with_late_rank
 from tests.conformance.eager_ranks import (
@@ -218,3 +219,37 @@ def test_a_replica_that_was_changed_on_one_rank_is_found_at_the_drain_and_at_the
         for message in messages:
             assert (state in message) == (what == "state")
             assert "broadcast" in message
+
+
+def test_weights_are_not_saved_after_a_round_that_was_applied_has_failed():
+    """Its sums are taken before they are complete, and are of no use if they never are."""
+    stepped = threading.Event()
+
+    class Failing(LateCollectives):
+        sums = 0
+
+        def allreduce_sum(self, *args: Any, **options: Any) -> Any:
+            handle = super().allreduce_sum(*args, **options)
+            self.sums += 1
+            if self.sums == 2:
+                handle.done = self._fail_later
+            return handle
+
+        def _fail_later(self) -> bool:
+            if stepped.is_set():
+                raise self.failure("the network is gone")
+            return False
+
+    def train(rank: int) -> None:
+        one = TORCH.vectors([2], MOMENTUM, quorum="all")
+        for _ in range(2):
+            one.take(1.0)
+        both_stepped.wait(60.0)
+        stepped.set()
+        with pytest.raises(InjectedError, match="the network is gone"):
+            one.opt.drain()
+        with pytest.raises(ReplicaStateError, match="round 2 was applied before it was complete"):
+            one.saved()
+
+    both_stepped = threading.Barrier(2)
+    assert Cluster(2, wrap=lambda one: Failing(one._board, one.rank, one.size)).outcomes(train) == [None, None]

@@ -16,6 +16,9 @@ from hvd_async.algorithms.eager.rank import RoundsInFlight
 from hvd_async.torch.gradient_replica import GradientReplica
 from tests.conformance.virtual_gpu import PRICE_SETS, Cost, Setup, run
 
+# A thread that still runs when its world ends gets a SystemExit wherever it is.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
 
 class Budget(NamedTuple):
     """Limits of a mode on the rank where each is worst.
