@@ -6,11 +6,14 @@ import ast
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests import durations
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # (off by default on CPUs without AVX-512, which is slow)
@@ -69,10 +72,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"give these parameters an id, which now holds an address: {by_address}")
 
 
+BEGUN = pytest.StashKey[float]()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """In a worker of pytest-xdist: make way for jobs."""
+    item.stash[BEGUN] = durations.cpu_seconds()
     if "PYTEST_XDIST_WORKER" in os.environ and not item.nodeid.startswith(JOBS):
         os.setpriority(os.PRIO_PROCESS, 0, max(NEXT_TO_JOBS, os.getpriority(os.PRIO_PROCESS, 0)))
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Note what the test took, for ``tests/durations.py``."""
+    if BEGUN in item.stash:  # (a test that is skipped is not set up)
+        item.user_properties.append((durations.CPU, round(durations.cpu_seconds() - item.stash[BEGUN], 3)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the files whose tests took more than their budget."""
+    took: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                took[report.nodeid.partition("::")[0]] += report.duration
+    for line in durations.over(took, durations.read()):
+        terminalreporter.write_line(f"slow: {line}")
 
 
 _parse, _parsing = ast.parse, threading.Lock()
