@@ -5,7 +5,7 @@ from setuptools import find_packages, setup
 RUNNER = ["numpy", "pillow", "scikit-learn", "scipy", "tqdm", "tensorboard"]
 TOOLS = ["hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "types-psutil", "types-tqdm"]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material", "mkdocstrings[python]"]
-RELEASE = ["build", *DOCS]
+RELEASE = ["build", "check-jsonschema", *DOCS]
 RECIPES = ["accelerate", "pytorch-lightning", "ray[train]", "scikit-learn", "timm", "transformers"]
 """What the scripts of docs/examples/recipes import: some 700 MB, most of it Ray and what it needs."""
 TORCHFT = "sys_platform == 'linux' and platform_machine == 'x86_64' and python_version < '3.14'"

@@ -16,6 +16,7 @@ import zipfile
 import pytest
 
 import hvd_async
+from tests.conftest import LONG_RUN
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 COPIED = ("hvd_async", "docs", "scripts", "tests", "torch_models", "tf_models")
@@ -127,3 +128,16 @@ def test_its_command_tells_what_it_does(elsewhere):
     by_name = run(str(elsewhere.parent / "hvd_async"), "--help", cwd=elsewhere.parent)
     assert by_module == by_name
     assert by_module.startswith("usage: hvd_async")
+
+
+@pytest.mark.skipif(not LONG_RUN, reason="what a service reads is checked in a long run: HVD_ASYNC_TEST_LONG=1")
+@pytest.mark.parametrize(
+    ("schema", "file"),
+    [
+        ("github-workflows", "workflows/checks.yml"),
+        ("github-issue-forms", "ISSUE_TEMPLATE/error.yml"),
+        ("github-issue-config", "ISSUE_TEMPLATE/config.yml"),
+    ],
+)
+def test_what_the_service_reads_has_its_schema(schema, file):
+    run(sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", f".github/{file}", cwd=ROOT)
