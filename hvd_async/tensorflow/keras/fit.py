@@ -132,6 +132,23 @@ class _Meeting:
         self.warned = self.records = False
 
 
+class BatchCount:
+    """Number of batches for which Keras calls ``on_train_batch_end`` once: ``steps_per_execution``."""
+
+    def __init__(self) -> None:
+        self._last = -1
+
+    def since(self, batch: int) -> int:
+        """Return the number of batches since the previous call; in the last execution of an epoch there may be fewer.
+
+        Args:
+            batch: as Keras gives it, the place in the epoch of the execution's last batch.
+        """
+        before = self._last if batch > self._last else -1  # (a new epoch)
+        self._last = batch
+        return batch - before
+
+
 class Draining(keras.callbacks.Callback):
     """Callback that makes ranks meet where they must; several callbacks of one model share each meeting."""
 
@@ -261,7 +278,7 @@ class MonitorCallback(Draining):
     by the next ``fit()`` of this thread with such a callback, or at the end of the process.
 
     Args:
-        every: batches per sample.
+        every: batches per sample; with ``compile(steps_per_execution=n)`` the next multiple of n.
         compare: whether all ranks exchange at the end of each epoch how long they have waited, which a warning under
             gossip needs. A collective: then use the callback on every rank, and not with ``pace="rounds"``.
         options: of ``hvd_async.monitor.Monitor``.
@@ -273,6 +290,7 @@ class MonitorCallback(Draining):
     def __init__(self, every: int = 50, compare: bool = False, **options: Any) -> None:
         super().__init__()
         self.every, self.compare, self.options = every, compare, options
+        self._count = BatchCount()
         self.monitors: list[Monitor] = []
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -312,8 +330,9 @@ class MonitorCallback(Draining):
         return options
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        steps = self._count.since(batch)
         for one in self.monitors:
-            one.step()
+            one.step(steps)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         if self.compare:
