@@ -1,4 +1,4 @@
-"""Keras: callbacks under ``steps_per_execution``, ``steps_per_epoch`` and epochs longer or shorter than they are told."""
+"""Keras: callbacks under ``steps_per_execution`` and ``steps_per_epoch``, in epochs longer or shorter than stated."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def rate(epoch: int, batch: int) -> float:
     return FULL / 4
 
 
-# What fit() gets, and how many batches an epoch then has; what the callbacks are told if they cannot know.
+# What fit() gets, and how many batches an epoch then has; what the callbacks are given if they cannot know.
 DATA: dict[str, tuple[Any, int, int | None]] = {
     "arrays": (lambda: {"x": ones(8)[0], "y": ones(8)[1], "batch_size": 1}, 8, None),
     "steps_per_epoch": (lambda: {"x": unsized(8).repeat(), "steps_per_epoch": 8}, 8, None),
@@ -90,11 +90,11 @@ DATA: dict[str, tuple[Any, int, int | None]] = {
 @pytest.mark.parametrize("data", DATA)
 def test_each_execution_has_the_rate_of_its_first_batch_and_what_follows_that_of_the_last(data, executed):
     """A warm-up, a schedule by batches and one by epochs, each of one epoch with an epoch after it."""
-    options, batches, told = DATA[data]
+    options, batches, given = DATA[data]
     schedules = [
-        hvd.callbacks.LearningRateWarmupCallback(FULL, 1, steps_per_epoch=told),
+        hvd.callbacks.LearningRateWarmupCallback(FULL, 1, steps_per_epoch=given),
         hvd.callbacks.LearningRateScheduleCallback(
-            FULL, lambda epoch: 1 - (epoch - 2) / 2, 2, 3, staircase=False, steps_per_epoch=told
+            FULL, lambda epoch: 1 - (epoch - 2) / 2, 2, 3, staircase=False, steps_per_epoch=given
         ),
         hvd.callbacks.LearningRateScheduleCallback(FULL, lambda epoch: 1 / epoch, 4, 5),
     ]
@@ -103,7 +103,7 @@ def test_each_execution_has_the_rate_of_its_first_batch_and_what_follows_that_of
         model = model_of_rates(executed)
         history = model.fit(**options(), epochs=EPOCHS, shuffle=False, verbose=0, callbacks=[*schedules, seen]).history
     begins = range(0, batches, executed)
-    # (a data set that repeats goes on where the epoch's last batch was)
+    # (a data set that repeats continues where the epoch's last batch was)
     sizes = [executed if data == "steps_per_epoch" else min(executed, batches - begin) for begin in begins]
     for epoch, moved in enumerate(seen.moved):
         expected = [rate(epoch, begin) * size for begin, size in zip(begins, sizes, strict=True)]
@@ -124,15 +124,15 @@ def test_a_callback_of_two_fits_counts_the_steps_of_each():
 
 
 class Sampled:
-    """A monitor that notes the steps it is told of."""
+    """A monitor that notes the steps it is given of."""
 
-    told: list[int] = []  # noqa: RUF012
+    given: list[int] = []  # noqa: RUF012
 
     def __init__(self, optimizer: Any, **options: Any) -> None:
-        Sampled.told = []
+        Sampled.given = []
 
     def step(self, steps: int) -> None:
-        Sampled.told.append(steps)
+        Sampled.given.append(steps)
 
     def close(self) -> None: ...
 
@@ -150,7 +150,7 @@ def test_monitors_and_elastic_states_count_batches_not_executions(monkeypatch, e
     with scripted_engine(1):
         model = model_of_rates(executed)
         model.fit(*ones(8), batch_size=1, epochs=2, verbose=0, callbacks=[*elastic, MonitorCallback()])
-    assert Sampled.told == [executed] * (16 // executed)
+    assert Sampled.given == [executed] * (16 // executed)
     assert state.at == commits
 
 

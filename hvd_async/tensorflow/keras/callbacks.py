@@ -24,7 +24,7 @@ from horovod.tensorflow.keras.callbacks import *  # noqa: F403  elastic's
 from hvd_async.optimizers.public_names import public_names
 from hvd_async.tensorflow.eager_methods import EagerMethods
 from hvd_async.tensorflow.functions import broadcast_variables, notice_if_long
-from hvd_async.tensorflow.keras.fit import Draining, our_optimizer, our_optimizers
+from hvd_async.tensorflow.keras.fit import Draining, our_optimizer, our_optimizers, when_built
 from hvd_async.tensorflow.methods import WeightMethods
 from hvd_async.tensorflow.variables import raw
 
@@ -51,7 +51,8 @@ class GossipEpochCallback(Draining):
 
 
 class BroadcastGlobalVariablesCallback(Draining):
-    """Send the weights and optimizer state of ``root_rank`` to every rank when ``fit()`` begins.
+    """Send the weights and optimizer state of ``root_rank`` to every rank when ``fit()`` begins; to a model that has no
+    weights yet, before its first step: the shapes of the first batch build it.
 
     Random seeds of layers (``keras.random.SeedGenerator``) stay each rank's own.
 
@@ -72,12 +73,10 @@ class BroadcastGlobalVariablesCallback(Draining):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
-        if not self.model.variables:
-            raise ValueError(
-                "BroadcastGlobalVariablesCallback: the model has no weights yet. Call model.build(input_shape) before "
-                "fit(), so that all ranks can start from the same ones."
-            )
         self.drain_begun()
+        when_built(self.model, self._broadcast)
+
+    def _broadcast(self) -> None:
         variables = [*self.model.variables, *(v for one in self._optimizers() for v in one.variables)]
         unique = {id(raw(v)): v for v in variables}
         with tf.device(self.device):
