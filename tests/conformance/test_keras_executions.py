@@ -124,7 +124,7 @@ def test_a_callback_of_two_fits_counts_the_steps_of_each():
 
 
 class Sampled:
-    """A monitor that notes the steps it is given of."""
+    """A monitor that notes the steps that it is given."""
 
     given: list[int] = []  # noqa: RUF012
 
