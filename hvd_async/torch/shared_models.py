@@ -65,14 +65,14 @@ def cause(parameters: Sequence[torch.Tensor], wrapper: str) -> str | None:
         wrapper: name of the wrapped optimizer, for the text.
     """
     own = {id(parameter) for parameter in parameters}
-    for module in list(found.modules):
-        if not own.isdisjoint(map(id, module.parameters())):
-            kind = _kind(module)
-            return (
-                f"{kind} is around this model and averages its gradients over ranks in each backward pass, which "
-                f"{wrapper} is to replace: train the bare model, without `model = {kind}(model)`. Instead of no_sync() "
-                f"pass backward_passes_per_step=. A {kind} that is not used any more must be deleted first"
-            )
+    if _around(own) is not None:
+        gc.collect()  # (one that was deleted may still be in a cycle)
+    if (kind := _around(own)) is not None:
+        return (
+            f"{kind} is around this model and averages its gradients over ranks in each backward pass, which "
+            f"{wrapper} is to replace: train the bare model, without `model = {kind}(model)`. Instead of no_sync() "
+            f"pass backward_passes_per_step=. A {kind} that is not used any more must be deleted first"
+        )
     if any(_is_distributed(parameter) for parameter in parameters):
         return (
             f"parameters are DTensors, so FSDP2 or tensor parallelism has given each rank a part of the model, and "
@@ -80,6 +80,12 @@ def cause(parameters: Sequence[torch.Tensor], wrapper: str) -> str | None:
             f"distribute_module(), or train with torch's own optimizer"
         )
     return None
+
+
+def _around(parameters: set[int]) -> str | None:
+    """Return the name of ``AVERAGING`` of a module around some of these parameters, given by their ids."""
+    around = (each for each in list(found.modules) if not parameters.isdisjoint(map(id, each.parameters())))
+    return next((_kind(each) for each in around), None)
 
 
 def check(optimizer: torch.optim.Optimizer) -> int:

@@ -15,6 +15,7 @@ from keras import layers
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.tensorflow.variables import is_built
 from hvd_async.testing import Cluster
+from hvd_async.traces.format import read_trace
 from tests.conformance.drive import scripted_engine
 from tests.conformance.keras_ranks import LOSS, flat
 
@@ -237,6 +238,19 @@ def test_a_model_that_its_first_batch_cannot_build_is_refused_with_the_line_to_w
         given = {"x": x} if isinstance(x, tf.data.Dataset) else {"x": x, "y": LABELS}
         with pytest.raises(ValueError, match=r"the first batch cannot build(.|\n)*model\.build\(input_shape\)"):
             model.fit(**given, verbose=0, callbacks=[callback])
+
+
+def test_a_record_has_the_size_of_a_model_that_the_first_batch_builds(tmp_path):
+    def train(rank: int) -> None:
+        model = dense(layers.Dropout(0.2))
+        opt = hvd.EagerOptimizer(keras.optimizers.SGD(0.1), quorum="all")
+        model.compile(opt, LOSS, jit_compile=False)
+        model.fit(values(4), LABELS, batch_size=2, verbose=0, callbacks=[hvd.RecordCallback(tmp_path)])
+
+    Cluster(1).run(train)
+    trace = read_trace(tmp_path, skip=0, least=1)
+    assert trace.headers[0].parameter_bytes == 4 * (4 * CLASSES + CLASSES)
+    assert trace.steps == EXAMPLES // 2
 
 
 def test_a_fit_without_batches_leaves_nothing_for_the_next_one(monkeypatch):

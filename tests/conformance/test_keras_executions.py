@@ -13,6 +13,7 @@ import tensorflow as tf
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.tensorflow.keras import fit
 from hvd_async.tensorflow.keras.fit import BatchCount, MonitorCallback
+from hvd_async.testing import Cluster
 from tests.conformance.drive import scripted_engine
 
 BATCHES, FULL, EPOCHS = 8, 0.1, 6
@@ -152,6 +153,18 @@ def test_monitors_and_elastic_states_count_batches_not_executions(monkeypatch, e
         model.fit(*ones(8), batch_size=1, epochs=2, verbose=0, callbacks=[*elastic, MonitorCallback()])
     assert Sampled.given == [executed] * (16 // executed)
     assert state.at == commits
+
+
+@pytest.mark.parametrize(("executed", "steps"), [(1, 5), (4, 8)])
+def test_a_job_of_rounds_ends_with_the_execution_that_reaches_them(executed, steps):
+    def train(rank: int) -> int:
+        model = model_of_rates(executed)
+        model.optimizer = hvd.EagerOptimizer(model.optimizer)
+        stop = hvd.callbacks.StopAtRounds(5)
+        model.fit(unsized(8).repeat(), steps_per_epoch=100, verbose=0, callbacks=[stop])
+        return model.optimizer.stats().steps
+
+    assert Cluster(1).run(train) == [steps]
 
 
 def test_an_execution_may_hold_more_batches_than_are_left():

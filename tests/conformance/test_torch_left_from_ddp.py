@@ -114,7 +114,6 @@ def test_ddp_of_a_later_step_is_refused_there_and_forgotten_with_it(wrapper, gro
         with pytest.raises(ReplicaStateError, match="DistributedDataParallel is around this model"):
             opt.step()
         del shared
-        gc.collect()
         backward(model)
         opt.step()
         opt.drain()
