@@ -59,7 +59,7 @@ class Monitor:
 
     Args:
         optimizer: an ``EagerOptimizer``, a ``GossipOptimizer`` or a ``LeaderOptimizer``, of any framework.
-        every: calls of ``step()`` from one sample to the next.
+        every: steps from one sample to the next, as ``step()`` counts them.
         seconds: from one sample to the next, instead of ``every``; checked in ``step()``.
         tensorboard: a folder, for TensorBoard.
         prometheus: a file in Prometheus' text format, replaced at each sample.
@@ -149,9 +149,9 @@ class Monitor:
         """The port at which this rank serves its metrics; None if it does not."""
         return self._sinks.port
 
-    def step(self) -> None:
-        """Count a step of the optimizer, and take a sample if one is due."""
-        self._calls += 1
+    def step(self, steps: int = 1) -> None:
+        """Count ``steps`` steps of the optimizer, and take a sample if one is due."""
+        self._calls += steps
         due = self._calls >= self._every if self._between is None else self._clock() - self._at >= self._between
         if due:
             self.sample()

@@ -23,7 +23,7 @@ from hvd_async.runtime import time_limits
 from hvd_async.tensorflow.apply_round import scheduled
 from hvd_async.tensorflow.collectives import LIFECYCLE, horovod_error
 from hvd_async.tensorflow.functions import broadcast_tensors, is_sent
-from hvd_async.tensorflow.variables import raw
+from hvd_async.tensorflow.variables import is_built, raw
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 
@@ -53,7 +53,7 @@ class TensorFlowKerasState(elastic.WithoutRollBack, ObjectState):
     _interrupt = HostsUpdatedInterrupt
 
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
-        if not model.built:
+        if not is_built(model):
             raise ValueError("the model is not built: call model.build(input_shape) before")
         LIFECYCLE.elastic = True
         self.model, self.optimizer, self.backend = model, optimizer or model.optimizer, backend

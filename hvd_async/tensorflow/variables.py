@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -110,6 +111,22 @@ def _other_variables(model: Any) -> list[Any]:
     ]
 
 
+BUILD = (
+    "Build it before fit(), by model.build(input_shape) or by a call on a batch, model(x); if it has only a "
+    "train_step(), each of its networks"
+)
+"""Hint of errors about models without weights."""
+_NO_WEIGHTS = (keras.Layer.build, keras.Model.build)
+"""``build()`` of layers that make no weights of their own."""
+
+
+def is_built(model: Any) -> bool:
+    """Return whether a model has all its weights. (Its ``variables`` have seeds of Dropout and metrics before; and
+    ``built`` may stay False where ``train_step()`` calls the model's parts.)"""
+    lacking = [one for one in model._flatten_layers() if not one.built and type(one).build not in _NO_WEIGHTS]
+    return not lacking and (model.built or bool(model.weights))
+
+
 def build(optimizer: Any, model: Any, variables: Sequence[Any] | None = None) -> None:
     """Build an optimizer if it is not, outside of any graph.
 
@@ -119,12 +136,14 @@ def build(optimizer: Any, model: Any, variables: Sequence[Any] | None = None) ->
         variables: variables to build it with; None: the model's.
 
     Raises:
-        ValueError: it is not built, and there is nothing to build it with.
+        ValueError: it is not built, and there is nothing to build it with, or the model has no weights yet.
     """
     if optimizer.built:
         return
     if variables is None and model is None:
         raise ValueError("the optimizer is not built yet: call optimizer.build(model.trainable_variables) first")
+    if variables is None and not is_built(model):
+        raise ValueError(f"the model has no weights yet. {BUILD}")
     with tf.init_scope():
         optimizer.build(model.trainable_variables if variables is None else variables)
         optimizer.built = True

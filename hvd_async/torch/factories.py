@@ -16,6 +16,7 @@ from hvd_async.optimizers.driver import derived, made_by
 from hvd_async.optimizers.factories import Binding, HorovodArguments
 from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.runtime.process_sets import RankGroup
+from hvd_async.torch import shared_models
 from hvd_async.torch.collectives import LIFECYCLE
 from hvd_async.torch.eager_methods import EagerMethods, TorchEagerDriver
 from hvd_async.torch.gradient_format import Compression, differentiable
@@ -85,6 +86,12 @@ def check_optimizer(optimizer: Any, wrapper: str) -> None:
         )
     if isinstance(optimizer, OptimizerMethods) or hasattr(optimizer, "_allreduce_grad_async"):
         raise ValueError("this optimizer averages over ranks already: wrap the plain one")
+    for kind in (one.__name__ for one in type(optimizer).__mro__):
+        if kind in shared_models.OPTIMIZERS:
+            raise ValueError(
+                f"{kind} {shared_models.OPTIMIZERS[kind]}, and {wrapper} needs all of a step on each rank: wrap the "
+                f"optimizer that it was made of, as in {wrapper}(torch.optim.AdamW(model.parameters()))"
+            )
 
 
 def wrap(optimizer: torch.optim.Optimizer, methods: type[OptimizerMethods]) -> Any:
@@ -103,10 +110,12 @@ def names_of(given: TorchArguments, wrapper: str) -> dict[int, str] | None:
         wrapper: its name.
 
     Raises:
-        ValueError: as ``check_optimizer`` and ``parameter_names``.
+        ValueError: as ``check_optimizer`` and ``parameter_names``; or torch itself shares the model between ranks.
     """
     check_optimizer(given.optimizer, wrapper)
     parameters = [p for group in given.optimizer.param_groups for p in group["params"]]
+    if (cause := shared_models.cause(parameters, wrapper)) is not None:
+        raise ValueError(cause)
     return parameter_names(parameters, given.named_parameters)
 
 

@@ -32,7 +32,7 @@ from hvd_async.runtime.log import users_line
 from hvd_async.runtime.machine import STATE
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.runtime.protocol import Hyper
-from hvd_async.torch import hyperparameters, streams
+from hvd_async.torch import hyperparameters, shared_models, streams
 from hvd_async.torch.gradient_format import MIB, Layout, differentiable, make_wire, memory_order, slots
 from hvd_async.torch.streams import record_ready
 from hvd_async.torch.tensors import NamedBuffers, checksum, flat_double, signature, take_over
@@ -361,7 +361,7 @@ class Watch:
                     f"a gradient was {seen} after backward() and before step(), when it was on its way to the other "
                     f"ranks already. Clip averaged gradients by round_transform=, or between optimizer.synchronize() "
                     f"and `with optimizer.skip_synchronize(): optimizer.step()`; accumulate by "
-                    f"backward_passes_per_step={hint}"
+                    f"backward_passes_per_step=; leave out an all_reduce() of gradients, which step() averages{hint}"
                 )
 
     def clear(self) -> None:
@@ -456,6 +456,7 @@ class GradientReplica(eager.GradientReplica):
         self.counters: set[str] = set()
         self.extrapolation = Extrapolation()
         self.watch = Watch()
+        self._checked: int | None = None
         self._use(Layout([]), early=False)
 
     def attach(self, optimizer: Any) -> None:
@@ -472,7 +473,10 @@ class GradientReplica(eager.GradientReplica):
         return [p for group in self.optimizer.param_groups for p in group["params"] if differentiable(p)]
 
     def bind(self, engine: RankRuntime) -> None:
-        """Let the engine use this thread's stream: both threads change what the ranks exchange."""
+        """Let the engine use this thread's stream: both threads change what the ranks exchange. Raises as
+        ``shared_models.check``."""
+        if self._checked != shared_models.found.made:
+            self._checked = shared_models.check(self.optimizer)
         if streams.bind_training_stream(engine, [bucket.parameters[0] for bucket in self.layout.buckets]):
             hyperparameters.begin_to_read(self.optimizer.param_groups)
 

@@ -20,7 +20,7 @@ from hvd_async.algorithms.gossip.message_format import CHUNK, HEADER, LEVELS, Me
 from hvd_async.optimizers import replica
 from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.interfaces import RankRuntime
-from hvd_async.torch import streams
+from hvd_async.torch import shared_models, streams
 from hvd_async.torch.gradient_format import differentiable, memory_order
 from hvd_async.torch.streams import ReusedMemory
 from hvd_async.torch.tensors import NamedBuffers, checksum, flat_double, signature, write
@@ -311,6 +311,7 @@ class WeightReplica(replica.WeightReplica):
         self._elements: list[int] = []
         """Elements of each parameter group that are mixed."""
         self.counters: set[str] = set()
+        self._checked: int | None = None
 
     def continue_from(self, before: WeightReplica) -> None:
         self.counters, self._orders = before.counters, before._orders
@@ -332,7 +333,10 @@ class WeightReplica(replica.WeightReplica):
         ]
 
     def bind(self, engine: RankRuntime) -> None:
-        """Let the engine use this thread's stream: both threads change what the ranks exchange."""
+        """Let the engine use this thread's stream: both threads change what the ranks exchange. Raises as
+        ``shared_models.check``."""
+        if self._checked != shared_models.found.made:
+            self._checked = shared_models.check(self.optimizer)
         mixed = (p for group in self.optimizer.param_groups for p in group["params"] if p.dtype in MIXED)
         streams.bind_training_stream(engine, itertools.islice(mixed, 1))  # (all are on one device)
 

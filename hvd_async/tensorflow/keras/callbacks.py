@@ -24,7 +24,7 @@ from horovod.tensorflow.keras.callbacks import *  # noqa: F403  elastic's
 from hvd_async.optimizers.public_names import public_names
 from hvd_async.tensorflow.eager_methods import EagerMethods
 from hvd_async.tensorflow.functions import broadcast_variables, notice_if_long
-from hvd_async.tensorflow.keras.fit import Draining, our_optimizer, our_optimizers
+from hvd_async.tensorflow.keras.fit import Draining, our_optimizer, our_optimizers, when_built
 from hvd_async.tensorflow.methods import WeightMethods
 from hvd_async.tensorflow.variables import raw
 
@@ -51,7 +51,8 @@ class GossipEpochCallback(Draining):
 
 
 class BroadcastGlobalVariablesCallback(Draining):
-    """Send the weights and optimizer state of ``root_rank`` to every rank when ``fit()`` begins.
+    """Send the weights and optimizer state of ``root_rank`` to every rank when ``fit()`` begins; to a model that has no
+    weights yet, before its first step: the shapes of the first batch build it.
 
     Random seeds of layers (``keras.random.SeedGenerator``) stay each rank's own.
 
@@ -72,12 +73,10 @@ class BroadcastGlobalVariablesCallback(Draining):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
-        if not self.model.variables:
-            raise ValueError(
-                "BroadcastGlobalVariablesCallback: the model has no weights yet. Call model.build(input_shape) before "
-                "fit(), so that all ranks can start from the same ones."
-            )
         self.drain_begun()
+        when_built(self.model, self._broadcast)
+
+    def _broadcast(self) -> None:
         variables = [*self.model.variables, *(v for one in self._optimizers() for v in one.variables)]
         unique = {id(raw(v)): v for v in variables}
         with tf.device(self.device):
@@ -200,7 +199,8 @@ class StopAtRounds(Draining):
     """End ``fit()`` when the weights have seen ``rounds`` rounds: the end of a job with ``pace="rounds"``.
 
     Ranks then take different numbers of steps, so give ``fit()`` a single epoch of a data set that repeats. Callbacks
-    that average metrics at the end of the epoch may be used with it.
+    that average metrics at the end of the epoch may be used with it. With ``compile(steps_per_execution=n)`` a rank
+    stops after the execution in which it has seen them.
 
     Args:
         rounds: of the optimizer, those before a resumed checkpoint included.
@@ -232,7 +232,9 @@ class LearningRateScheduleCallback(Draining):
         multiplier: a constant (decay per epoch: ``multiplier ** (epoch - start_epoch)``) or ``epoch -> factor``.
         start_epoch: the first epoch in which it is in force.
         end_epoch: the epoch after the last; None: it is in force until the end.
-        staircase: adjust once an epoch (True) or with every batch, the epoch being a fraction (False).
+        staircase: adjust once an epoch (True) or with every batch, the epoch being a fraction (False). With
+            ``compile(steps_per_execution=n)`` the rate changes every n batches. From ``end_epoch`` on, it is that of
+            the last batch before.
         momentum_correction: scale SGD's velocity by new over old rate when it changes; with ``EagerOptimizer`` when
             the round that carries the new rate is applied, so the replicas stay equal.
         steps_per_epoch: for ``staircase=False``; that of ``fit()`` if None.
@@ -253,7 +255,7 @@ class LearningRateScheduleCallback(Draining):
             raise ValueError("initial_lr is required: the learning rate at the start of training")
         self.initial_lr, self.start_epoch, self.end_epoch = float(initial_lr), start_epoch, end_epoch
         self.staircase, self.momentum_correction = staircase, momentum_correction
-        self.steps_per_epoch = steps_per_epoch
+        self.steps_per_epoch, self._finds_steps = steps_per_epoch, not steps_per_epoch
         self.multiplier: Callable[[float], float] = (
             multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
         )
@@ -270,7 +272,7 @@ class LearningRateScheduleCallback(Draining):
         if isinstance(optimizer, EagerMethods) and self.momentum_correction:
             replica: Any = optimizer._async.replica
             replica.momentum_correction = True
-        if not self.staircase and not self.steps_per_epoch:
+        if not self.staircase and self._finds_steps:
             self.steps_per_epoch = self.params.get("steps")
             if not self.steps_per_epoch:
                 raise ValueError(f"{type(self).__name__} cannot tell the steps per epoch: pass steps_per_epoch=")
@@ -278,11 +280,15 @@ class LearningRateScheduleCallback(Draining):
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self._epoch < self.start_epoch or (self.end_epoch is not None and self._epoch >= self.end_epoch):
             return
-        if self.staircase and batch == 0:
+        if not self.staircase:
+            self._adjust(self._epoch_at(batch))
+        elif batch == 0:
             self._adjust(float(self._epoch))
-        elif not self.staircase:
-            assert self.steps_per_epoch is not None
-            self._adjust(self._epoch + batch / self.steps_per_epoch)
+
+    def _epoch_at(self, batch: int) -> float:
+        """Return the epoch as a fraction. (Keras also announces the batch that a generator turns out not to have.)"""
+        assert self.steps_per_epoch is not None
+        return self._epoch + min(batch, self.steps_per_epoch - 1) / self.steps_per_epoch
 
     def _adjust(self, epoch: float) -> None:
         optimizer, rate = self.model.optimizer, self.initial_lr * self.multiplier(epoch)
@@ -297,7 +303,10 @@ class LearningRateScheduleCallback(Draining):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
         if logs is not None:
-            logs["lr"] = float(raw(self.model.optimizer.learning_rate))
+            logs.setdefault("lr", float(raw(self.model.optimizer.learning_rate)))  # (the next one finds it adjusted)
+        if not self.staircase and self.end_epoch is not None and self.start_epoch <= epoch == self.end_epoch - 1:
+            assert self.steps_per_epoch is not None
+            self._adjust(self._epoch_at(self.steps_per_epoch - 1))  # (that batch may have begun no execution)
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from hvd_async.tensorflow.elastic import TensorFlowKerasState, run
+from hvd_async.tensorflow.keras.fit import BatchCount
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
 
@@ -21,19 +22,19 @@ class CommitStateCallback(keras.callbacks.Callback):
 
     Args:
         state: the elastic state.
-        batches_per_commit: the same on all ranks.
+        batches_per_commit: the same on all ranks; with ``compile(steps_per_execution=n)`` the next multiple of n.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
         super().__init__()
-        self._state, self._each, self._batches = state, batches_per_commit, 0
+        self._state, self._each, self._batches, self._count = state, batches_per_commit, 0, BatchCount()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._batches = 0
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._batches += 1
-        if self._batches == self._each:
+        self._batches += self._count.since(batch)
+        if self._batches >= self._each:
             self._batches = 0
             self._state.commit()
 
@@ -53,10 +54,10 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
     def __init__(self, state: Any) -> None:
         super().__init__()
-        self._state = state
+        self._state, self._count = state, BatchCount()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._state.batch += 1
+        self._state.batch += self._count.since(batch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._state.batch = 0

@@ -11,7 +11,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.eager_methods import EagerMethods
 from hvd_async.tensorflow.functions import notice_if_long
 from hvd_async.tensorflow.methods import GossipMethods, WeightMethods
-from hvd_async.tensorflow.variables import raw
+from hvd_async.tensorflow.variables import BUILD, build, is_built, raw
 from hvd_async.traces.recorded import check_all_ranks, waited_s
 from hvd_async.traces.recorder import Recorder
 
@@ -114,6 +114,50 @@ def _register(optimizers: Sequence[Any]) -> None:
         one._async.register()  # (before the first waits: others may wait for this rank to register the second)
 
 
+# -- models without weights --------------------------------------------------------------------------------------------
+
+
+def when_built(model: Any, action: Callable[[], None]) -> None:
+    """Call ``action`` when a model has its weights: now, or between the start of ``fit()`` and the first step.
+
+    Keras makes them while it traces that step, whose variables other ranks' values could reach only afterwards.
+
+    Raises:
+        ValueError: in the first batch, if its shapes cannot build the model.
+    """
+    if is_built(model):
+        action()
+    else:
+        model.train_function = _FirstBatch(model, model.train_function, action)
+
+
+class _FirstBatch:
+    """A model's ``train_function`` that builds the model before its first call, also on a rank without batches."""
+
+    def __init__(self, model: Any, train: Callable[[Any], Any], action: Callable[[], None]) -> None:
+        self._model, self._train, self._action = model, train, action
+
+    def __call__(self, batches: Any) -> Any:
+        self._model.train_function = self._train
+        if not is_built(self._model):
+            self._build(batches)
+        self._action()
+        return self._train(batches)
+
+    def _build(self, batches: Any) -> None:
+        """Trace the model's call, as Keras' step does. Nothing runs."""
+        model = self._model
+        try:
+            if type(model).call is keras.Model.call:
+                raise NotImplementedError("it has no call()")
+            x, *_ = keras.utils.unpack_x_y_sample_weight(batches.element_spec)
+            tf.function(lambda x: model(x, training=True), autograph=False).get_concrete_function(x)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"the first batch cannot build the model ({error}). {BUILD}") from error
+        if not is_built(model):
+            raise ValueError(f"the first batch did not build all layers of the model. {BUILD}")
+
+
 class _Meeting:
     """The last point of one ``fit()`` at which the ranks have met; the callbacks of a model share it.
 
@@ -130,6 +174,23 @@ class _Meeting:
         self.drains = False
         self.evaluation = contextlib.ExitStack()
         self.warned = self.records = False
+
+
+class BatchCount:
+    """Number of batches for which Keras calls ``on_train_batch_end`` once: ``steps_per_execution``."""
+
+    def __init__(self) -> None:
+        self._last = -1
+
+    def since(self, batch: int) -> int:
+        """Return the number of batches since the previous call; in the last execution of an epoch there may be fewer.
+
+        Args:
+            batch: as Keras gives it, the place in the epoch of the execution's last batch.
+        """
+        before = self._last if batch > self._last else -1  # (a new epoch)
+        self._last = batch
+        return batch - before
 
 
 class Draining(keras.callbacks.Callback):
@@ -152,6 +213,8 @@ class Draining(keras.callbacks.Callback):
             ValueError: the model is compiled by XLA, which cannot wait for other ranks.
         """
         super().set_model(model)
+        if isinstance(getattr(model, "train_function", None), _FirstBatch):  # (of a fit() that had no batch)
+            model.train_function = None
         if getattr(model, "jit_compile", False) and not model.run_eagerly and our_optimizers(model):
             raise ValueError("XLA cannot wait for other ranks: compile the model with jit_compile=False")
         if weighted(model) and not self._meeting.records:
@@ -165,8 +228,8 @@ class Draining(keras.callbacks.Callback):
             return []
         self._meeting.at = point
         self._set_model(optimizers)
-        if len(optimizers) == 1 and not optimizers[0].built:
-            optimizers[0].build(self.model.trainable_variables)
+        if len(optimizers) == 1:
+            build(optimizers[0], self.model)
         return [one for one in optimizers if one.built]  # (of several, the variables of each are known once it trains)
 
     def _together(self, optimizers: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
@@ -261,7 +324,7 @@ class MonitorCallback(Draining):
     by the next ``fit()`` of this thread with such a callback, or at the end of the process.
 
     Args:
-        every: batches per sample.
+        every: batches per sample; with ``compile(steps_per_execution=n)`` the next multiple of n.
         compare: whether all ranks exchange at the end of each epoch how long they have waited, which a warning under
             gossip needs. A collective: then use the callback on every rank, and not with ``pace="rounds"``.
         options: of ``hvd_async.monitor.Monitor``.
@@ -273,6 +336,7 @@ class MonitorCallback(Draining):
     def __init__(self, every: int = 50, compare: bool = False, **options: Any) -> None:
         super().__init__()
         self.every, self.compare, self.options = every, compare, options
+        self._count = BatchCount()
         self.monitors: list[Monitor] = []
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -312,8 +376,9 @@ class MonitorCallback(Draining):
         return options
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        steps = self._count.since(batch)
         for one in self.monitors:
-            one.step()
+            one.step(steps)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         if self.compare:
@@ -387,20 +452,25 @@ class RecordCallback(keras.callbacks.Callback):
         if int(self.model.steps_per_execution) > 1:
             raise ValueError("Keras takes several steps at once: record with compile(steps_per_execution=1)")
         if self._recorder is None:
-            driver, settings = optimizer._async, dict(optimizer._async.settings)
+            driver = optimizer._async
             check_all_ranks(driver, (driver.engine or driver.lifecycle.engine()).size)
-            self._recorder = Recorder(
-                self._folder,
-                driver.index,
-                driver.size,
-                framework="keras",
-                algorithm=settings.pop("algorithm"),
-                options=settings,
-                parameter_bytes=sum(
-                    int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in self.model.trainable_variables
-                ),
-            )
-            weakref.finalize(self, self._recorder.close)  # (Keras does not call callbacks when fit() raises)
+            when_built(self.model, lambda: self._record(driver))
+
+    def _record(self, driver: Any) -> None:
+        settings = dict(driver.settings)
+        self._recorder = Recorder(
+            self._folder,
+            driver.index,
+            driver.size,
+            framework="keras",
+            algorithm=settings.pop("algorithm"),
+            options=settings,
+            parameter_bytes=sum(
+                int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in self.model.trainable_variables
+            ),
+        )
+        weakref.finalize(self, self._recorder.close)  # (Keras does not call callbacks when fit() raises)
+        self._begin()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._begin()

@@ -1,0 +1,278 @@
+"""torch: mistakes of scripts that come from DDP, refused with the line to write, in either order of construction."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import hvd_async.torch as hvd
+from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
+from hvd_async.testing import Cluster
+from hvd_async.torch import shared_models
+
+WRAPPERS: dict[str, Callable[..., Any]] = {
+    "EagerOptimizer": lambda opt, **options: hvd.EagerOptimizer(opt, quorum="all", **options),
+    "GossipOptimizer": lambda opt, **options: hvd.GossipOptimizer(opt, algorithm="dpsgd", **options),
+    "LeaderOptimizer": lambda opt, **options: hvd.LeaderOptimizer(opt, algorithm="easgd", **options),
+}
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A default process group of one rank, which DDP and FSDP need."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    gc.collect()  # (a DDP that outlives its group may hold up the exit)
+    dist.destroy_process_group()
+
+
+def network() -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    with torch.no_grad():  # (torch's generator is shared between threads)
+        for parameter in model.parameters():
+            parameter.fill_(0.1)
+    return model
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def backward(model: torch.nn.Module, scale: float = 1.0) -> None:
+    (model(torch.ones(3, 4)).square().sum() * scale).backward()
+
+
+def split(model: torch.nn.Module) -> torch.nn.Module:
+    return parallelize_module(model, dist.init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
+
+
+SHARED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "DDP": (DistributedDataParallel, "DistributedDataParallel is around this model"),
+    "replicate()": (replicate, "DistributedDataParallel is around this model"),
+    "FSDP": (
+        lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True),
+        "FullyShardedDataParallel is around this model",
+    ),
+    "FSDP of flat parameters": (
+        lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
+        r"FullyShardedDataParallel is around this model|the model was sharded by FSDP",
+    ),
+    "fully_shard()": (fully_shard, r"parameters are DTensors|the model was sharded by FSDP"),
+    "parallelize_module()": (split, r"parameters are DTensors|the model was sharded by FSDP or tensor parallelism"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("kind", SHARED)
+def test_a_model_that_torch_shares_is_refused_when_wrapped_or_at_the_first_step(kind, wrapper, order, group):
+    (share, message), wrap = SHARED[kind], WRAPPERS[wrapper]
+
+    def train(rank: int) -> None:
+        model = network()
+        if order == "before" and kind != "replicate()":  # (it puts DDP there in the first forward pass)
+            shared = share(model)
+            with pytest.raises(ValueError, match=f"(?s)({message}).*{wrapper}"):
+                wrap(sgd(shared))
+            return
+        shared = share(model) if order == "before" else None
+        opt = wrap(sgd(model))
+        shared = shared or share(model)
+        backward(shared)
+        before = [p.detach().clone() for p in opt.param_groups[0]["params"]]
+        for _ in range(2):
+            with pytest.raises(ReplicaStateError, match=message):
+                opt.step()
+        assert all(map(torch.equal, before, opt.param_groups[0]["params"]))
+
+    Cluster(1).run(train)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_ddp_of_a_later_step_is_refused_there_and_forgotten_with_it(wrapper, group):
+    def train(rank: int) -> None:
+        model = network()
+        opt = WRAPPERS[wrapper](sgd(model))
+        other = DistributedDataParallel(network())  # (of another model)
+        backward(model)
+        opt.step()
+        opt.zero_grad()
+        shared = DistributedDataParallel(model)
+        with pytest.raises(ReplicaStateError, match="DistributedDataParallel is around this model"):
+            opt.step()
+        del shared
+        backward(model)
+        opt.step()
+        opt.drain()
+        backward(other)
+
+    Cluster(1).run(train)
+
+
+def test_parameters_without_a_gradient_are_not_taken_for_sharded_ones(group):
+    """Another model is sharded, and this one's first step has no gradient."""
+
+    def train(rank: int) -> None:
+        sharded, model = fully_shard(network()), network()
+        opt = hvd.EagerOptimizer(sgd(model), quorum="all")
+        opt.step()
+        opt.drain()
+        backward(sharded)
+
+    Cluster(1).run(train)
+
+
+EARLIER = """
+import torch
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+from hvd_async.torch import shared_models
+print(shared_models.cause(list(model.module.parameters()), "EagerOptimizer"))
+"""
+
+
+def test_ddp_of_before_the_import_is_found():
+    run = subprocess.run([sys.executable, "-c", EARLIER], capture_output=True, text=True, timeout=300, check=True)
+    assert "DistributedDataParallel is around this model" in run.stdout
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1),
+        lambda model: PostLocalSGDOptimizer(sgd(model), None),
+    ],
+    ids=["ZeRO", "post-local SGD"],
+)
+def test_an_optimizer_that_communicates_is_refused(make, wrapper, group):
+    with pytest.raises(ValueError, match=rf"wrap the optimizer.*{wrapper}\(torch.optim.AdamW"):
+        WRAPPERS[wrapper](make(network()))
+
+
+def no_sync(model: Any, wrap: Any) -> None:
+    wrap(sgd(model))
+    with model.no_sync():
+        backward(model)
+
+
+def clipping(model: Any, wrap: Any) -> None:
+    opt = wrap(sgd(model))
+    for _ in range(2):  # (from the second step on gradients leave early)
+        opt.zero_grad()
+        backward(model)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        opt.step()
+
+
+def average_by_hand(model: Any, wrap: Any) -> None:
+    opt = wrap(sgd(model))
+    for _ in range(2):
+        opt.zero_grad()
+        backward(model)
+        for parameter in model.parameters():
+            parameter.grad /= 2  # (after an all_reduce())
+        opt.step()
+
+
+def accumulation(model: Any, wrap: Any) -> None:
+    opt = wrap(sgd(model))
+    for _ in range(2):
+        opt.zero_grad()
+        backward(model)
+        backward(model)
+        opt.step()
+
+
+def scaler(model: Any, wrap: Any) -> None:
+    opt, scale = wrap(sgd(model)), torch.amp.GradScaler("cpu")
+    scale.scale(model(torch.ones(3, 4)).sum()).backward()
+    scale.step(opt)
+
+
+def no_drain(model: Any, wrap: Any) -> None:
+    opt = wrap(sgd(model))
+    for _ in range(2):
+        opt.zero_grad()
+        backward(model)
+        opt.step()
+    opt.state_dict()
+
+
+def no_broadcast(model: Any, wrap: Any) -> None:
+    with torch.no_grad():
+        model[0].weight += torch.rand(1)
+    backward(model)
+    wrap(sgd(model)).step()
+
+
+def own_collective(model: Any, wrap: Any) -> None:
+    wrap(sgd(model))
+    dist.all_reduce(torch.ones(1))
+
+
+EAGER, WEIGHTS = ["EagerOptimizer"], ["GossipOptimizer", "LeaderOptimizer"]
+MISTAKES: list[tuple[Callable[[Any, Any], None], list[str], type[Exception], str]] = [
+    (no_sync, [*WRAPPERS], AttributeError, "no_sync"),
+    (clipping, EAGER, ReplicaStateError, "Clip averaged gradients by round_transform="),
+    (average_by_hand, EAGER, ReplicaStateError, r"leave out an all_reduce\(\) of gradients"),
+    (accumulation, EAGER, ReplicaStateError, "backward_passes_per_step="),
+    (scaler, EAGER, ReplicaStateError, "pass scaler=scaler"),
+    (no_drain, WEIGHTS, ReplicaStateError, r"drain\(\)"),
+    (
+        no_broadcast,
+        [*WRAPPERS],
+        ReplicaMismatchError,
+        r"hvd\.broadcast_parameters\(model\.state_dict\(\), root_rank=0\)",
+    ),
+    (own_collective, [*WRAPPERS], ValueError, "init_process_group"),
+]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "wrapper", "error", "message"),
+    [
+        pytest.param(mistake, wrapper, error, message, id=f"{mistake.__name__}-{wrapper}")
+        for mistake, wrappers, error, message in MISTAKES
+        for wrapper in wrappers
+    ],
+)
+def test_a_mistake_is_an_error_with_the_line_to_write(mistake, wrapper, error, message):
+    def train(rank: int) -> None:
+        with pytest.raises(error, match=message):
+            mistake(network(), WRAPPERS[wrapper])
+
+    Cluster(2).run(train)
+
+
+def test_modules_are_found_by_their_class_and_let_go():
+    class Named(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = torch.nn.Linear(2, 2)
+
+    class DistributedDataParallel(Named):  # (another package's)
+        pass
+
+    made = shared_models.found.made
+    Named()
+    assert shared_models.found.made == made
+    one = DistributedDataParallel()
+    assert shared_models.found.made == made + 1
+    assert one in shared_models.found.modules
+    del one
+    gc.collect()
+    assert not [each for each in shared_models.found.modules if isinstance(each, DistributedDataParallel)]
