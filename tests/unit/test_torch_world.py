@@ -15,10 +15,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
+from hvd_async.runtime.launch import Seat, place_of
 from hvd_async.torch import streams
 from hvd_async.torch.distributed import requests, world
 from hvd_async.torch.streams import ReusedMemory
 from hvd_async.torch.torch_collectives import TorchCollectives
+
+PLACE = place_of(0, [Seat("a")])
 
 
 def test_a_group_of_the_same_name_finds_no_addresses_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +30,7 @@ def test_a_group_of_the_same_name_finds_no_addresses_of_the_one_before(monkeypat
     monkeypatch.setattr(dist, "ProcessGroupGloo", lambda store, *arguments: stores.append(store))
     for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
-    ranks = world.World(1)
+    ranks = world.World()
     ranks.group("engine.x", [0])
     stores[0].set("0", "an address")
     ranks.group("engine.x", [0])
@@ -42,7 +45,7 @@ def test_received_rows_reuse_the_memory_of_earlier_ones(monkeypatch: pytest.Monk
         return SimpleNamespace(wait=lambda limit: None, tensors=tensors)  # (as Gloo's works do)
 
     group = SimpleNamespace(send=begin, recv=begin)
-    ranks = SimpleNamespace(rank=0, size=2, group=lambda *_: group, close=lambda _: None)
+    ranks = SimpleNamespace(rank=0, size=2, place=PLACE, group=lambda *_: group, close=lambda _: None)
     monkeypatch.setattr(world, "current", lambda: ranks)
     own, memory, done, addresses = TorchCollectives(), ReusedMemory(most=4), threading.Semaphore(0), set()
     own.start(done.release)
@@ -145,7 +148,7 @@ def test_a_lost_store_is_an_error_of_the_job():
 
 def test_collectives_start_in_order_only_where_tensors_can_be_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """(torch's usual wheel for Linux has NCCL, whether there is a GPU or not.)"""
-    monkeypatch.setattr(world, "current", lambda: SimpleNamespace(rank=0, size=2))
+    monkeypatch.setattr(world, "current", lambda: SimpleNamespace(rank=0, size=2, place=PLACE))
     monkeypatch.setattr(streams, "gpu", SimpleNamespace(has_nccl=True))
     for has_gpu in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
@@ -165,7 +168,7 @@ def test_on_gpus_all_collectives_share_a_group_that_is_aborted_at_the_end(
     nccl: Any = group
     nccl.Options = SimpleNamespace
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
-    ranks = SimpleNamespace(rank=1, size=2, store_of=lambda *_: None, close=made.extend)
+    ranks = SimpleNamespace(rank=1, size=2, place=PLACE, store_of=lambda *_: None, close=made.extend)
     ranks.meet = lambda *_: made.append("met")
     monkeypatch.setattr(world, "current", lambda: ranks)
     own = TorchCollectives()
