@@ -250,19 +250,22 @@ def refuse_alone(environment: Mapping[str, str], size: int, group: Group | None 
     unknown = unknown and not any(text for _, text in sizes)
     sizes.append(("TF_CONFIG", str(_tasks(environment.get("TF_CONFIG", "")))))
     found = [f"{name} says that there are {text}" for name, text in sizes if text.isdecimal() and int(text) > 1]
-    unset = found[0].split()[0] if found else PMIX
+    only = "this process finds itself the only rank, but"
     if group is not None and group.size > 1:
-        found, unset = [f"the default process group has {group.size} ranks"], ""
-    elif unknown and group is not None and group.size == 0:
-        found, unset = ["a default process group was ended before: hvd.init() must come first"], ""
-    elif unknown and environment.get(PMIX):
-        found = [f"{PMIX} is set, without the number of ranks"]
-    if found:
-        alone = f" If it is to train alone, unset {unset}." if unset else ""
         raise ValueError(
-            f"this process finds itself the only rank, but {found[0]}. Set RANK, WORLD_SIZE, MASTER_ADDR and "
-            f"MASTER_PORT before hvd.init(), or start the ranks with torchrun, or with Horovod by horovodrun or an "
-            f"mpirun that it was built for.{alone}"
+            f"{only} the default process group has {group.size} ranks. Call hvd.init() after init_process_group()."
+        )
+    if unknown and group is not None and group.size == 0:
+        raise ValueError(
+            f"{only} a default process group was ended before. Call hvd.init() before destroy_process_group()."
+        )
+    if unknown and environment.get(PMIX):
+        found.append(f"{PMIX} is set, without the number of ranks")
+    if found:
+        raise ValueError(
+            f"{only} {found[0]}. Set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT before hvd.init(), or start the "
+            f"ranks with torchrun, or with Horovod by horovodrun or an mpirun that it was built for. If this process "
+            f"is to train alone, unset {found[0].split()[0]}."
         )
 
 

@@ -6,12 +6,12 @@ the two it is.
 """
 
 from importlib import import_module as _import_module
-from types import FunctionType as _FunctionType
+from inspect import ismodule as _ismodule
+from inspect import isroutine as _isroutine
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from hvd_async.monitor import Monitor
-from hvd_async.torch import distributed as _distributed
 from hvd_async.torch.horovod_api import forwarded as _forwarded
 from hvd_async.torch.horovod_api import hvd as _hvd
 
@@ -53,10 +53,9 @@ _ours = (
     record,
     shutdown,
 )
-_names = [_name for _name in _distributed.__all__ if hasattr(_hvd, _name)]
-for _name in _names:
-    if isinstance(getattr(_distributed, _name), _FunctionType):
-        globals().setdefault(_name, _forwarded(_name))
+_names = [_name for _name in _hvd.names() if not _ismodule(getattr(_hvd, _name))]
+for _name in filter(lambda name: _isroutine(getattr(_hvd, name)), _names):
+    globals().setdefault(_name, _forwarded(_name))
 __all__ = sorted({*_names, *(_one.__name__.rpartition(".")[2] for _one in _ours)})
 
 if not _TYPE_CHECKING:

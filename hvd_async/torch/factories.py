@@ -41,7 +41,7 @@ class TorchArguments(HorovodArguments):
     num_groups: int = 0
     groups: Any = None
     sparse_as_dense: bool = False
-    process_set: Any = None
+    process_set: Any = hvd.global_process_set
     _: KW_ONLY
     named_buffers: Pairs | Callable[[], Pairs] | None = option(
         None,

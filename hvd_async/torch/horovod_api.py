@@ -85,11 +85,15 @@ class Api:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._api, name)
 
+    def names(self) -> list[str]:
+        """Return the names of the present data plane's API."""
+        return [name for name in getattr(self._api, "__all__", dir(self._api)) if not name.startswith("_")]
+
     def settle(self) -> None:
         """Decide which data plane it is, for ``init``. One that is in use stays, but in a forked child.
 
         Raises:
-            ValueError, ImportError: as ``data_plane.understand``.
+            ValueError, ImportError: as ``data_plane.understand``; or a forked child would use its parent's Horovod.
         """
         if self._api.is_initialized() and self._process in (None, os.getpid()):
             return
@@ -100,6 +104,11 @@ class Api:
             horovods_script=HOROVODS_SCRIPT,
         )
         self._use(job.plane)
+        if self.on_horovod and self._api.is_initialized():
+            raise ValueError(
+                "this process was forked after hvd.init(), and Horovod does not survive that. Call hvd.init() in the "
+                "children only, or spawn them."
+            )
         self._process = os.getpid()
 
     def refuse_alone(self, unknown: bool = True) -> None:

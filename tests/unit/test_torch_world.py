@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from hvd_async.runtime.launch import Seat, place_of
+from hvd_async.runtime.launch import Launch, Seat, place_of
 from hvd_async.torch import streams
 from hvd_async.torch.distributed import requests, world
 from hvd_async.torch.streams import ReusedMemory
@@ -110,6 +112,50 @@ def test_a_collective_that_fails_on_all_ranks_suspects_none_and_hides_no_later_d
                 assert error == f"allreduce has failed; {suspects} has probably ended: Invalid scalar type"
     for queue in queues:
         queue.close()
+
+
+# -- meeting in a store --------------------------------------------------------------------------------------------
+
+
+class Told:
+    """A store that tells when a key is set."""
+
+    def __init__(self, store: Any, key: str) -> None:
+        self.get, self.check, self._store, self._key, self.told = store.get, store.check, store, key, threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+        if key == self._key:
+            self.told.set()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_meet_those_of_their_own_attempt(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restarted job finds what ranks that have ended have left in the store: one whole attempt, and one of rank 1
+    alone. Whichever comes first lists, or signs, without harm."""
+    monkeypatch.setattr(world, "PrefixStore", lambda prefix, store: store)
+    store, never = HashStore(), time.monotonic() + 60
+
+    def roll(rank: int) -> tuple[str, list[Seat]]:
+        return world._roll(store, Launch(rank, 2, local_rank=rank), never)
+
+    with ThreadPoolExecutor() as ranks:
+        before = list(ranks.map(roll, range(2)))
+        assert before[0] == before[1]
+        store.set("card/1", json.dumps(["of a rank that has ended", *Seat("elsewhere")]))
+        early = Told(store, "list" if first == 0 else "card/1")
+        one = ranks.submit(world._roll, early, Launch(first, 2, local_rank=first), never)
+        assert early.told.wait(60)
+        other = roll(1 - first)
+    assert one.result() == other
+    assert other[0] != before[0][0]
+    assert [seat.local_rank for seat in other[1]] == [0, 1]
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    store, now = HashStore(), time.monotonic()
+    with pytest.raises(world.HorovodInternalError, match=r"ranks 1, 2 did not call hvd.init\(\) within 300 s"):
+        world._roll(store, Launch(0, 3), now)
 
 
 # -- meeting before NCCL connects ----------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ class ProcessSet:
 
 
 global_process_set = ProcessSet([])
+global_process_set.process_set_id = 0  # (always, as Horovod's)
 _known: dict[int, ProcessSet] = {}
 _next_id = 0
 
@@ -89,7 +90,7 @@ def forget(process_set: ProcessSet) -> None:
     """End a process set's collectives, and make it unknown."""
     assert process_set.process_set_id is not None
     del _known[process_set.process_set_id]
-    process_set.process_set_id = None
+    process_set.process_set_id = None if process_set is not global_process_set else 0
     if process_set._queue is not None:
         process_set._queue.close()
         process_set._queue = None
