@@ -173,13 +173,7 @@ def init(*arguments: Any, **options: Any) -> None:
         ValueError: as Horovod's; a variable of the launcher is missing or wrong; or this process is the only rank while
             a variable, or the default process group, says that there are more.
     """
-    hvd.settle()
     elastic.meet(hvd.shutdown, lambda: hvd.init(*arguments, **options))
-    try:
-        hvd.refuse_alone()
-    except ValueError:
-        hvd.shutdown()
-        raise
     LIFECYCLE.initialized()
 
 

@@ -1,8 +1,8 @@
 """The one place through which this binding reaches Horovod's API: Horovod itself, or our own on torch.distributed.
 
-``hvd`` has the names of ``horovod.torch``, which ``hvd_async.torch.distributed`` has too. Which of the two it is, see
-``hvd_async.runtime.data_plane``, is decided by ``hvd.init()``: before, a script may still say which rank it is. What is
-asked for earlier, and a script that calls ``horovod.torch.init()`` itself, get what the environment says on import.
+``hvd`` has the names of ``horovod.torch``, which ``hvd_async.torch.distributed`` has too. Which of the two it is (see
+``hvd_async.runtime.data_plane``) is decided by ``hvd.init()``: until then a script may still say which rank it is. What
+is asked for earlier, and a script that calls ``horovod.torch.init()`` itself, get what the environment says on import.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _load(plane: str) -> SimpleNamespace:
 
 
 class Api:
-    """Horovod's API for torch, on the data plane of this process.
+    """Horovod's API for torch, on the data plane of this process. ``init`` decides which that is.
 
     Attributes:
         plane: the data plane, and why.
@@ -110,6 +110,21 @@ class Api:
                 "children only, or spawn them."
             )
         self._process = os.getpid()
+
+    def init(self, *arguments: Any, **options: Any) -> None:
+        """Decide which data plane it is, and meet the other ranks there.
+
+        Raises:
+            ValueError, ImportError: as ``settle``; as Horovod's ``init``; or something says that this process is not
+                the only rank, as which it finds itself.
+        """
+        self.settle()
+        self._api.init(*arguments, **options)
+        try:
+            self.refuse_alone()
+        except ValueError:
+            self._api.shutdown()
+            raise
 
     def refuse_alone(self, unknown: bool = True) -> None:
         """Refuse a job of one rank where anything says that there are more.

@@ -161,6 +161,27 @@ def test_the_binding_asks_for_gpus_and_initializes_none(before: str, gpus: int, 
     assert (ended.stdout.strip(), ended.returncode) == (printed, 0), ended.stderr
 
 
+REFUSED = (
+    "import {horovods}, {ours} as hvd\n"
+    "def refused(call):\n    try:\n        call()\n    except ValueError as error:\n"
+    "        assert 'the only rank, but WORLD_SIZE says that there are 2' in str(error)\n"
+    "    else:\n        raise AssertionError\n"
+    "refused(hvd.init)\nassert not hvd.is_initialized()\nrefused(hvd.init)\n"
+    "{horovods}.init()\nfrom {ours}.collectives import LIFECYCLE\nrefused(LIFECYCLE.engine)\n"
+)
+
+
+@needs_horovod
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_one_rank_beside_variables_of_two_is_refused_by_either_framework(framework: str) -> None:
+    """Also where the script calls Horovod's own ``init()``: when training begins."""
+    code = REFUSED.format(horovods=f"horovod.{framework}", ours=f"hvd_async.{framework}")
+    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", VARIABLE: HOROVOD}
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_horovods_init_does_not_suffice_on_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     from hvd_async.torch.distributed import world
 
