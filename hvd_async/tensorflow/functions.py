@@ -182,11 +182,7 @@ def init(*arguments: Any, **options: Any) -> None:
         ValueError: as Horovod's; or this process is the only rank while a variable says that there are more.
     """
     elastic.meet(_horovods_shutdown, lambda: _horovods_init(*arguments, **options))
-    try:
-        refuse_alone()
-    except ValueError:
-        _horovods_shutdown()
-        raise
+    refuse_alone()
     LIFECYCLE.initialized()
 
 

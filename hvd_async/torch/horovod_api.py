@@ -120,11 +120,7 @@ class Api:
         """
         self.settle()
         self._api.init(*arguments, **options)
-        try:
-            self.refuse_alone()
-        except ValueError:
-            self._api.shutdown()
-            raise
+        self.refuse_alone()  # (Horovod stays initialized, since MPI cannot be a second time: each call raises)
 
     def refuse_alone(self, unknown: bool = True) -> None:
         """Refuse a job of one rank where anything says that there are more.
