@@ -141,13 +141,19 @@ def parse(environment: Mapping[str, str]) -> Launch:
     Raises:
         ValueError: one of a launcher's variables is missing while others are set, or is no number that can be.
     """
-    partly = None
+    started = partly = None
     for launcher in _in_order(environment):
-        there = [name for name in (launcher.rank, launcher.size) if environment.get(name)]
-        if len(there) == 2:
-            return _parsed(environment, launcher)
-        if there and environment.get(launcher.size) != "1":
-            partly = partly or launcher
+        there = [environment[name] for name in (launcher.rank, launcher.size) if environment.get(name)]
+        if len(there) < 2:
+            if there and environment.get(launcher.size) != "1":
+                partly = partly or launcher
+        elif started is None:
+            started = _parsed(environment, launcher)
+        elif started.local_rank is None and there == [str(started.rank), str(started.size)]:
+            other = _parsed(environment, launcher)  # (a script has set RANK and WORLD_SIZE by these)
+            started = started._replace(local_rank=other.local_rank, local_size=other.local_size, node=other.node)
+    if started is not None:
+        return started
     if "TORCHELASTIC_RUN_ID" in environment:
         partly = partly or TORCHRUN
     if partly is not None:
@@ -262,10 +268,14 @@ def refuse_alone(environment: Mapping[str, str], size: int, group: Group | None 
     if unknown and environment.get(PMIX):
         found.append(f"{PMIX} is set, without the number of ranks")
     if found:
+        how = (
+            "Set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT before hvd.init(), start the ranks with torchrun"
+            if environment.get("HVD_ASYNC_TRANSPORT") != "horovod"
+            else "Unset HVD_ASYNC_TRANSPORT"
+        )
         raise ValueError(
-            f"{only} {found[0]}. Set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT before hvd.init(), or start the "
-            f"ranks with torchrun, or with Horovod by horovodrun or an mpirun that it was built for. If this process "
-            f"is to train alone, unset {found[0].split()[0]}."
+            f"{only} {found[0]}. {how}, or start them with horovodrun, or an mpirun that Horovod was built for. If "
+            f"this process is to train alone, unset {found[0].split()[0]}."
         )
 
 
