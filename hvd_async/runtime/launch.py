@@ -54,7 +54,7 @@ LAUNCHERS = (TORCHRUN, HOROVODRUN, OPEN_MPI, JSRUN, MVAPICH, SRUN, HYDRA)
 MORE_SIZES = ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE")
 """More variables that are over 1 only where there are several ranks."""
 PMIX = "PMIX_RANK"
-"""All that PRRTE's ``prun`` sets; other launchers set it beside their own."""
+"""All that PRRTE's ``prun`` sets; other launchers set it too, with their own."""
 
 
 class Group(NamedTuple):
@@ -139,7 +139,7 @@ def parse(environment: Mapping[str, str]) -> Launch:
     """Return what a launcher's variables say, apart from where the ranks meet; ``ALONE`` if there are none.
 
     Raises:
-        ValueError: one of a launcher's variables is missing while others are set, or is no number that can be.
+        ValueError: one of a launcher's variables is missing while others are set, or is not a number that can be.
     """
     started = partly = None
     for launcher in _in_order(environment):

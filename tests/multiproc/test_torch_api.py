@@ -104,8 +104,8 @@ def test_two_containers_of_one_host_name_are_two_hosts(group: str, tmp_path: Pat
             )
             for node in range(2)
         ]
-        told = [node.communicate(timeout=120)[0].strip() for node in started]
-    assert told == ["0,0,1,0,2,", "1,0,1,1,2,1"]
+        said = [node.communicate(timeout=120)[0].strip() for node in started]
+    assert said == ["0,0,1,0,2,", "1,0,1,1,2,1"]
 
 
 CHOICE = (

@@ -173,7 +173,7 @@ REFUSED = (
 
 @needs_horovod
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-def test_one_rank_beside_variables_of_two_is_refused_by_either_framework(framework: str) -> None:
+def test_one_rank_with_variables_of_two_is_refused_by_either_framework(framework: str) -> None:
     """Also where the script calls Horovod's own ``init()``: when training begins."""
     code = REFUSED.format(horovods=f"horovod.{framework}", ours=f"hvd_async.{framework}")
     env = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", VARIABLE: HOROVOD}
@@ -320,7 +320,7 @@ LAUNCHES = {
     "RANK alone": Row({"RANK": "0"}, HOROVOD, None, "WORLD_SIZE is not set, and RANK is"),
     "WORLD_SIZE alone": Row({"WORLD_SIZE": "2", **ADDRESS}, HOROVOD, None, "RANK is not set, and WORLD_SIZE is"),
     "WORLD_SIZE of one alone": Row({"WORLD_SIZE": "1"}, HOROVOD, ALONE),
-    "RANK beside a launcher": Row({**MPIRUN, "RANK": "0"}, HOROVOD, (1, 2, 1, 2)),
+    "RANK and a launcher": Row({**MPIRUN, "RANK": "0"}, HOROVOD, (1, 2, 1, 2)),
     "RANK too large": Row({**KUBERNETES, "RANK": "2"}, TORCH, None, "RANK must be .* 0 to 1, got 2 with WORLD_SIZE=2"),
     "no rank": Row({**KUBERNETES, "WORLD_SIZE": "0"}, TORCH, None, "WORLD_SIZE must be at least 1, got 0"),
     "no number": Row({**TORCHRUN, "RANK": "x"}, TORCH, None, "RANK must be a number, got 'x'"),
@@ -340,7 +340,7 @@ def test_a_launch_is_one_job_or_refused(launch: str, installed: bool) -> None:
     """Horovod finds one rank in all of these if its MPI does not know of the others; that is refused too."""
     row = LAUNCHES[launch]
     plane = row.plane if installed else TORCH
-    # (without Horovod horovodrun's ranks are told that it is missing, unless they ask for this)
+    # (without Horovod horovodrun's ranks get the error that it is missing, unless they ask for this)
     asked = {} if installed or "HOROVOD_RANK" not in row.environment else {VARIABLE: TORCH}
 
     def init(ranks: int) -> tuple[str, tuple[int, int, int | None, int | None]]:
@@ -431,6 +431,10 @@ def test_the_first_host(nodes: str, first: str) -> None:
         # containers of one name: by torchrun's numbers, by places that occur twice, by machines
         ([Seat("c", "0", 0, 1), Seat("c", "1", 0, 1)], [(0, 1, 0, 2, True, "c"), (0, 1, 1, 2, True, "c#1")]),
         ([Seat("c", "", 0), Seat("c", "", 0)], [(0, 1, 0, 2, True, "c"), (0, 1, 1, 2, True, "c#1")]),
+        (
+            [Seat("c", "", 0), Seat("d", "", 0), Seat("c", "", 0)],
+            [(0, 1, 0, 3, True, "c"), (0, 1, 1, 3, True, "d"), (0, 1, 2, 3, True, "c#1")],
+        ),
         ([Seat("c", "boot 1"), Seat("c", "boot 2")], [(0, 1, 0, 2, True, "c"), (0, 1, 1, 2, True, "c#1")]),
         # ranks that go round the hosts, and places in another order than the ranks
         (

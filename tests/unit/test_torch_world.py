@@ -117,16 +117,22 @@ def test_a_collective_that_fails_on_all_ranks_suspects_none_and_hides_no_later_d
 # -- meeting in a store --------------------------------------------------------------------------------------------
 
 
-class Told:
+class Noticed:
     """A store that tells when a key is set."""
 
     def __init__(self, store: Any, key: str) -> None:
-        self.get, self.check, self._store, self._key, self.told = store.get, store.check, store, key, threading.Event()
+        self.get, self.check, self._store, self._key, self.noticed = (
+            store.get,
+            store.check,
+            store,
+            key,
+            threading.Event(),
+        )
 
     def set(self, key: str, value: str) -> None:
         self._store.set(key, value)
         if key == self._key:
-            self.told.set()
+            self.noticed.set()
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -143,9 +149,9 @@ def test_ranks_meet_those_of_their_own_attempt(first: int, monkeypatch: pytest.M
         before = list(ranks.map(roll, range(2)))
         assert before[0] == before[1]
         store.set("card/1", json.dumps(["of a rank that has ended", *Seat("elsewhere")]))
-        early = Told(store, "list" if first == 0 else "card/1")
+        early = Noticed(store, "list" if first == 0 else "card/1")
         one = ranks.submit(world._roll, early, Launch(first, 2, local_rank=first), never)
-        assert early.told.wait(60)
+        assert early.noticed.wait(60)
         other = roll(1 - first)
     assert one.result() == other
     assert other[0] != before[0][0]

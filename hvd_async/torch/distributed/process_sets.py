@@ -67,7 +67,6 @@ def initialize(process_sets: str | Sequence[ProcessSet] | None) -> None:
     """
     global _next_id
     _next_id = 0
-    _known.clear()  # (in a forked child they are the parent's)
     global_process_set.ranks = list(range(world.current().size))
     _register(global_process_set)
     if isinstance(process_sets, str) and process_sets != "dynamic":

@@ -207,7 +207,7 @@ def _roll(store: Any, started: launch.Launch, deadline: float) -> tuple[str, lis
 
     The store may hold what ranks have left that have ended: of an attempt before a restart (torchrun keeps its store,
     and counts restarts differently on each host), of an earlier ``init()``. So each rank signs with a new token; rank 0
-    lists those that it sees, and again when one changes, until each rank has found its own in the list.
+    lists the ranks that it sees, and again when one changes, until each rank has found its own in the list.
 
     Raises:
         HorovodInternalError: a rank did not come in time.
