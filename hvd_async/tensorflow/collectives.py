@@ -308,4 +308,7 @@ def _make() -> HorovodCollectives:
     return made
 
 
-LIFECYCLE = Lifecycle(_make, FAMILIES, lambda: (hvd.rank(), hvd.size()) if hvd.is_initialized() else None, hvd.shutdown)
+_horovods_hook = hvd.shutdown  # (``install`` replaces this name)
+LIFECYCLE = Lifecycle(
+    _make, FAMILIES, lambda: (hvd.rank(), hvd.size()) if hvd.is_initialized() else None, lambda: _horovods_hook
+)

@@ -13,7 +13,7 @@ import torch
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.runtime.interfaces import Collectives
 from hvd_async.runtime.lifecycle import Lifecycle
-from hvd_async.torch.horovod_api import forwarded, hvd
+from hvd_async.torch.horovod_api import hvd
 
 # -- calls from inside inference mode ----------------------------------------------------------------------------------
 # A tensor that is made in inference mode can never be changed in place outside of it. Tensors that a call makes here,
@@ -93,5 +93,8 @@ class _TorchLifecycle(Lifecycle):
 
 
 LIFECYCLE = _TorchLifecycle(
-    _make, FAMILIES, lambda: (hvd.rank(), hvd.size()) if hvd.is_initialized() else None, forwarded("shutdown")
+    _make,
+    FAMILIES,
+    lambda: (hvd.rank(), hvd.size()) if hvd.is_initialized() else None,
+    lambda: hvd.shutdown,  # (by then it is known whose)
 )
