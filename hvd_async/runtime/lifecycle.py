@@ -63,8 +63,8 @@ class Lifecycle:
         make_collectives: returns the binding's data plane; called after Horovod was initialized.
         families: the families of algorithms that ranks may run.
         world: returns this rank and the number of ranks; None before ``hvd.init()``. Does not communicate.
-        horovod_hook: returns Horovod's own exit hook, None without Horovod. In a forked child the hook would change state that the child
-            shares with its parent (Gloo's epoll set), and end the parent's connections.
+        horovod_hook: returns Horovod's own exit hook, None without Horovod. In a forked child the hook would change
+            state that the child shares with its parent (Gloo's epoll set), and end the parent's connections.
 
     Attributes:
         elastic: whether training continues without lost ranks.

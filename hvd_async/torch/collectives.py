@@ -96,5 +96,5 @@ LIFECYCLE = _TorchLifecycle(
     _make,
     FAMILIES,
     lambda: (hvd.rank(), hvd.size()) if hvd.is_initialized() else None,
-    lambda: hvd.shutdown,  # (by then it is known whose)
+    lambda: hvd.exit_hook,
 )

@@ -36,7 +36,7 @@ def _load(plane: str) -> SimpleNamespace:
         api: Any = importlib.import_module("hvd_async.torch.distributed")
         sets: Any = importlib.import_module("hvd_async.torch.distributed.process_sets")
         broadcast = api.broadcast_optimizer_state
-        return SimpleNamespace(api=api, process_sets=sets, known=sets.ids_and_ranks, broadcast=broadcast)
+        return SimpleNamespace(api=api, process_sets=sets, known=sets.ids_and_ranks, broadcast=broadcast, hook=None)
     try:
         api = importlib.import_module("horovod.torch")
         sets = importlib.import_module("horovod.common.process_sets")
@@ -44,7 +44,11 @@ def _load(plane: str) -> SimpleNamespace:
     except ImportError as error:
         raise no_horovod(error, "torch") from error
     return SimpleNamespace(
-        api=api, process_sets=sets, known=lambda: sets._basics._get_process_set_ids_and_ranks(), broadcast=broadcast
+        api=api,
+        process_sets=sets,
+        known=lambda: sets._basics._get_process_set_ids_and_ranks(),
+        broadcast=broadcast,
+        hook=api.mpi_ops._basics.shutdown,
     )
 
 
@@ -55,6 +59,7 @@ class Api:
         plane: the data plane, and why.
         process_sets: the module of process sets.
         horovods_broadcast: its function ``broadcast_optimizer_state``, which this library replaces in Horovod.
+        exit_hook: what Horovod registers to run at the process's end; None on torch.distributed.
         when_on_horovod: called when Horovod has become the data plane.
     """
 
@@ -73,7 +78,7 @@ class Api:
             self._loaded[plane.name] = _load(plane.name)
         self.plane, modules = plane, self._loaded[plane.name]
         self._api, self.process_sets, self.known_process_sets = modules.api, modules.process_sets, modules.known
-        self.horovods_broadcast = modules.broadcast
+        self.horovods_broadcast, self.exit_hook = modules.broadcast, modules.hook
         if new and self.on_horovod:
             self.when_on_horovod()
 
