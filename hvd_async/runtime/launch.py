@@ -115,21 +115,31 @@ def read(environment: Mapping[str, str], group: Group | None = None) -> Launch:
         refuse_alone(environment, 1, group)
         return started
     if group is not None and group.size == 1:
-        raise ValueError(
-            f"the default process group has one rank, but {started.launcher} has started {started.size}. Call "
-            f"hvd.init() before init_process_group(), or make the group of all ranks."
-        )
+        raise _smaller(group, started)
     if started.launcher == HOROVODRUN.name and is_elastic(environment):
         raise ValueError("an elastic job of horovodrun needs Horovod's data plane: unset HVD_ASYNC_TRANSPORT.")
     return _with_address(environment, started)
 
 
+def _smaller(group: Group, started: Launch) -> ValueError:
+    return ValueError(
+        f"the default process group has {group.size} rank(s), but {started.launcher} has started {started.size}. Call "
+        f"hvd.init() before init_process_group(), or make the group of all ranks."
+    )
+
+
 def _of_group(environment: Mapping[str, str], group: Group) -> Launch:
-    """Return a rank of a default process group; its place on the host is the environment's, if that is of this rank."""
+    """Return a rank of a default process group; its place on the host is the environment's, if that is of this rank.
+
+    Raises:
+        ValueError: the environment is of more ranks.
+    """
     try:
         started = parse(environment)
     except ValueError:
         started = ALONE
+    if started.size > group.size:
+        raise _smaller(group, started)
     if (started.rank, started.size) != group:
         started = Launch(*group)
     return started._replace(launcher="torch.distributed.init_process_group()")
@@ -250,20 +260,24 @@ def refuse_alone(environment: Mapping[str, str], size: int, group: Group | None 
     Raises:
         ValueError: a variable, or the default process group, says that there are more ranks.
     """
-    if size > 1 or is_elastic(environment):
+    if is_elastic(environment):
+        return
+    if group is not None and group.size > size:
+        raise ValueError(
+            f"the job has {size} rank(s), but the default process group has {group.size}. Call hvd.init() after "
+            f"init_process_group()."
+        )
+    if size > 1:
         return
     sizes = [(name, environment.get(name, "")) for name in (*(one.size for one in LAUNCHERS), *MORE_SIZES)]
     unknown = unknown and not any(text for _, text in sizes)
     sizes.append(("TF_CONFIG", str(_tasks(environment.get("TF_CONFIG", "")))))
     found = [f"{name} says that there are {text}" for name, text in sizes if text.isdecimal() and int(text) > 1]
     only = "this process finds itself the only rank, but"
-    if group is not None and group.size > 1:
-        raise ValueError(
-            f"{only} the default process group has {group.size} ranks. Call hvd.init() after init_process_group()."
-        )
     if unknown and group is not None and group.size == 0:
         raise ValueError(
-            f"{only} a default process group was ended before. Call hvd.init() before destroy_process_group()."
+            f"{only} a default process group was ended before. Call hvd.init() before destroy_process_group(), or set "
+            f"RANK=0 and WORLD_SIZE=1 if it is to train alone."
         )
     if unknown and environment.get(PMIX):
         found.append(f"{PMIX} is set, without the number of ranks")

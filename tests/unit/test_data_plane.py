@@ -313,7 +313,9 @@ LAUNCHES = {
     "TF_CONFIG of one": Row({"TF_CONFIG": '{"cluster": {"worker": ["b:1"]}}'}, HOROVOD, ALONE),
     "a group made before": Row(TORCHRUN, TORCH, (3, 4, 1, 2), group=Group(3, 4)),
     "a group with other numbers": Row(TORCHRUN, TORCH, (2, 4, None, None), group=Group(2, 4)),
-    "a group of one": Row(TORCHRUN, TORCH, None, "group has one rank, but torchrun has started 4", Group(0, 1)),
+    "a group of one": Row(TORCHRUN, TORCH, None, "group has 1 rank.* torchrun has started 4", Group(0, 1)),
+    "a group of some": Row(TORCHRUN, TORCH, None, "group has 2 rank.* torchrun has started 4", group=Group(1, 2)),
+    "a group of several torchruns": Row(TORCHRUN, TORCH, (7, 8, None, None), group=Group(7, 8)),
     "a group of one, alone": Row({}, HOROVOD, ALONE, group=Group(0, 1)),
     "a group that was ended": Row(TORCHRUN, TORCH, (3, 4, 1, 2), group=Group(0, 0)),
     "a group by file that was ended": Row({}, HOROVOD, None, "group was ended before", Group(0, 0)),
@@ -369,7 +371,7 @@ def test_an_elastic_job_may_be_of_one_and_needs_horovod() -> None:
 @pytest.mark.parametrize(
     ("group", "environment", "error"),
     [
-        (Group(0, 2), {}, "the default process group has 2 ranks"),
+        (Group(0, 2), {}, "the job has 1 rank.* default process group has 2"),
         (None, {"WORLD_SIZE": "2"}, "WORLD_SIZE says that there are 2"),
         (Group(0, 1), {"TORCHELASTIC_RUN_ID": "x"}, ""),
         (Group(0, 0), {"PMIX_RANK": "0"}, ""),
