@@ -51,8 +51,9 @@ HYDRA = Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCA
 """MPICH's launcher, Intel MPI's and others of the process management interface (PMI)."""
 LAUNCHERS = (TORCHRUN, HOROVODRUN, OPEN_MPI, JSRUN, MVAPICH, SRUN, HYDRA)
 """The inner ones first: ``srun`` may start a ``torchrun`` on each host."""
-MORE_SIZES = ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE")
-"""More variables that are over 1 only where there are several ranks."""
+MORE_SIZES = ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "OMPI_APP_CTX_NUM_PROCS")
+"""More variables that are over 1 only where there are several ranks. (The last is all that children of a process have
+in which MPI was started without a launcher.)"""
 PMIX = "PMIX_RANK"
 """All that PRRTE's ``prun`` sets; other launchers set it too, with their own."""
 

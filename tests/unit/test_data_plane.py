@@ -296,6 +296,7 @@ LAUNCHES = {
                                   "SLURM_STEP_NUM_TASKS": "1"}, HOROVOD, (3, 8, None, None)),
     "MVAPICH": Row({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2", **ADDRESS}, HOROVOD, (1, 2, None, None)),
     "prun": Row({"PMIX_RANK": "1", "PMIX_NAMESPACE": "n"}, HOROVOD, None, "PMIX_RANK is set, without the number"),
+    "a child of the only rank": Row({"PMIX_RANK": "0", "OMPI_APP_CTX_NUM_PROCS": "1"}, HOROVOD, ALONE),
     "prun with a group": Row({"PMIX_RANK": "1"}, TORCH, (1, 2, None, None), group=Group(1, 2)),
     "jsrun": Row({"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_LOCAL_RANK": "1",
                   "JSM_NAMESPACE_LOCAL_SIZE": "2", "PMIX_RANK": "1", "PMIX_NAMESPACE": "n"}, HOROVOD, (1, 2, 1, 2)),
