@@ -56,8 +56,8 @@ def test_horovodrun_starts_ranks_without_horovod() -> None:
 TRAINED = [[0, 0, 2, 0, 2, 2.0, -1.5], [1, 1, 2, 1, 2, 2.0, -1.5]]
 """Of each rank: which it was made to be, rank, size, local rank, local size, a sum of ones, its weight."""
 WAYS: dict[str, str] = {
-    "by_variables": "", "by_tcp": "", "by_file": "", "group_before": "", "group_ended": "", "group_after": "",
-    "file_ended": "hvd.init() before destroy_process_group()",
+    "by_variables": "", "with_sets": "", "by_tcp": "", "by_file": "", "group_before": "", "group_ended": "",
+    "group_after": "", "file_ended": "hvd.init() before destroy_process_group()",
     "init_before_ranks": "hvd.init() after init_process_group()", "init_in_the_parent": "",
 }  # fmt: skip
 """Ways to make ranks, and what the error says where there is one."""

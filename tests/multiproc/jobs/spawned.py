@@ -40,6 +40,14 @@ def by_variables(rank: int, port: int, file: str) -> None:
     variables(rank, port)
 
 
+def with_sets(rank: int, port: int, file: str) -> None:
+    """The sets are made before it is known which data plane it is."""
+    variables(rank, port)
+    sets = [hvd.ProcessSet([one]) for one in range(2)]
+    hvd.init(process_sets=sets)
+    assert hvd.allreduce(torch.tensor(2.0), process_set=sets[rank]).item() == 2.0
+
+
 def group_before(rank: int, port: int, file: str) -> None:
     variables(rank, port)
     dist.init_process_group("gloo")
@@ -74,7 +82,7 @@ def init_in_the_parent(rank: int, port: int, file: str) -> None:
 WAYS = {
     way.__name__: way
     for way in (
-        by_variables, by_tcp, by_file, group_before, group_ended, file_ended, group_after, init_before_ranks,
+        by_variables, with_sets, by_tcp, by_file, group_before, group_ended, file_ended, group_after, init_before_ranks,
         init_in_the_parent,
     )
 }  # fmt: skip
