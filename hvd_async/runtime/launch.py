@@ -112,19 +112,20 @@ def read(environment: Mapping[str, str], group: Group | None = None) -> Launch:
     if group is not None and group.size > 1:
         return _of_group(environment, group)
     started = parse(environment)
+    if started.launcher == HOROVODRUN.name and is_elastic(environment):
+        raise ValueError("an elastic job of horovodrun needs Horovod's data plane: unset HVD_ASYNC_TRANSPORT.")
     if started.size == 1:
         refuse_alone(environment, 1, group)
         return started
     if group is not None and group.size == 1:
-        raise _smaller(group, started)
-    if started.launcher == HOROVODRUN.name and is_elastic(environment):
-        raise ValueError("an elastic job of horovodrun needs Horovod's data plane: unset HVD_ASYNC_TRANSPORT.")
+        raise _smaller(environment, group, started.size)
     return _with_address(environment, started)
 
 
-def _smaller(group: Group, started: Launch) -> ValueError:
+def _smaller(environment: Mapping[str, str], group: Group, size: int) -> ValueError:
+    variable = next(one.size for one in LAUNCHERS if environment.get(one.size) == str(size))
     return ValueError(
-        f"the default process group has {group.size} rank(s), but {started.launcher} has started {started.size}. Call "
+        f"the default process group has {group.size} rank(s), but {variable} says that there are {size}. Call "
         f"hvd.init() before init_process_group(), or make the group of all ranks."
     )
 
@@ -140,7 +141,7 @@ def _of_group(environment: Mapping[str, str], group: Group) -> Launch:
     except ValueError:
         started = ALONE
     if started.size > group.size:
-        raise _smaller(group, started)
+        raise _smaller(environment, group, started.size)
     if (started.rank, started.size) != group:
         started = Launch(*group)
     return started._replace(launcher="torch.distributed.init_process_group()")

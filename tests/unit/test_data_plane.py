@@ -314,8 +314,8 @@ LAUNCHES = {
     "TF_CONFIG of one": Row({"TF_CONFIG": '{"cluster": {"worker": ["b:1"]}}'}, HOROVOD, ALONE),
     "a group made before": Row(TORCHRUN, TORCH, (3, 4, 1, 2), group=Group(3, 4)),
     "a group with other numbers": Row(TORCHRUN, TORCH, (2, 4, None, None), group=Group(2, 4)),
-    "a group of one": Row(TORCHRUN, TORCH, None, "group has 1 rank.* torchrun has started 4", Group(0, 1)),
-    "a group of some": Row(TORCHRUN, TORCH, None, "group has 2 rank.* torchrun has started 4", group=Group(1, 2)),
+    "a group of one": Row(TORCHRUN, TORCH, None, "group has 1 rank.* WORLD_SIZE says that there are 4", Group(0, 1)),
+    "a group of some": Row(TORCHRUN, TORCH, None, "group has 2 rank.* WORLD_SIZE says that there are 4", group=Group(1, 2)),
     "a group of several torchruns": Row(TORCHRUN, TORCH, (7, 8, None, None), group=Group(7, 8)),
     "a group of one, alone": Row({}, HOROVOD, ALONE, group=Group(0, 1)),
     "a group that was ended": Row(TORCHRUN, TORCH, (3, 4, 1, 2), group=Group(0, 0)),
@@ -365,8 +365,9 @@ def test_an_elastic_job_may_be_of_one_and_needs_horovod() -> None:
     elastic = {**HOROVODRUN, "HOROVOD_ELASTIC": "1"}
     refuse_alone(elastic, 1)
     assert understand(elastic, has_horovod=True).plane.name == HOROVOD
-    with pytest.raises(ValueError, match="needs Horovod's data plane: unset HVD_ASYNC_TRANSPORT"):
-        read(elastic)
+    for sizes in ({}, {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1", "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1"}):
+        with pytest.raises(ValueError, match="needs Horovod's data plane: unset HVD_ASYNC_TRANSPORT"):
+            read(elastic | sizes)
 
 
 @pytest.mark.parametrize(
