@@ -315,7 +315,7 @@ LAUNCHES = {
     "a group made before": Row(TORCHRUN, TORCH, (3, 4, 1, 2), group=Group(3, 4)),
     "a group with other numbers": Row(TORCHRUN, TORCH, (2, 4, None, None), group=Group(2, 4)),
     "a group of one": Row(TORCHRUN, TORCH, None, "group has 1 rank.* WORLD_SIZE says that there are 4", Group(0, 1)),
-    "a group of some": Row(TORCHRUN, TORCH, None, "group has 2 rank.* WORLD_SIZE says that there are 4", group=Group(1, 2)),
+    "a group of some": Row(TORCHRUN, TORCH, None, "group has 2 rank.* WORLD_SIZE says that there are 4", Group(1, 2)),
     "a group of several torchruns": Row(TORCHRUN, TORCH, (7, 8, None, None), group=Group(7, 8)),
     "a group of one, alone": Row({}, HOROVOD, ALONE, group=Group(0, 1)),
     "a group that was ended": Row(TORCHRUN, TORCH, (3, 4, 1, 2), group=Group(0, 0)),
