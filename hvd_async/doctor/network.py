@@ -25,6 +25,7 @@ from hvd_async.doctor.findings import Finding, note, ok, problem
 from hvd_async.doctor.programs import launch_command, run_job
 from hvd_async.doctor.software import BUILD, FRAMEWORKS, installed, read_build
 from hvd_async.errors import EngineError
+from hvd_async.runtime import launch
 from hvd_async.runtime.addresses import own_addresses, reachable
 from hvd_async.runtime.data_plane import TORCH, choose
 
@@ -37,9 +38,6 @@ LONG = 0.4
 REPEATS = 5
 ALL_PAIRS = 6
 """Maximum number of hosts that are measured pairwise; of more, each is measured with its neighbours in the ring."""
-SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""Variables with the number of ranks, of ``horovodrun``, Open MPI, other MPIs. torchrun's ``WORLD_SIZE`` counts only
-together with ``RANK``."""
 LINK_LIMIT = 10.0
 """Time limit of a link's measurement, s."""
 SLOW = 0.5
@@ -329,9 +327,12 @@ def _allreduces(ranks: Ranks, software: float) -> Iterator[Allreduce]:
 
 
 def in_a_job() -> bool:
-    """Return whether this process is one of several ranks."""
-    sizes = [*SIZES, "WORLD_SIZE"] if "RANK" in os.environ else SIZES
-    return any(os.environ.get(name, "1") not in ("", "1") for name in sizes)
+    """Return whether this process is one of several ranks.
+
+    Raises:
+        ValueError: as ``launch.parse``.
+    """
+    return launch.parse(os.environ).size > 1
 
 
 def horovods_framework() -> str:

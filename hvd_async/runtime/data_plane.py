@@ -31,11 +31,46 @@ class DataPlane(NamedTuple):
     reason: str
 
 
+class Job(NamedTuple):
+    """What ``hvd.init()`` has understood.
+
+    Attributes:
+        plane: the data plane.
+        launch: this rank, as the launcher or the default process group says; under Horovod its MPI may know better.
+    """
+
+    plane: DataPlane
+    launch: launch.Launch
+
+
+def understand(
+    environment: Mapping[str, str],
+    group: launch.Group | None = None,
+    has_horovod: bool | None = None,
+    has_gpu: bool = False,
+    horovods_script: bool = False,
+) -> Job:
+    """Return the job of a process with this environment and default process group.
+
+    Args:
+        environment, has_horovod, has_gpu, horovods_script: as for ``choose``.
+        group: torch.distributed's default process group.
+
+    Raises:
+        ValueError, ImportError: as ``choose`` and ``launch.read``.
+    """
+    plane = choose(environment, has_horovod, has_gpu, horovods_script, group)
+    if plane.name == TORCH:
+        return Job(plane, launch.read(environment, group))
+    return Job(plane, launch.ALONE if launch.is_elastic(environment) else launch.parse(environment))
+
+
 def choose(
     environment: Mapping[str, str] = os.environ,
     has_horovod: bool | None = None,
     has_gpu: bool = False,
     horovods_script: bool = False,
+    group: launch.Group | None = None,
 ) -> DataPlane:
     """Return the data plane of torch ranks in a process with this environment.
 
@@ -47,6 +82,7 @@ def choose(
         has_horovod: whether Horovod is installed with its torch extension; None to search for it.
         has_gpu: whether torch sees a GPU in this process.
         horovods_script: whether the script has imported ``horovod.torch``, whose ``init()`` it will call.
+        group: torch.distributed's default process group.
 
     Raises:
         ValueError: ``HVD_ASYNC_TRANSPORT`` is set to an unknown value.
@@ -58,7 +94,7 @@ def choose(
         raise ValueError(f"{VARIABLE} must be {HOROVOD!r} or {TORCH!r}, got {asked!r}. Unset it for the default.")
     if asked:
         chosen = DataPlane(asked, f"{VARIABLE}={asked}")
-    elif has_gpu and not horovods_script and environment.get(STAGE, "0") in ("", "0") and _can_meet(environment):
+    elif has_gpu and not horovods_script and environment.get(STAGE, "0") in ("", "0") and _can_meet(environment, group):
         chosen = DataPlane(TORCH, "torch sees a GPU")
     elif "HOROVOD_RANK" in environment:
         chosen = DataPlane(HOROVOD, "horovodrun has started this process")
@@ -66,6 +102,8 @@ def choose(
         chosen = DataPlane(TORCH, "torchrun has started this process")
     elif {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys():
         chosen = DataPlane(TORCH, "RANK, WORLD_SIZE and MASTER_ADDR are set")
+    elif group is not None and group.size > 1 and not horovods_script:
+        chosen = DataPlane(TORCH, "there is a default process group")
     elif installed:
         chosen = DataPlane(HOROVOD, "Horovod is installed")
     else:
@@ -92,11 +130,11 @@ def hint_of_absence(environment: Mapping[str, str], installed: bool) -> str:
     return f" Ranks without a GPU use Horovod: if there are some, set {VARIABLE}={HOROVOD} on all ranks."
 
 
-def _can_meet(environment: Mapping[str, str]) -> bool:
+def _can_meet(environment: Mapping[str, str], group: launch.Group | None) -> bool:
     """Return whether the ranks can meet on torch.distributed: not in elastic jobs of horovodrun, and on several hosts
     of some launchers only with ``MASTER_ADDR`` and ``MASTER_PORT``."""
     try:
-        launch.read(environment)
+        launch.read(environment, group)
     except ValueError:
         return False
     return True

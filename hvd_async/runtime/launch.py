@@ -1,15 +1,72 @@
-"""What a launcher's environment says about this process: its rank, the number of ranks, and where they meet."""
+"""What a launcher's environment, and the default process group, say about this process: its rank, the number of ranks,
+its place on its host, and where the ranks meet.
+
+A launch that is not understood is an error, never a job of one rank.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-import socket
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 FIRST_PORT, PORTS = 20000, 20000
 """Ports at which the ranks of SLURM's, Open MPI's and horovodrun's jobs meet, below Linux' ephemeral ports."""
+
+
+class Launcher(NamedTuple):
+    """The variables by which a launcher tells a process its place; empty where it has none.
+
+    Attributes:
+        name: for messages.
+        rank, size: this process's number, and how many there are.
+        local_rank, local_size: the same on its host.
+        nodes: numbers of the host, the first that is set counts.
+    """
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str = ""
+    nodes: tuple[str, ...] = ()
+
+
+TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ("GROUP_RANK", "NODE_RANK"))
+"""Also of all that set the same variables: accelerate, Ray, PyTorchJob, notebooks, scripts."""
+HOROVODRUN = Launcher("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
+OPEN_MPI = Launcher(
+    "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+)
+JSRUN = Launcher(
+    "jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"
+)
+MVAPICH = Launcher(
+    "mpiexec", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"
+)
+SRUN = Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", nodes=("SLURM_NODEID",))
+HYDRA = Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+"""MPICH's launcher, Intel MPI's and others of the process management interface (PMI)."""
+LAUNCHERS = (TORCHRUN, HOROVODRUN, OPEN_MPI, JSRUN, MVAPICH, SRUN, HYDRA)
+"""The inner ones first: ``srun`` may start a ``torchrun`` on each host."""
+MORE_SIZES = ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "OMPI_APP_CTX_NUM_PROCS")
+"""More variables that are over 1 only where there are several ranks. (The last is all that children of a process have
+in which MPI was started without a launcher.)"""
+PMIX = "PMIX_RANK"
+"""All that PRRTE's ``prun`` sets; other launchers set it too, with their own."""
+
+
+class Group(NamedTuple):
+    """torch.distributed's default process group, as far as it says who this process is.
+
+    Attributes:
+        rank, size: in it; 0 and 0 for one that was ended, of which torch keeps no more.
+    """
+
+    rank: int
+    size: int
 
 
 class Launch(NamedTuple):
@@ -18,111 +75,298 @@ class Launch(NamedTuple):
     Attributes:
         rank: this process's.
         size: number of ranks.
-        address, port: where rank 0 listens; empty and 0 where there is only one rank.
-        host: the name of this rank's host, equal for the ranks of one host.
+        address, port: where rank 0 listens; empty and 0 where there is only one rank, or a default process group.
         launcher: what started the process, for messages.
+        local_rank, local_size: its place among the ranks of its host; None where the environment does not say.
+        node: number of its host; empty where the environment does not say.
+        host: name of its host, if the launcher has given it one.
     """
 
     rank: int
     size: int
-    address: str
-    port: int
-    host: str
-    launcher: str
+    address: str = ""
+    port: int = 0
+    launcher: str = "no launcher"
+    local_rank: int | None = None
+    local_size: int | None = None
+    node: str = ""
+    host: str = ""
 
 
-def read(environment: Mapping[str, str]) -> Launch:
-    """Return what the environment says: torchrun's and compatible variables, horovodrun's, those of Open MPI, SLURM and
-    other MPIs, or a single process.
+ALONE = Launch(0, 1)
+
+
+def read(environment: Mapping[str, str], group: Group | None = None) -> Launch:
+    """Return this process's place in a job whose ranks meet on torch.distributed.
+
+    The ranks are those of the default process group if there is one; else the environment says which rank this is.
+
+    Args:
+        environment: variables by name.
+        group: the default process group; None if there is none.
 
     Raises:
-        ValueError: a variable is missing or is not a number, or the job is an elastic one of horovodrun.
+        ValueError: a variable is missing, or cannot be; the group or a variable says that there are more ranks; or the
+            job is an elastic one of horovodrun.
     """
-    host = socket.gethostname()
-    by_torchrun = "TORCHELASTIC_RUN_ID" in environment or "HOROVOD_RANK" not in environment
-    if by_torchrun and "RANK" in environment and "WORLD_SIZE" in environment:
-        host = f"node {environment['GROUP_RANK']}" if "GROUP_RANK" in environment else host
-        return _launch(environment, "torchrun", ("RANK", "WORLD_SIZE"), host, "", 0)
-    if "HOROVOD_RANK" in environment:
-        if "HOROVOD_ELASTIC" in environment:
-            raise ValueError("an elastic job of horovodrun needs Horovod's data plane: unset HVD_ASYNC_TRANSPORT.")
-        names, job = ("HOROVOD_RANK", "HOROVOD_SIZE"), environment.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
-        host = environment.get("HOROVOD_HOSTNAME", host)
-        one_host = environment.get("HOROVOD_LOCAL_SIZE") == environment.get("HOROVOD_SIZE")
-        return _launch(environment, "horovodrun", names, host, "127.0.0.1" if one_host else "", _port(job))
-    if "OMPI_COMM_WORLD_RANK" in environment:
-        names, job = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), environment.get("PMIX_NAMESPACE", "")
-        one_host = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == environment.get("OMPI_COMM_WORLD_SIZE")
-        return _launch(environment, "mpirun", names, host, "127.0.0.1" if one_host else "", _port(job))
-    pmi, tasks = environment.get("PMI_SIZE", "1"), environment.get("SLURM_STEP_NUM_TASKS", "1")
-    if int(tasks) > 1 and pmi in ("1", tasks):  # (else mpiexec has started a proxy on each host by srun)
-        job = f"{environment.get('SLURM_JOB_ID', '')}.{environment.get('SLURM_STEP_ID', '')}"
-        host = f"node {environment['SLURM_NODEID']}" if "SLURM_NODEID" in environment else host
-        first = first_host(environment.get("SLURM_STEP_NODELIST", ""))
-        return _launch(environment, "srun", ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), host, first, _port(job))
-    if int(pmi) > 1:  # (MPICH, Intel MPI)
-        return _launch(environment, "mpiexec", ("PMI_RANK", "PMI_SIZE"), host, "", 0)
-    return Launch(0, 1, "", 0, host, "no launcher")
+    if group is not None and group.size > 1:
+        return _of_group(environment, group)
+    started = parse(environment)
+    if started.launcher == HOROVODRUN.name and is_elastic(environment):
+        raise ValueError("an elastic job of horovodrun needs Horovod's data plane: unset HVD_ASYNC_TRANSPORT.")
+    if started.size == 1:
+        refuse_alone(environment, 1, group)
+        return started
+    if group is not None and group.size == 1:
+        raise _smaller(environment, group, started.size)
+    return _with_address(environment, started)
 
 
-def _launch(
-    environment: Mapping[str, str], launcher: str, names: tuple[str, str], host: str, address: str, port: int
-) -> Launch:
-    rank, size = (_number(environment, name) for name in names)
-    address = environment.get("MASTER_ADDR", address)
-    port = _number(environment, "MASTER_PORT") if "MASTER_PORT" in environment else port
-    if size > 1 and not (address and port):
-        how = {"mpirun": "mpirun -x MASTER_ADDR=HOST ...", "torchrun": "start the ranks with torchrun"}
-        export = f"export both before {launcher}"
+def _smaller(environment: Mapping[str, str], group: Group, size: int) -> ValueError:
+    variable = next(one.size for one in LAUNCHERS if environment.get(one.size) == str(size))
+    return ValueError(
+        f"the default process group has {group.size} rank(s), but {variable} says that there are {size}. Call "
+        f"hvd.init() before init_process_group(), or make the group of all ranks."
+    )
+
+
+def _of_group(environment: Mapping[str, str], group: Group) -> Launch:
+    """Return a rank of a default process group; its place on the host is the environment's, if that is of this rank.
+
+    Raises:
+        ValueError: the environment is of more ranks.
+    """
+    try:
+        started = parse(environment)
+    except ValueError:
+        started = ALONE
+    if started.size > group.size:
+        raise _smaller(environment, group, started.size)
+    if (started.rank, started.size) != group:
+        started = Launch(*group)
+    return started._replace(launcher="torch.distributed.init_process_group()")
+
+
+def parse(environment: Mapping[str, str]) -> Launch:
+    """Return what a launcher's variables say, apart from where the ranks meet; ``ALONE`` if there are none.
+
+    Raises:
+        ValueError: one of a launcher's variables is missing while others are set, or is not a number that can be.
+    """
+    started = partly = None
+    for launcher in _in_order(environment):
+        there = [environment[name] for name in (launcher.rank, launcher.size) if environment.get(name)]
+        if len(there) < 2:
+            if there and environment.get(launcher.size) != "1":
+                partly = partly or launcher
+        elif started is None:
+            started = _parsed(environment, launcher)
+        elif started.local_rank is None and there == [str(started.rank), str(started.size)]:
+            other = _parsed(environment, launcher)  # (a script has set RANK and WORLD_SIZE by these)
+            started = started._replace(local_rank=other.local_rank, local_size=other.local_size, node=other.node)
+    if started is not None:
+        return started
+    if "TORCHELASTIC_RUN_ID" in environment:
+        partly = partly or TORCHRUN
+    if partly is not None:
+        missing = partly.size if environment.get(partly.rank) else partly.rank
+        there_text = next((f"{n} is set" for n in (partly.rank, partly.size) if environment.get(n)), "torchrun's are")
         raise ValueError(
-            f"rank {rank} of {size} does not know where rank 0 is. Set MASTER_ADDR to the host of rank 0 and "
-            f"MASTER_PORT to a free port there ({how.get(launcher, export)})."
+            f"{missing} is not set, and {there_text}: which rank of how many is this? Start the ranks with a launcher, "
+            f"such as torchrun, or set {partly.rank} and {partly.size} before hvd.init()."
         )
-    return Launch(rank, size, address, port, host, launcher)
+    return ALONE
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
+def _in_order(environment: Mapping[str, str]) -> Iterator[Launcher]:
+    """Yield the launchers that can have started this process, the innermost first."""
+    pod = "HOROVOD_RANK" in environment and "TORCHELASTIC_RUN_ID" not in environment
+    tasks, pmi = environment.get(SRUN.size), environment.get(HYDRA.size)
+    for launcher in (HOROVODRUN, TORCHRUN, *LAUNCHERS[2:]) if pod else LAUNCHERS:
+        # A batch script has SLURM_PROCID=0 and no step. Where mpiexec has started a proxy on each host by srun, the
+        # step's tasks are the proxies; and srun that serves one task, or PMI itself, says the same as PMI.
+        if launcher is not SRUN or (tasks and (pmi in (None, "1", tasks) or "PMI_RANK" not in environment)):
+            yield launcher
+
+
+def _parsed(environment: Mapping[str, str], launcher: Launcher) -> Launch:
+    size = _number(environment, launcher.size, 1, None)
+    rank = _number(environment, launcher.rank, 0, size - 1, launcher.size)
+    local_size = local_rank = None
+    if environment.get(launcher.local_size):
+        local_size = _number(environment, launcher.local_size, 1, size, launcher.size)
+    if environment.get(launcher.local_rank):
+        most, of = (size - 1, launcher.size) if local_size is None else (local_size - 1, launcher.local_size)
+        local_rank = _number(environment, launcher.local_rank, 0, most, of)
+    node = next((environment[name] for name in launcher.nodes if environment.get(name)), "")
+    host = environment.get("HOROVOD_HOSTNAME", "") if launcher is HOROVODRUN else ""
+    return Launch(rank, size, "", 0, launcher.name, local_rank, local_size, node, host)
+
+
+def _number(environment: Mapping[str, str], name: str, least: int, most: int | None, of: str = "") -> int:
     text = environment.get(name, "")
-    if not text.isdecimal():
+    if not (text.isascii() and text.isdecimal()):
         raise ValueError(f"{name} must be a number, got {text!r}. Start the ranks with a launcher, such as torchrun.")
+    if int(text) < least or (most is not None and int(text) > most):
+        limits = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name} must be {limits}, got {text}{f' with {of}={environment[of]}' if of else ''}.")
     return int(text)
 
 
+def _with_address(environment: Mapping[str, str], started: Launch) -> Launch:
+    """Return a rank with the place at which it meets the others: MASTER_ADDR and MASTER_PORT, or what all ranks can
+    derive from the launcher's variables."""
+    address, job = "127.0.0.1" if started.local_size == started.size else "", ""
+    if started.launcher == HOROVODRUN.name:
+        job = environment.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
+    elif started.launcher in (OPEN_MPI.name, JSRUN.name):
+        job = environment.get("PMIX_NAMESPACE", "")
+    elif started.launcher == SRUN.name:
+        address = first_host(environment.get("SLURM_STEP_NODELIST", ""))
+        job = ".".join(environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")).strip(".")
+    elif started.launcher == TORCHRUN.name:
+        address = ""
+    address = environment.get("MASTER_ADDR") or address
+    port = _number(environment, "MASTER_PORT", 1, 65535) if environment.get("MASTER_PORT") else _port(job)
+    if not (address and port):
+        how = {"mpirun": "mpirun -x MASTER_ADDR=HOST ...", "torchrun": "start the ranks with torchrun"}
+        export = f"export both before {started.launcher}"
+        raise ValueError(
+            f"rank {started.rank} of {started.size} does not know where rank 0 is. Set MASTER_ADDR to the host of rank "
+            f"0 and MASTER_PORT to a free port there ({how.get(started.launcher, export)})."
+        )
+    if not re.fullmatch(r"[\w.-]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[\w:.%-]*", address):
+        raise ValueError(f"MASTER_ADDR must be the name or address of a host, without a protocol or port: {address!r}.")
+    return started._replace(address=address, port=port)
+
+
 def _port(job: str) -> int:
-    """Return a port that all ranks of a job derive from its name."""
-    return FIRST_PORT + zlib.crc32(job.encode()) % PORTS
+    """Return a port that all ranks of a job derive from its name; 0 without one, since all jobs would have it."""
+    return FIRST_PORT + zlib.crc32(job.encode()) % PORTS if job else 0
+
+
+def is_elastic(environment: Mapping[str, str]) -> bool:
+    """Return whether horovodrun has started an elastic job, whose size changes, also to 1."""
+    return environment.get("HOROVOD_ELASTIC", "0") not in ("", "0")
+
+
+def refuse_alone(environment: Mapping[str, str], size: int, group: Group | None = None, unknown: bool = True) -> None:
+    """Refuse a job of one rank where anything says that there are more, which would train apart.
+
+    Args:
+        environment: variables by name.
+        size: number of ranks of the job.
+        group: the default process group.
+        unknown: whether ``hvd.init()`` is still to find out how many ranks there are.
+
+    Raises:
+        ValueError: a variable, or the default process group, says that there are more ranks.
+    """
+    if is_elastic(environment):
+        return
+    if group is not None and group.size > size:
+        raise ValueError(
+            f"the job has {size} rank(s), but the default process group has {group.size}. Call hvd.init() after "
+            f"init_process_group()."
+        )
+    if size > 1:
+        return
+    sizes = [(name, environment.get(name, "")) for name in (*(one.size for one in LAUNCHERS), *MORE_SIZES)]
+    unknown = unknown and not any(text for _, text in sizes)
+    sizes.append(("TF_CONFIG", str(_tasks(environment.get("TF_CONFIG", "")))))
+    found = [f"{name} says that there are {text}" for name, text in sizes if text.isdecimal() and int(text) > 1]
+    only = "this process finds itself the only rank, but"
+    if unknown and group is not None and group.size == 0:
+        raise ValueError(
+            f"{only} a default process group was ended before. Call hvd.init() before destroy_process_group(), or set "
+            f"RANK=0 and WORLD_SIZE=1 if it is to train alone."
+        )
+    if unknown and environment.get(PMIX):
+        found.append(f"{PMIX} is set, without the number of ranks")
+    if found:
+        how = (
+            "Set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT before hvd.init(), start the ranks with torchrun"
+            if environment.get("HVD_ASYNC_TRANSPORT") != "horovod"
+            else "Unset HVD_ASYNC_TRANSPORT"
+        )
+        raise ValueError(
+            f"{only} {found[0]}. {how}, or start them with horovodrun, or an mpirun that Horovod was built for. If "
+            f"this process is to train alone, unset {found[0].split()[0]}."
+        )
+
+
+def _tasks(cluster: str) -> int:
+    """Return the number of training processes in TensorFlow's ``TF_CONFIG``, 1 if it cannot be read."""
+    try:
+        roles = json.loads(cluster)["cluster"]
+        return max(1, sum(len(roles.get(role, ())) for role in ("chief", "master", "worker")))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return 1
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a SLURM node list: "gpu03" of "gpu[03-05,11],cpu1"."""
-    match = re.match(r"([^,\[]*)(?:\[([^\]]*)\])?([^,\[]*)", nodes)
-    assert match is not None
-    prefix, ranges, suffix = match.groups()
-    return f"{prefix}{re.split('[-,]', ranges)[0] if ranges else ''}{suffix}"
+    """Return the first host of a SLURM node list: "gpu03" of "gpu[03-05,11],cpu1", "rack1n3" of "rack[1-2]n[3-4]"."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    assert first is not None
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group())
+
+
+class Seat(NamedTuple):
+    """What a rank knows of its place: name and number of its host, and its place there, if it knows it."""
+
+    host: str
+    node: str = ""
+    local_rank: int | None = None
+    local_size: int | None = None
 
 
 class Place(NamedTuple):
-    """A rank among its host's, and its host among all; see Horovod's functions of these names."""
+    """A rank among its host's, and its host among all; see Horovod's functions of these names.
+
+    Attributes:
+        host: its name, which no other host of the job has.
+    """
 
     local_rank: int
     local_size: int
     cross_rank: int
     cross_size: int
     is_homogeneous: bool
+    host: str
 
 
-def place_of(rank: int, hosts: list[str]) -> Place:
+def place_of(rank: int, seats: Sequence[Seat]) -> Place:
     """Return the place of a rank.
+
+    Two hosts of one name are two if their numbers differ, or if two ranks have the same place there.
 
     Args:
         rank: which.
-        hosts: every rank's host.
+        seats: every rank's.
     """
-    local: dict[str, list[int]] = {}
-    for one, host in enumerate(hosts):
-        local.setdefault(host, []).append(one)
-    mates = local[hosts[rank]]
-    local_rank = mates.index(rank)
-    peers = [ranks[local_rank] for ranks in local.values() if len(ranks) > local_rank]
-    sizes = {len(ranks) for ranks in local.values()}
-    return Place(local_rank, len(mates), peers.index(rank), len(peers), len(sizes) == 1)
+    by_host: dict[tuple[str, str], list[int]] = {}
+    for one, seat in enumerate(seats):
+        by_host.setdefault((seat.host, seat.node), []).append(one)
+    hosts: list[dict[int, int]] = []
+    for ranks in by_host.values():
+        own: list[dict[int, int]] = [{}]
+        known = all(seats[one].local_rank is not None for one in ranks)
+        for place, one in enumerate(ranks):
+            local = seats[one].local_rank if known else place
+            assert local is not None
+            free = next((host for host in own if local not in host), None)
+            if free is None:
+                own.append(free := {})
+            free[local] = one
+        hosts += own
+    hosts.sort(key=lambda host: min(host.values()))
+    (mine,) = (host for host in hosts if rank in host.values())
+    (local_rank,) = (local for local, one in mine.items() if one == rank)
+    peers = [host[local_rank] for host in hosts if local_rank in host]
+    sizes, name = {len(host) for host in hosts}, seats[rank].host
+    namesakes = [host for host in hosts if seats[min(host.values())].host == name]
+    number = namesakes.index(mine)
+    return Place(
+        local_rank, seats[rank].local_size or len(mine), peers.index(rank), len(peers), len(sizes) == 1,
+        f"{name}#{number}" if number else name,
+    )  # fmt: skip

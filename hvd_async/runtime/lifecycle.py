@@ -63,8 +63,8 @@ class Lifecycle:
         make_collectives: returns the binding's data plane; called after Horovod was initialized.
         families: the families of algorithms that ranks may run.
         world: returns this rank and the number of ranks; None before ``hvd.init()``. Does not communicate.
-        horovod_hook: Horovod's own exit hook. In a forked child it would change state that the child shares with its
-            parent (Gloo's epoll set), and end the parent's connections.
+        horovod_hook: returns Horovod's own exit hook, None without Horovod. In a forked child the hook would change
+            state that the child shares with its parent (Gloo's epoll set), and end the parent's connections.
 
     Attributes:
         elastic: whether training continues without lost ranks.
@@ -75,7 +75,7 @@ class Lifecycle:
         make_collectives: Callable[[], Collectives],
         families: Sequence[Family],
         world: Callable[[], tuple[int, int] | None],
-        horovod_hook: Callable[[], object] = lambda: None,
+        horovod_hook: Callable[[], Callable[..., object] | None] = lambda: None,
     ) -> None:
         self._make, self._families = make_collectives, families
         self._world, self._horovod_hook = world, horovod_hook
@@ -149,7 +149,8 @@ class Lifecycle:
     def _after_fork(self) -> None:
         """Forget the engine in a forked child, which has no engine thread and is not a rank."""
         atexit.unregister(self._at_exit)
-        atexit.unregister(self._horovod_hook)
+        if (hook := self._horovod_hook()) is not None:
+            atexit.unregister(hook)
         engine, self._engine, self._controls = self._engine, None, ()
         if engine is not None:
             self._forked = True

@@ -61,14 +61,14 @@ def rank_group_of(process_set: Any, everyone: Any, rank: int, size: int) -> Rank
     """Return the ranks of a process set; a rank outside of it is alone, as with Horovod's ``DistributedOptimizer``.
 
     Args:
-        process_set: the user's argument; ``everyone`` or None for all ranks.
+        process_set: the user's argument; ``everyone``, its like on another data plane, or None for all ranks.
         everyone: Horovod's global process set.
         rank, size: this rank, and the number of ranks in the job.
 
     Raises:
         ValueError: it is not a process set, or Horovod does not know it.
     """
-    if process_set is everyone or process_set is None:
+    if process_set is None or process_set is everyone or getattr(process_set, "process_set_id", None) == 0:
         return RankGroup(None, tuple(range(size)), rank, 0, size)
     if not hasattr(process_set, "process_set_id"):
         raise ValueError(f"process_set must be an hvd.ProcessSet that was passed to hvd.init(), got {process_set!r}")

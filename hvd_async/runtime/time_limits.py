@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 
+from hvd_async.runtime import launch
+
 
 def seconds(name: str, default: float) -> float:
     """Return the environment variable ``name`` as seconds.
@@ -67,7 +69,7 @@ def relays_from() -> float:
 
 def in_elastic_job() -> bool:
     """Return whether ``horovodrun`` has a host discovery script, so that training can continue without lost ranks."""
-    return os.environ.get("HOROVOD_ELASTIC", "0") not in ("", "0")
+    return launch.is_elastic(os.environ)
 
 
 def limit_gloo() -> None:

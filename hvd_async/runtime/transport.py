@@ -287,15 +287,16 @@ class ListeningSocket:
         self._shut = False
 
     def open(self, local: bool) -> int:
-        """Listen on all interfaces, or on the loopback interface only.
+        """Listen on all interfaces, or on the loopback interface only, if there is one.
 
         Returns:
             The file descriptor from which to accept connections; the caller closes it.
         """
         if local:
-            reserved = self._socket
-            self._socket = _bound(LOOPBACK, self.port)
-            reserved.close()
+            with contextlib.suppress(OSError):  # (else the keys protect the port)
+                loopback = _bound(LOOPBACK, self.port)
+                self._socket.close()
+                self._socket = loopback
         self._socket.listen(BACKLOG)
         return self._socket.dup().detach()
 

@@ -28,6 +28,7 @@ from tensorflow.core.protobuf.config_pb2 import CallableOptions
 
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.errors import NotInitializedError
+from hvd_async.runtime import launch
 from hvd_async.runtime.exit_status import exit_status
 from hvd_async.runtime.interfaces import CompletedHandle, Handle, pack, unpack
 from hvd_async.runtime.lifecycle import Lifecycle
@@ -291,6 +292,23 @@ class HorovodCollectives:
         return unpack(handle.result().numpy().tobytes())
 
 
+def refuse_alone(unknown: bool = True) -> None:
+    """Refuse a job of one rank where a variable says that there are more; see ``launch.refuse_alone``.
+
+    Raises:
+        ValueError: one does.
+    """
+    launch.refuse_alone(os.environ, hvd.size(), unknown=unknown)
+
+
+def _make() -> HorovodCollectives:
+    """Return this rank's collectives; a script may have called Horovod's own ``init``."""
+    made = HorovodCollectives()
+    refuse_alone(unknown=False)
+    return made
+
+
+_horovods_hook = hvd.shutdown  # (``install`` replaces this name)
 LIFECYCLE = Lifecycle(
-    HorovodCollectives, FAMILIES, lambda: (hvd.rank(), hvd.size()) if hvd.is_initialized() else None, hvd.shutdown
+    _make, FAMILIES, lambda: (hvd.rank(), hvd.size()) if hvd.is_initialized() else None, lambda: _horovods_hook
 )

@@ -20,7 +20,7 @@ from hvd_async.algorithms.eager import timeline
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
 from hvd_async.optimizers import elastic
 from hvd_async.runtime.log import warn
-from hvd_async.tensorflow.collectives import LIFECYCLE
+from hvd_async.tensorflow.collectives import LIFECYCLE, refuse_alone
 from hvd_async.tensorflow.variables import is_seed, raw
 
 PATIENCE = 30.0
@@ -179,9 +179,10 @@ def init(*arguments: Any, **options: Any) -> None:
     """Call Horovod's ``init``. In an elastic job, repeat it if a rank dies meanwhile.
 
     Raises:
-        ValueError: as Horovod's.
+        ValueError: as Horovod's; or this process is the only rank while a variable says that there are more.
     """
     elastic.meet(_horovods_shutdown, lambda: _horovods_init(*arguments, **options))
+    refuse_alone()
     LIFECYCLE.initialized()
 
 

@@ -11,15 +11,9 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from hvd_async.algorithms.registry import FAMILIES
+from hvd_async.runtime.interfaces import Collectives
 from hvd_async.runtime.lifecycle import Lifecycle
-from hvd_async.torch.horovod_api import ON_HOROVOD, hvd
-
-if ON_HOROVOD:
-    from hvd_async.torch.horovod_collectives import HorovodCollectives as PlaneCollectives
-else:
-    from hvd_async.torch.torch_collectives import TorchCollectives as PlaneCollectives  # type: ignore[assignment]
-
-__all__ = ["LIFECYCLE", "EnteredOutside", "PlaneCollectives", "outside_inference_mode"]
+from hvd_async.torch.horovod_api import hvd
 
 # -- calls from inside inference mode ----------------------------------------------------------------------------------
 # A tensor that is made in inference mode can never be changed in place outside of it. Tensors that a call makes here,
@@ -72,6 +66,24 @@ class EnteredOutside(contextlib.AbstractContextManager[None]):
 # -- the engine --------------------------------------------------------------------------------------------------------
 
 
+def plane_collectives() -> Callable[[], Collectives]:
+    """Return the class of collectives of this process's data plane."""
+    if hvd.on_horovod:
+        from hvd_async.torch.horovod_collectives import HorovodCollectives
+
+        return HorovodCollectives
+    from hvd_async.torch.torch_collectives import TorchCollectives
+
+    return TorchCollectives
+
+
+def _make() -> Collectives:
+    """Return this rank's collectives; refuse to train alone what a script has made several ranks of after ``init``."""
+    made = plane_collectives()()
+    hvd.refuse_alone(unknown=False)
+    return made
+
+
 class _TorchLifecycle(Lifecycle):
     """The lifecycle of torch optimizers, whose calls may come from inside ``torch.inference_mode()``."""
 
@@ -81,5 +93,8 @@ class _TorchLifecycle(Lifecycle):
 
 
 LIFECYCLE = _TorchLifecycle(
-    PlaneCollectives, FAMILIES, lambda: (hvd.rank(), hvd.size()) if hvd.is_initialized() else None, hvd.shutdown
+    _make,
+    FAMILIES,
+    lambda: (hvd.rank(), hvd.size()) if hvd.is_initialized() else None,
+    lambda: hvd.exit_hook,
 )

@@ -17,16 +17,16 @@ from hvd_async.optimizers import elastic
 from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.runtime.interfaces import Handle
 from hvd_async.torch import hyperparameters
-from hvd_async.torch.collectives import LIFECYCLE, PlaneCollectives
+from hvd_async.torch.collectives import LIFECYCLE, plane_collectives
 from hvd_async.torch.functions import receive_state
-from hvd_async.torch.horovod_api import ON_HOROVOD, PLANE, hvd
+from hvd_async.torch.horovod_api import hvd
 from hvd_async.torch.tensor_collectives import FINEST_POLL
 from hvd_async.torch.tensors import bytes_of, from_bytes, is_plain, write
 
-if not ON_HOROVOD:
+if not hvd.on_horovod:
     from hvd_async.torch.distributed.elastic import NOT_HERE
 
-    raise ImportError(f"{NOT_HERE} (The data plane is torch.distributed, because {PLANE.reason}.)")
+    raise ImportError(f"{NOT_HERE} (The data plane is torch.distributed, because {hvd.plane.reason}.)")
 
 from horovod.common.elastic import ObjectState
 from horovod.common.exceptions import HostsUpdatedInterrupt
@@ -123,7 +123,7 @@ class _Exchange(elastic.Exchange):
     """
 
     def __init__(self) -> None:
-        self._collectives = PlaneCollectives()
+        self._collectives = plane_collectives()()
         self.rank, self.size = self._collectives.rank, self._collectives.size
 
     def everyones(self, value: Any, name: str) -> list[Any]:

@@ -24,12 +24,12 @@ from hvd_async.optimizers import elastic
 from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.runtime import time_limits
 from hvd_async.torch.collectives import LIFECYCLE, outside_inference_mode
-from hvd_async.torch.horovod_api import HorovodInternalError, horovods_broadcast, hvd
+from hvd_async.torch.horovod_api import HorovodInternalError, forwarded, hvd
 from hvd_async.torch.tensors import bytes_of, from_bytes, is_plain, write
 from hvd_async.traces.recorded import recorded
 from hvd_async.traces.recorder import Recorder
 
-timeline.watch_exit(hvd.shutdown)
+timeline.watch_exit(forwarded("shutdown"))
 
 
 class _Shape(tuple[Any, ...]):
@@ -82,7 +82,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         model: as in Horovod; not needed.
     """
     if not isinstance(optimizer, OptimizerMethods):
-        horovods_broadcast(optimizer, root_rank, model)
+        hvd.horovods_broadcast(optimizer, root_rank, model)
         return
     if optimizer._async.worker is not None:
         optimizer.drain()  # (no round may be in flight)
@@ -167,10 +167,11 @@ def join(device: int = -1) -> int:
 
 
 def init(*arguments: Any, **options: Any) -> None:
-    """Call Horovod's ``init``. In an elastic job, repeat it if a rank dies meanwhile.
+    """Decide which data plane it is, and call its ``init``. In an elastic job, repeat it if a rank dies meanwhile.
 
     Raises:
-        ValueError: as Horovod's.
+        ValueError: as Horovod's; a variable of the launcher is missing or wrong; or this process is the only rank while
+            a variable, or the default process group, says that there are more.
     """
     elastic.meet(hvd.shutdown, lambda: hvd.init(*arguments, **options))
     LIFECYCLE.initialized()
@@ -276,13 +277,14 @@ def _rolling_back(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Put these functions into Horovod's modules, if Horovod is the data plane; once per process."""
+    """Put these functions into Horovod's modules, once Horovod is the data plane; once per process."""
+    import horovod.torch
     from horovod.torch import elastic as horovods_elastic
     from horovod.torch import functions, mpi_ops
     from horovod.torch.elastic import state as elastic_state
 
     mpi_ops.mpi_lib = _Library(mpi_ops.mpi_lib)
-    for module in (hvd, functions, elastic_state):
+    for module in (horovod.torch, functions, elastic_state):
         module.broadcast_optimizer_state = broadcast_optimizer_state
         module.broadcast_parameters = broadcast_parameters
     state = elastic_state.TorchState

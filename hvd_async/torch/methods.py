@@ -14,7 +14,7 @@ from hvd_async.optimizers import methods
 from hvd_async.optimizers.local import LocalDriver
 from hvd_async.runtime.nested_calls import unfinished_until_it_returns
 from hvd_async.torch.collectives import EnteredOutside, outside_inference_mode
-from hvd_async.torch.horovod_api import horovods_broadcast
+from hvd_async.torch.horovod_api import hvd
 from hvd_async.torch.hyperparameters import noting_counters
 from hvd_async.torch.update import LEADS, StepHooks
 from hvd_async.torch.weight_replica import WeightReplica
@@ -29,7 +29,7 @@ def refuse_a_step_for_state() -> None:
     """
     frame = sys._getframe(2)
     for _ in range(3):  # (a scheduler may have put a function of its own in between)
-        if frame.f_code is horovods_broadcast.__code__:
+        if frame.f_code is hvd.horovods_broadcast.__code__:
             raise ReplicaStateError(
                 "horovod.torch's broadcast_optimizer_state makes an optimizer's state by a step, and a step of this "
                 "one is a round of all ranks. It was imported by its name before hvd_async.torch: write `from "

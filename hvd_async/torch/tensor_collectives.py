@@ -10,7 +10,7 @@ import torch
 from hvd_async.runtime.interfaces import Handle
 from hvd_async.runtime.process_sets import process_set_among
 from hvd_async.torch import streams
-from hvd_async.torch.horovod_api import known_process_sets, process_sets
+from hvd_async.torch.horovod_api import hvd
 
 FINEST_POLL = 0.001
 """Seconds between two polls of a collective on a CPU, at least."""
@@ -94,4 +94,4 @@ class TensorCollectives:
         return torch.empty_like(vector)
 
     def process_set_of(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
-        return process_set_among(process_sets, known_process_sets(), groups, self.rank, make)
+        return process_set_among(hvd.process_sets, hvd.known_process_sets(), groups, self.rank, make)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -140,7 +139,7 @@ class TorchCollectives(TensorCollectives):
         super().__init__()
         self._world = world.current()
         self.rank, self.size = self._world.rank, self._world.size
-        self.host = os.environ.get("HVD_ASYNC_HOST") or socket.gethostname()
+        self.host = self._world.place.host
         staged = os.environ.get("HVD_ASYNC_STAGE", "0") not in ("", "0")
         self._nccl = self.in_order = streams.gpu.has_nccl and torch.cuda.is_available() and not staged
         self._groups: dict[tuple[Any, ...], Any] = {}

@@ -6,8 +6,10 @@ Each argument is refused once here, to see that it gets there; the rules are tes
 
 from __future__ import annotations
 
+import atexit
 import copy
 import gc
+import importlib
 import inspect
 import pickle
 import weakref
@@ -580,8 +582,19 @@ def test_names_that_would_mislead_are_ours(namespace, names):
 
 
 def test_names_that_do_not_mislead_are_horovods():
-    assert torch_hvd.DistributedOptimizer is horovod.torch.DistributedOptimizer
+    """(torch's by way of functions that ask which data plane it is.)"""
+    assert torch_hvd.DistributedOptimizer.__wrapped__ is horovod.torch.DistributedOptimizer
+    assert torch_hvd.HorovodInternalError is horovod.torch.HorovodInternalError
     assert torch_hvd.broadcast_parameters is horovod.torch.broadcast_parameters
+
+
+@pytest.mark.parametrize("binding", [torch_hvd, hvd_async.tensorflow], ids=["torch", "tensorflow"])
+def test_a_forked_child_drops_horovods_exit_hook(binding, monkeypatch):
+    name = binding.__name__.replace("hvd_async", "horovod")
+    dropped = []
+    monkeypatch.setattr(atexit, "unregister", dropped.append)
+    importlib.import_module(f"{binding.__name__}.collectives").LIFECYCLE._after_fork()
+    assert importlib.import_module(f"{name}.mpi_ops")._basics.shutdown in dropped
 
 
 def test_horovods_tape_is_refused_and_its_optimizer_is_the_synchronous_one_with_a_warning():

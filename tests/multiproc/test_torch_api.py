@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -47,11 +50,69 @@ def test_horovodrun_starts_ranks_without_horovod() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+# -- ranks that no launcher of Horovod's has started ----------------------------------------------------------------
+
+
+TRAINED = [[0, 0, 2, 0, 2, 2.0, -1.5], [1, 1, 2, 1, 2, 2.0, -1.5]]
+"""Of each rank: which it was made to be, rank, size, local rank, local size, a sum of ones, its weight."""
+WAYS: dict[str, str] = {
+    "by_variables": "", "with_sets": "", "by_tcp": "", "by_file": "", "group_before": "", "group_ended": "",
+    "group_after": "", "file_ended": "hvd.init() before destroy_process_group()",
+    "init_before_ranks": "hvd.init() after init_process_group()", "init_in_the_parent": "",
+}  # fmt: skip
+"""Ways to make ranks, and what the error says where there is one."""
+
+
+@pytest.mark.parametrize(("start", "transport"), [("fork", ""), ("fork", "torch"), ("spawn", "")])
+def test_ranks_that_a_script_makes_are_one_job(start: str, transport: str) -> None:
+    """Whether Horovod is installed or not."""
+    ways = WAYS if start == "fork" else {"by_variables": ""}
+    command = [sys.executable, str(Path(__file__).with_name("jobs") / "spawned.py"), start, *ways]
+    env = {**os.environ, "HVD_ASYNC_TRANSPORT": transport, "PYTHONPATH": str(REPOSITORY)}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    found = {way: answers for way, *answers in map(json.loads, ended.stdout.splitlines())}
+    assert found.keys() == ways.keys(), ended.stderr
+    for way, error in ways.items():
+        if error:
+            assert all(error in text for _, text in found[way])
+        else:
+            assert found[way] == TRAINED
+
+
+NODE = (
+    "import os, sys\nimport torch.distributed as dist\nimport hvd_async.torch as hvd\n"
+    "if sys.argv[1] == 'group':\n    dist.init_process_group('gloo')\n"
+    "hvd.init()\nfrom hvd_async.torch.collectives import plane_collectives\n"
+    "print(hvd.rank(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(),"
+    " plane_collectives()().host.partition('#')[2], sep=',')\nhvd.shutdown()\n"
+)
+
+
+@pytest.mark.parametrize("group", ["group", "none"])
+def test_two_containers_of_one_host_name_are_two_hosts(group: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    script = tmp_path / "node.py"
+    script.write_text(NODE)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    where = ["--master-addr=127.0.0.1", f"--master-port={port}", str(script), group]
+    with contextlib.ExitStack() as nodes:
+        env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        started = [
+            nodes.enter_context(
+                subprocess.Popen([*torchrun, f"--node-rank={node}", *where], env=env, stdout=subprocess.PIPE, text=True)
+            )
+            for node in range(2)
+        ]
+        said = [node.communicate(timeout=120)[0].strip() for node in started]
+    assert said == ["0,0,1,0,2,", "1,0,1,1,2,1"]
+
+
 CHOICE = (
     "import os, sys\nfrom unittest import mock\nimport torch\n"
     "gpus = int(sys.argv[1][int(os.environ['HOROVOD_RANK'])])\n"
-    "with mock.patch('torch.cuda.device_count', lambda: gpus):\n    import hvd_async.torch as hvd\n"
-    "hvd.init()\nassert hvd.allreduce.__module__.startswith('hvd_async')\n"
+    "with mock.patch('torch.cuda.device_count', lambda: gpus):\n    import hvd_async.torch as hvd\n    hvd.init()\n"
+    "assert hvd.ProcessSet.__module__.startswith('hvd_async')\n"
     "assert hvd.allreduce(torch.tensor(1.0 + hvd.rank())).item() == 1.5\nhvd.shutdown()\n"
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import zmq
 
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.errors import EngineError, RankLostError
-from hvd_async.runtime import addresses, time_limits
+from hvd_async.runtime import addresses, time_limits, transport
 from hvd_async.runtime import rendezvous as meeting
 from hvd_async.runtime.addresses import reachable
 from hvd_async.runtime.interfaces import Channel
@@ -260,3 +261,17 @@ def test_a_coordinator_that_has_died_since_the_ranks_met_is_lost_in_an_elastic_j
     assert isinstance(lost, RankLostError)
     assert (lost.rank, lost.host) == (0, "away")
     assert "HVD_ASYNC_ADDRESS" in str(lost)
+
+
+def test_a_host_without_a_loopback_interface_listens_on_all_that_it_has(monkeypatch):
+    bound = transport._bound
+
+    def without_loopback(address, port):
+        if address == transport.LOOPBACK:
+            raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+        return bound(address, port)
+
+    monkeypatch.setattr(transport, "_bound", without_loopback)
+    door = transport.ListeningSocket()
+    with socket.socket(fileno=door.open(local=True)), socket.create_connection(("127.0.0.1", door.port), timeout=30):
+        door.close()

@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 
 from hvd_async.errors import NotInitializedError
-from hvd_async.runtime.data_plane import HOROVOD, STAGE, TORCH, VARIABLE, choose, find_horovod, hint_of_absence
-from hvd_async.runtime.launch import Place, first_host, place_of, read
+from hvd_async.runtime.data_plane import (
+    HOROVOD,
+    STAGE,
+    TORCH,
+    VARIABLE,
+    choose,
+    find_horovod,
+    hint_of_absence,
+    understand,
+)
+from hvd_async.runtime.launch import Group, Seat, first_host, place_of, read, refuse_alone
 
 TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "x", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "GROUP_RANK": "1",
-    "MASTER_ADDR": "a", "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "x", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500",
 }  # fmt: skip
 HOROVODRUN = {
-    "HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_SIZE": "2", "HOROVOD_HOSTNAME": "h",
-    "HOROVOD_GLOO_RENDEZVOUS_PORT": "7",
+    "HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2",
+    "HOROVOD_HOSTNAME": "h", "HOROVOD_GLOO_RENDEZVOUS_PORT": "7",
 }  # fmt: skip
-MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_UNIVERSE_SIZE": "2", "PMIX_RANK": "1", "PMIX_NAMESPACE": "197440307",
+}  # fmt: skip
 SRUN = {
-    "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NODEID": "1", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "gpu[03-05,11]",
+    "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[03-05,11]", "SLURM_NTASKS": "8",
 }  # fmt: skip
+SBATCH = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_ID": "7"}
 KUBERNETES = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+ADDRESS = {"MASTER_ADDR": "a", "MASTER_PORT": "9"}
+WORKER = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", **ADDRESS}
+"""What a script, or a notebook's launcher, sets in a process that it has started."""
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
 
 
 @pytest.mark.parametrize(
@@ -53,8 +72,8 @@ def test_the_choice(environment: dict[str, str], installed: bool, plane: str) ->
     assert chosen.reason
 
 
-SEVERAL_HOSTS = {**HOROVODRUN, "HOROVOD_LOCAL_SIZE": "1"}
-ADDRESS = {"MASTER_ADDR": "a", "MASTER_PORT": "9"}
+SEVERAL_HOSTS = {**HOROVODRUN, "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1"}
+MPI_ON_HOSTS = {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
 
 
 @pytest.mark.parametrize(
@@ -67,9 +86,9 @@ ADDRESS = {"MASTER_ADDR": "a", "MASTER_PORT": "9"}
         (SRUN, TORCH),
         (SEVERAL_HOSTS, HOROVOD),
         ({**SEVERAL_HOSTS, "MASTER_ADDR": "a"}, TORCH),
-        ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "MASTER_ADDR": "a"}, TORCH),
+        ({**MPI_ON_HOSTS, "MASTER_ADDR": "a"}, TORCH),
         ({**SEVERAL_HOSTS, **ADDRESS}, TORCH),
-        ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, HOROVOD),
+        (MPI_ON_HOSTS, HOROVOD),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, HOROVOD),
         ({"PMI_RANK": "1", "PMI_SIZE": "2", **ADDRESS}, TORCH),
         ({**HOROVODRUN, "HOROVOD_ELASTIC": "1"}, HOROVOD),
@@ -120,8 +139,8 @@ IMPORT = (
     "with mock.patch.object(data_plane, 'find_horovod', lambda: '.'), \\\n"
     "     mock.patch('torch.cuda.device_count', lambda: {gpus}), \\\n"
     "     mock.patch('torch.cuda.is_available', side_effect=AssertionError('it would initialize CUDA')):\n"
-    "    from hvd_async.torch.horovod_api import PLANE, hvd\n"
-    "print(PLANE.name, hvd.__name__)\n"
+    "    from hvd_async.torch.horovod_api import hvd\n"
+    "print(hvd.plane.name, hvd._api.__name__)\n"
 )
 needs_horovod = pytest.mark.skipif(find_horovod() is None, reason="Horovod is not installed for torch")
 
@@ -140,6 +159,27 @@ def test_the_binding_asks_for_gpus_and_initializes_none(before: str, gpus: int, 
     command = [sys.executable, "-c", code]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
     assert (ended.stdout.strip(), ended.returncode) == (printed, 0), ended.stderr
+
+
+REFUSED = (
+    "import {horovods}, {ours} as hvd\n"
+    "def refused(call):\n    try:\n        call()\n    except ValueError as error:\n"
+    "        assert 'the only rank, but WORLD_SIZE says that there are 2' in str(error)\n"
+    "    else:\n        raise AssertionError\n"
+    "refused(hvd.init)\nrefused(hvd.init)\n"
+    "{horovods}.init()\nfrom {ours}.collectives import LIFECYCLE\nrefused(LIFECYCLE.engine)\n"
+)
+
+
+@needs_horovod
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_one_rank_with_variables_of_two_is_refused_by_either_framework(framework: str) -> None:
+    """Also where the script calls Horovod's own ``init()``: when training begins."""
+    code = REFUSED.format(horovods=f"horovod.{framework}", ours=f"hvd_async.{framework}")
+    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", VARIABLE: HOROVOD}
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_horovods_init_does_not_suffice_on_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,90 +220,233 @@ def test_torch_works_without_horovod() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-def test_torchruns_environment() -> None:
-    assert read(TORCHRUN) == (3, 4, "a", 29500, "node 1", "torchrun")
+# -- one table of launches -----------------------------------------------------------------------------------------
 
 
-def test_horovodruns_environment() -> None:
-    own, other = read(HOROVODRUN), read({**HOROVODRUN, "HOROVOD_RANK": "0"})
-    assert (own.rank, own.size, own.address, own.host, own.launcher) == (1, 2, "127.0.0.1", "h", "horovodrun")
-    assert own.port == other.port
-    assert own.port != read({**HOROVODRUN, "HOROVOD_GLOO_RENDEZVOUS_PORT": "8"}).port
+class Row(NamedTuple):
+    """A launch.
+
+    Attributes:
+        environment, group: what ``hvd.init()`` finds.
+        plane: the data plane if Horovod is installed.
+        place: rank, size, local rank and local size; None if the launch is refused. (Where they are not said: None.)
+        error: of torch.distributed's plane, if it refuses; of both without a place.
+    """
+
+    environment: dict[str, str]
+    plane: str
+    place: tuple[int, int, int | None, int | None] | None
+    error: str = ""
+    group: Group | None = None
 
 
-def test_several_hosts_of_horovodrun_need_an_address() -> None:
-    with pytest.raises(ValueError, match=r"rank 1 of 2 does not know.*export both before horovodrun"):
-        read(SEVERAL_HOSTS)
-    assert read({**SEVERAL_HOSTS, **ADDRESS})[2:4] == ("a", 9)
+def without(environment: dict[str, str], *names: str) -> dict[str, str]:
+    """The environment without some variables."""
+    return {name: value for name, value in environment.items() if name not in names}
 
 
-def test_variables_of_a_pod_do_not_hide_horovodruns() -> None:
-    assert read({**HOROVODRUN, "RANK": "0", "WORLD_SIZE": "1"})[:2] == (1, 2)
-    assert read({**HOROVODRUN, **TORCHRUN})[:2] == (3, 4)
+ALONE = (0, 1, None, None)
+AT_ADDRESS = "does not know where rank 0 is. Set MASTER_ADDR"
+LAUNCHES = {
+    "python": Row({}, HOROVOD, ALONE),
+    "torchrun, c10d or standalone": Row({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}, TORCH, (3, 4, 1, 2)),
+    "torchrun, static": Row({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"}, TORCH, (3, 4, 1, 2)),
+    "torchrun --max-restarts": Row({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}, TORCH, (3, 4, 1, 2)),
+    "torchrun of one": Row({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                            "GROUP_WORLD_SIZE": "1"}, TORCH, (0, 1, 0, 1)),
+    "torchrun, its variables removed": Row(without(TORCHRUN, "RANK", "LOCAL_RANK", "WORLD_SIZE"), TORCH, None,
+                                           "RANK is not set"),
+    "spawn, fork or notebook with variables": Row({**WORKER, "FORK_LAUNCHED": "1"}, TORCH, (1, 2, 1, None)),
+    "spawn with a group": Row({}, TORCH, (1, 2, None, None), group=Group(1, 2)),
+    "spawn with both": Row(WORKER, TORCH, (1, 2, 1, None), group=Group(1, 2)),
+    "accelerate's notebook in debug mode": Row({"WORLD_SIZE": "2", **ADDRESS}, TORCH, (1, 2, None, None),
+                                               group=Group(1, 2)),
+    "accelerate launch": Row({**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "no"}, TORCH, (3, 4, 1, 2)),
+    "accelerate launch --cpu": Row({**MPIRUN, **ADDRESS}, HOROVOD, (1, 2, 1, 2)),
+    "Lightning's children": Row({"WORLD_SIZE": "2", "LOCAL_RANK": "1", "NODE_RANK": "0", **ADDRESS}, HOROVOD, None,
+                                "RANK is not set, and WORLD_SIZE is"),
+    "Lightning's children with its group": Row({"WORLD_SIZE": "2", "LOCAL_RANK": "1", **ADDRESS}, TORCH,
+                                               (1, 2, None, None), group=Group(1, 2)),
+    "Ray": Row({**WORKER, "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "0"}, TORCH, (1, 2, 1, 2), group=Group(1, 2)),
+    "Ray by tcp": Row({**without(WORKER, *ADDRESS), "NODE_RANK": "0"}, TORCH, (1, 2, 1, None), group=Group(1, 2)),
+    "srun": Row(SRUN, HOROVOD, (5, 8, 1, None)),
+    "srun --mpi=pmi2": Row({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8"}, HOROVOD, (5, 8, 1, None)),
+    "srun --mpi=pmix": Row({**SRUN, "PMIX_RANK": "5"}, HOROVOD, (5, 8, 1, None)),
+    "srun of one, or a shell in an allocation": Row({**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1",
+                                                     "SLURM_LOCALID": "0", "PMIX_RANK": "0"}, HOROVOD, (0, 1, 0, None)),
+    "sbatch": Row(SBATCH, HOROVOD, ALONE),
+    "srun with RANK set late": Row({**SRUN, "RANK": "5", "WORLD_SIZE": "8", **ADDRESS}, TORCH, (5, 8, 1, None)),
+    "srun with a group": Row(SRUN, TORCH, (5, 8, 1, None), group=Group(5, 8)),
+    "srun torchrun": Row({**SRUN, "SLURM_STEP_NUM_TASKS": "2", **TORCHRUN}, TORCH, (3, 4, 1, 2)),
+    "srun torchrun --standalone": Row({**SRUN, **TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0",
+                                       "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"}, TORCH, None,
+                                      "SLURM_STEP_NUM_TASKS says that there are 8.*unset SLURM_STEP_NUM_TASKS"),
+    "sbatch mpirun": Row({**MPIRUN, **SRUN, "SLURM_STEP_NUM_TASKS": "2"}, HOROVOD, (1, 2, 1, 2)),
+    "mpirun": Row(MPIRUN, HOROVOD, (1, 2, 1, 2)),
+    "mpirun -np 1": Row({**MPIRUN, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0",
+                         "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, HOROVOD, (0, 1, 0, 1)),
+    "mpirun on hosts": Row({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, HOROVOD,
+                           (1, 2, 0, 1), f"{AT_ADDRESS}.*mpirun -x MASTER_ADDR=HOST"),
+    "mpirun without a job's name": Row(without(MPIRUN, "PMIX_NAMESPACE"), HOROVOD, (1, 2, 1, 2), AT_ADDRESS),
+    "MPICH": Row(HYDRA, HOROVOD, (1, 2, 0, 1), f"{AT_ADDRESS}.*export both before mpiexec"),
+    "MPICH with an address": Row({**HYDRA, **ADDRESS}, HOROVOD, (1, 2, 0, 1)),
+    "MPICH's proxies by srun": Row({"PMI_RANK": "3", "PMI_SIZE": "8", **ADDRESS, **SRUN, "SLURM_PROCID": "0",
+                                    "SLURM_STEP_NUM_TASKS": "2"}, HOROVOD, (3, 8, None, None)),
+    "MPICH's proxy by srun": Row({"PMI_RANK": "3", "PMI_SIZE": "8", **ADDRESS, **SRUN, "SLURM_PROCID": "0",
+                                  "SLURM_STEP_NUM_TASKS": "1"}, HOROVOD, (3, 8, None, None)),
+    "MVAPICH": Row({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2", **ADDRESS}, HOROVOD, (1, 2, None, None)),
+    "prun": Row({"PMIX_RANK": "1", "PMIX_NAMESPACE": "n"}, HOROVOD, None, "PMIX_RANK is set, without the number"),
+    "a child of the only rank": Row({"PMIX_RANK": "0", "OMPI_APP_CTX_NUM_PROCS": "1"}, HOROVOD, ALONE),
+    "prun with a group": Row({"PMIX_RANK": "1"}, TORCH, (1, 2, None, None), group=Group(1, 2)),
+    "jsrun": Row({"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_LOCAL_RANK": "1",
+                  "JSM_NAMESPACE_LOCAL_SIZE": "2", "PMIX_RANK": "1", "PMIX_NAMESPACE": "n"}, HOROVOD, (1, 2, 1, 2)),
+    "PyTorchJob": Row(KUBERNETES, TORCH, (0, 2, None, None)),
+    "PyTorchJob of one": Row({**KUBERNETES, "WORLD_SIZE": "1"}, TORCH, ALONE),
+    "horovodrun": Row(HOROVODRUN, HOROVOD, (1, 2, 1, 2)),
+    "horovodrun on hosts": Row({**HOROVODRUN, "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1"}, HOROVOD,
+                               (1, 2, 0, 1), f"{AT_ADDRESS}.*export both before horovodrun"),
+    "horovodrun in a pod": Row({**HOROVODRUN, "RANK": "0", "WORLD_SIZE": "1"}, HOROVOD, (1, 2, 1, 2)),
+    "torchrun in horovodrun": Row({**HOROVODRUN, **TORCHRUN}, HOROVOD, (3, 4, 1, 2)),
+    "horovodrun of one in a PyTorchJob": Row({**without(KUBERNETES, "MASTER_ADDR"), "HOROVOD_RANK": "0",
+                                              "HOROVOD_SIZE": "1"}, HOROVOD, None, "WORLD_SIZE says that there are 2"),
+    "TF_CONFIG": Row({"TF_CONFIG": '{"cluster": {"chief": ["a:1"], "worker": ["b:1"]}}'}, HOROVOD, None,
+                     "TF_CONFIG says that there are 2.*unset TF_CONFIG"),
+    "TF_CONFIG of one": Row({"TF_CONFIG": '{"cluster": {"worker": ["b:1"]}}'}, HOROVOD, ALONE),
+    "a group made before": Row(TORCHRUN, TORCH, (3, 4, 1, 2), group=Group(3, 4)),
+    "a group with other numbers": Row(TORCHRUN, TORCH, (2, 4, None, None), group=Group(2, 4)),
+    "a group of one": Row(TORCHRUN, TORCH, None, "group has 1 rank.* WORLD_SIZE says that there are 4", Group(0, 1)),
+    "a group of some": Row(TORCHRUN, TORCH, None, "group has 2 rank.* WORLD_SIZE says that there are 4", Group(1, 2)),
+    "a group of several torchruns": Row(TORCHRUN, TORCH, (7, 8, None, None), group=Group(7, 8)),
+    "a group of one, alone": Row({}, HOROVOD, ALONE, group=Group(0, 1)),
+    "a group that was ended": Row(TORCHRUN, TORCH, (3, 4, 1, 2), group=Group(0, 0)),
+    "a group by file that was ended": Row({}, HOROVOD, None, "group was ended before", Group(0, 0)),
+    "RANK alone": Row({"RANK": "0"}, HOROVOD, None, "WORLD_SIZE is not set, and RANK is"),
+    "WORLD_SIZE alone": Row({"WORLD_SIZE": "2", **ADDRESS}, HOROVOD, None, "RANK is not set, and WORLD_SIZE is"),
+    "WORLD_SIZE of one alone": Row({"WORLD_SIZE": "1"}, HOROVOD, ALONE),
+    "RANK and a launcher": Row({**MPIRUN, "RANK": "0"}, HOROVOD, (1, 2, 1, 2)),
+    "RANK too large": Row({**KUBERNETES, "RANK": "2"}, TORCH, None, "RANK must be .* 0 to 1, got 2 with WORLD_SIZE=2"),
+    "no rank": Row({**KUBERNETES, "WORLD_SIZE": "0"}, TORCH, None, "WORLD_SIZE must be at least 1, got 0"),
+    "no number": Row({**TORCHRUN, "RANK": "x"}, TORCH, None, "RANK must be a number, got 'x'"),
+    "LOCAL_RANK too large": Row({**TORCHRUN, "LOCAL_RANK": "2"}, TORCH, None, "LOCAL_RANK must be from 0 to 1, got 2"),
+    "port too large": Row({**KUBERNETES, "MASTER_PORT": "99999"}, TORCH, None, "MASTER_PORT must be from 1 to 65535"),
+    "no port": Row(without(TORCHRUN, "MASTER_PORT"), TORCH, None, AT_ADDRESS),
+    "no address": Row(without(TORCHRUN, "MASTER_ADDR"), TORCH, None, AT_ADDRESS),
+    "address with a protocol": Row({**KUBERNETES, "MASTER_ADDR": "tcp://h"}, TORCH, None, "MASTER_ADDR must be .*tcp:"),
+    "address with a port": Row({**KUBERNETES, "MASTER_ADDR": "h:29500"}, TORCH, None, "MASTER_ADDR must be "),
+    "address by IPv6": Row({**KUBERNETES, "MASTER_ADDR": "fe80::1%eth0"}, TORCH, (0, 2, None, None)),
+}  # fmt: skip
 
 
-def test_a_proxy_that_srun_has_started_does_not_hide_its_ranks() -> None:
-    hydra = {"PMI_RANK": "3", "PMI_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "9"}
-    assert read({**hydra, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"})[:2] == (3, 8)
-    assert read({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8"}).launcher == "srun"
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_a_launch_is_one_job_or_refused(launch: str, installed: bool) -> None:
+    """Horovod finds one rank in all of these if its MPI does not know of the others; that is refused too."""
+    row = LAUNCHES[launch]
+    plane = row.plane if installed else TORCH
+    # (without Horovod horovodrun's ranks get the error that it is missing, unless they ask for this)
+    asked = {} if installed or "HOROVOD_RANK" not in row.environment else {VARIABLE: TORCH}
+
+    def init(ranks: int) -> tuple[str, tuple[int, int, int | None, int | None]]:
+        job = understand({**row.environment, **asked}, row.group, installed)
+        refuse_alone(row.environment, ranks if plane == HOROVOD else job.launch.size, row.group)
+        return job.plane.name, (job.launch.rank, job.launch.size, job.launch.local_rank, job.launch.local_size)
+
+    if row.place is None or (plane == TORCH and row.error):
+        with pytest.raises(ValueError, match=row.error):
+            init(1)
+        return
+    assert init(row.place[1]) == (plane, row.place)
+    if plane == HOROVOD and row.place[1] > 1:
+        with pytest.raises(ValueError, match=r"the only rank, but .* says that there are \d.*unset "):
+            init(1)
 
 
-def test_an_elastic_job_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs Horovod's data plane: unset HVD_ASYNC_TRANSPORT"):
-        read({**HOROVODRUN, "HOROVOD_ELASTIC": "1"})
-
-
-def test_other_mpis_need_an_address() -> None:
-    with pytest.raises(ValueError, match=r"rank 1 of 2 does not know.*export both before mpiexec"):
-        read({"PMI_RANK": "1", "PMI_SIZE": "2"})
-
-
-def test_open_mpis_environment() -> None:
-    own = read({**MPIRUN, "PMIX_NAMESPACE": "job1"})
-    other = read({**MPIRUN, "PMIX_NAMESPACE": "job1", "OMPI_COMM_WORLD_RANK": "0"})
-    assert (own.rank, own.size, own.address) == (1, 2, "127.0.0.1")
-    assert own.port == other.port
-    assert own.port != read({**MPIRUN, "PMIX_NAMESPACE": "job2"}).port
-
-
-def test_several_hosts_of_open_mpi_need_an_address() -> None:
-    with pytest.raises(ValueError, match="mpirun -x MASTER_ADDR=HOST"):
-        read({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
-
-
-def test_slurms_environment() -> None:
-    own = read(SRUN)
-    assert (own.rank, own.size, own.address, own.host) == (5, 8, "gpu03", "node 1")
-    assert read({**SRUN, "MASTER_ADDR": "b", "MASTER_PORT": "99"})[2:4] == ("b", 99)
-
-
-def test_a_batch_script_is_one_process() -> None:
-    """(SLURM tells it the number of tasks that srun would start.)"""
-    assert read({"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"})[:2] == (0, 1)
-
-
-@pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
-def test_half_an_environment_is_refused(missing: str) -> None:
-    with pytest.raises(ValueError, match=r"rank 3 of 4 does not know where rank 0 is.*torchrun"):
-        read({name: value for name, value in TORCHRUN.items() if name != missing})
-
-
-def test_no_number_is_refused() -> None:
-    with pytest.raises(ValueError, match="RANK must be a number, got 'x'"):
-        read({**TORCHRUN, "RANK": "x"})
+def test_an_elastic_job_may_be_of_one_and_needs_horovod() -> None:
+    elastic = {**HOROVODRUN, "HOROVOD_ELASTIC": "1"}
+    refuse_alone(elastic, 1)
+    assert understand(elastic, has_horovod=True).plane.name == HOROVOD
+    for sizes in ({}, {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1", "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1"}):
+        with pytest.raises(ValueError, match="needs Horovod's data plane: unset HVD_ASYNC_TRANSPORT"):
+            read(elastic | sizes)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"), [("a", "a"), ("a,b", "a"), ("n[1-3]", "n1"), ("n[07,09]-ib,m1", "n07-ib"), ("x-1,y", "x-1")]
+    ("group", "environment", "error"),
+    [
+        (Group(0, 2), {}, "the job has 1 rank.* default process group has 2"),
+        (None, {"WORLD_SIZE": "2"}, "WORLD_SIZE says that there are 2"),
+        (Group(0, 1), {"TORCHELASTIC_RUN_ID": "x"}, ""),
+        (Group(0, 0), {"PMIX_RANK": "0"}, ""),
+    ],
+)
+def test_ranks_that_a_script_makes_after_init_are_refused(
+    group: Group | None, environment: dict[str, str], error: str
+) -> None:
+    """When training begins. What merely was removed, or ended, says nothing then."""
+    with pytest.raises(ValueError, match=error) if error else contextlib.nullcontext():
+        refuse_alone(environment, 1, group, unknown=False)
+
+
+@pytest.mark.parametrize(
+    ("environment", "own", "jobs"),
+    [
+        (HOROVODRUN, {"HOROVOD_RANK": "0", "HOROVOD_LOCAL_RANK": "0"}, "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+        (MPIRUN, {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "PMIX_NAMESPACE"),
+        (SRUN, {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}, "SLURM_JOB_ID"),
+    ],
+)
+def test_ranks_derive_one_place_to_meet_and_jobs_different_ones(
+    environment: dict[str, str], own: dict[str, str], jobs: str
+) -> None:
+    meets = [read(one)[2:4] for one in (environment, environment | own, {**environment, jobs: "8"})]
+    assert meets[0] == meets[1] != meets[2]
+    assert meets[0][0] == ("gpu03" if environment is SRUN else "127.0.0.1")
+    assert read({**environment, **ADDRESS})[2:4] == ("a", 9)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("a", "a"),
+        ("a,b", "a"),
+        ("n[1-3]", "n1"),
+        ("n[07,09]-ib,m1", "n07-ib"),
+        ("x-1,y", "x-1"),
+        ("rack[1-2]n[3-4]", "rack1n3"),
+        ("rack[1,3]n4,m[1-2]", "rack1n4"),
+    ],
 )
 def test_the_first_host(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
-def test_places_on_hosts() -> None:
-    hosts = ["a", "a", "b", "b"]
-    assert [place_of(rank, hosts) for rank in range(4)] == [
-        Place(0, 2, 0, 2, True), Place(1, 2, 0, 2, True), Place(0, 2, 1, 2, True), Place(1, 2, 1, 2, True),
-    ]  # fmt: skip
-    assert place_of(2, ["a", "b", "a"]) == Place(1, 2, 0, 1, False)
-    assert place_of(0, ["a"]) == Place(0, 1, 0, 1, True)
+@pytest.mark.parametrize(
+    ("seats", "places"),
+    [
+        ([Seat("a")], [(0, 1, 0, 1, True, "a")]),
+        (
+            [Seat("a"), Seat("a"), Seat("b"), Seat("b")],
+            [(0, 2, 0, 2, True, "a"), (1, 2, 0, 2, True, "a"), (0, 2, 1, 2, True, "b"), (1, 2, 1, 2, True, "b")],
+        ),
+        (
+            [Seat("a"), Seat("b"), Seat("a")],
+            [(0, 2, 0, 2, False, "a"), (0, 1, 1, 2, False, "b"), (1, 2, 0, 1, False, "a")],
+        ),
+        # containers of one name: by torchrun's numbers, by places that occur twice, by machines
+        ([Seat("c", "0", 0, 1), Seat("c", "1", 0, 1)], [(0, 1, 0, 2, True, "c"), (0, 1, 1, 2, True, "c#1")]),
+        ([Seat("c", "", 0), Seat("c", "", 0)], [(0, 1, 0, 2, True, "c"), (0, 1, 1, 2, True, "c#1")]),
+        (
+            [Seat("c", "", 0), Seat("d", "", 0), Seat("c", "", 0)],
+            [(0, 1, 0, 3, True, "c"), (0, 1, 1, 3, True, "d"), (0, 1, 2, 3, True, "c#1")],
+        ),
+        ([Seat("c", "boot 1"), Seat("c", "boot 2")], [(0, 1, 0, 2, True, "c"), (0, 1, 1, 2, True, "c#1")]),
+        # ranks that go round the hosts, and places in another order than the ranks
+        (
+            [Seat("a", "", 1, 2), Seat("b", "", 0, 2), Seat("a", "", 0, 2), Seat("b", "", 1, 2)],
+            [(1, 2, 0, 2, True, "a"), (0, 2, 1, 2, True, "b"), (0, 2, 0, 2, True, "a"), (1, 2, 1, 2, True, "b")],
+        ),
+        ([Seat("a", "", 0), Seat("a")], [(0, 2, 0, 1, True, "a"), (1, 2, 0, 1, True, "a")]),
+    ],
+)
+def test_places_on_hosts(seats: list[Seat], places: list[tuple[int, int, int, int, bool, str]]) -> None:
+    assert [place_of(rank, seats) for rank in range(len(seats))] == places

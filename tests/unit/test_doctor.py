@@ -28,6 +28,7 @@ from hvd_async.doctor.network import Allreduce, Echo, Link, Measurement, in_a_jo
 from hvd_async.doctor.programs import RESULT, Outcome, run_limited
 from hvd_async.doctor.software import PATCH, Answer, Build
 from hvd_async.errors import EngineError
+from hvd_async.runtime.launch import LAUNCHERS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -475,11 +476,11 @@ def test_the_first_rank_of_each_host_is_measured_and_a_failure_is_reported(monke
 
 @pytest.mark.parametrize(
     ("variables", "several"),
-    [("", False), ("HOROVOD_SIZE=1", False), ("HOROVOD_SIZE=2", True), ("RANK=0 WORLD_SIZE=2", True),
-     ("RANK=0 WORLD_SIZE=1", False), ("WORLD_SIZE=2", False)],
+    [("", False), ("HOROVOD_RANK=0 HOROVOD_SIZE=1", False), ("HOROVOD_RANK=0 HOROVOD_SIZE=2", True),
+     ("RANK=0 WORLD_SIZE=2", True), ("RANK=0 WORLD_SIZE=1", False), ("SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2", True)],
 )  # fmt: skip
 def test_a_launcher_is_known_by_its_variables(monkeypatch: pytest.MonkeyPatch, variables: str, several: bool):
-    for name in (*network.SIZES, "RANK", "WORLD_SIZE"):
+    for name in (name for launcher in LAUNCHERS for name in (launcher.rank, launcher.size)):
         monkeypatch.delenv(name, raising=False)
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +17,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
+from hvd_async.runtime.launch import Launch, Seat, place_of
 from hvd_async.torch import streams
 from hvd_async.torch.distributed import requests, world
 from hvd_async.torch.streams import ReusedMemory
 from hvd_async.torch.torch_collectives import TorchCollectives
+
+PLACE = place_of(0, [Seat("a")])
 
 
 def test_a_group_of_the_same_name_finds_no_addresses_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +32,7 @@ def test_a_group_of_the_same_name_finds_no_addresses_of_the_one_before(monkeypat
     monkeypatch.setattr(dist, "ProcessGroupGloo", lambda store, *arguments: stores.append(store))
     for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
-    ranks = world.World(1)
+    ranks = world.World()
     ranks.group("engine.x", [0])
     stores[0].set("0", "an address")
     ranks.group("engine.x", [0])
@@ -42,7 +47,7 @@ def test_received_rows_reuse_the_memory_of_earlier_ones(monkeypatch: pytest.Monk
         return SimpleNamespace(wait=lambda limit: None, tensors=tensors)  # (as Gloo's works do)
 
     group = SimpleNamespace(send=begin, recv=begin)
-    ranks = SimpleNamespace(rank=0, size=2, group=lambda *_: group, close=lambda _: None)
+    ranks = SimpleNamespace(rank=0, size=2, place=PLACE, group=lambda *_: group, close=lambda _: None)
     monkeypatch.setattr(world, "current", lambda: ranks)
     own, memory, done, addresses = TorchCollectives(), ReusedMemory(most=4), threading.Semaphore(0), set()
     own.start(done.release)
@@ -109,6 +114,56 @@ def test_a_collective_that_fails_on_all_ranks_suspects_none_and_hides_no_later_d
         queue.close()
 
 
+# -- meeting in a store --------------------------------------------------------------------------------------------
+
+
+class Noticed:
+    """A store that tells when a key is set."""
+
+    def __init__(self, store: Any, key: str) -> None:
+        self.get, self.check, self._store, self._key, self.noticed = (
+            store.get,
+            store.check,
+            store,
+            key,
+            threading.Event(),
+        )
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+        if key == self._key:
+            self.noticed.set()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_meet_those_of_their_own_attempt(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restarted job finds what ranks that have ended have left in the store: one whole attempt, and one of rank 1
+    alone. Whichever comes first lists, or signs, without harm."""
+    monkeypatch.setattr(world, "PrefixStore", lambda prefix, store: store)
+    store, never = HashStore(), time.monotonic() + 60
+
+    def roll(rank: int) -> tuple[str, list[Seat]]:
+        return world._roll(store, Launch(rank, 2, local_rank=rank), never)
+
+    with ThreadPoolExecutor() as ranks:
+        before = list(ranks.map(roll, range(2)))
+        assert before[0] == before[1]
+        store.set("card/1", json.dumps(["of a rank that has ended", *Seat("elsewhere")]))
+        early = Noticed(store, "list" if first == 0 else "card/1")
+        one = ranks.submit(world._roll, early, Launch(first, 2, local_rank=first), never)
+        assert early.noticed.wait(60)
+        other = roll(1 - first)
+    assert one.result() == other
+    assert other[0] != before[0][0]
+    assert [seat.local_rank for seat in other[1]] == [0, 1]
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    store, now = HashStore(), time.monotonic()
+    with pytest.raises(world.HorovodInternalError, match=r"ranks 1, 2 did not call hvd.init\(\) within 300 s"):
+        world._roll(store, Launch(0, 3), now)
+
+
 # -- meeting before NCCL connects ----------------------------------------------------------------------------------
 
 
@@ -145,7 +200,7 @@ def test_a_lost_store_is_an_error_of_the_job():
 
 def test_collectives_start_in_order_only_where_tensors_can_be_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """(torch's usual wheel for Linux has NCCL, whether there is a GPU or not.)"""
-    monkeypatch.setattr(world, "current", lambda: SimpleNamespace(rank=0, size=2))
+    monkeypatch.setattr(world, "current", lambda: SimpleNamespace(rank=0, size=2, place=PLACE))
     monkeypatch.setattr(streams, "gpu", SimpleNamespace(has_nccl=True))
     for has_gpu in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
@@ -165,7 +220,7 @@ def test_on_gpus_all_collectives_share_a_group_that_is_aborted_at_the_end(
     nccl: Any = group
     nccl.Options = SimpleNamespace
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
-    ranks = SimpleNamespace(rank=1, size=2, store_of=lambda *_: None, close=made.extend)
+    ranks = SimpleNamespace(rank=1, size=2, place=PLACE, store_of=lambda *_: None, close=made.extend)
     ranks.meet = lambda *_: made.append("met")
     monkeypatch.setattr(world, "current", lambda: ranks)
     own = TorchCollectives()

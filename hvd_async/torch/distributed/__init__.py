@@ -79,7 +79,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
     The ranks are those of torch.distributed's default process group if there is one; else the environment of torchrun
     (or compatible: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), of mpirun or of srun says which rank this is; else it
-    is alone.
+    is alone, if nothing says that there are more.
 
     Args:
         comm: must be None.
@@ -87,12 +87,12 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
     Raises:
         NotImplementedError: ``comm`` is given.
-        ValueError: the environment is incomplete, or ``process_sets`` is wrong.
+        ValueError: the environment is incomplete or impossible, or ``process_sets`` is wrong.
         HorovodInternalError: a rank did not come within ``HVD_ASYNC_INIT_TIMEOUT`` seconds (300).
     """
     if comm is not None:
         no_counterpart("hvd.init(comm=...)", "Call hvd.init(), and pass process_set= for some of the ranks.")
-    if not is_initialized():
+    if world.is_due():
         world.init()
         _process_sets.initialize(process_sets)
 

@@ -54,6 +54,7 @@ class ProcessSet:
 
 
 global_process_set = ProcessSet([])
+global_process_set.process_set_id = 0  # (always, as Horovod's)
 _known: dict[int, ProcessSet] = {}
 _next_id = 0
 
@@ -88,7 +89,7 @@ def forget(process_set: ProcessSet) -> None:
     """End a process set's collectives, and make it unknown."""
     assert process_set.process_set_id is not None
     del _known[process_set.process_set_id]
-    process_set.process_set_id = None
+    process_set.process_set_id = None if process_set is not global_process_set else 0
     if process_set._queue is not None:
         process_set._queue.close()
         process_set._queue = None
@@ -126,13 +127,18 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     Raises:
         ValueError: a rank does not exist, or the ranks have a process set already.
     """
-    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    # (before ``init()`` a script may have made it by Horovod's class, see ``horovod_api``)
+    made = (
+        process_set if isinstance(process_set, ProcessSet) else ProcessSet(getattr(process_set, "ranks", process_set))
+    )
     size = world.current().size
     if not made.ranks or made.ranks[0] < 0 or made.ranks[-1] >= size or len({*made.ranks}) < len(made.ranks):
         raise ValueError(f"process set {made.ranks} must have different ranks of 0 to {size - 1}.")
     if any(one.ranks == made.ranks for one in _known.values()):
         raise ValueError(f"ranks {made.ranks} have a process set already. Use that one.")
     _register(made)
+    if hasattr(process_set, "process_set_id"):
+        process_set.process_set_id = made.process_set_id
     return made
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import json
 import os
+import socket
 import sys
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,10 +20,14 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from hvd_async.errors import NotInitializedError, ranks_text
 from hvd_async.runtime import data_plane, launch, time_limits
+from hvd_async.runtime.rendezvous import machine
 
+try:
+    from horovod.common.exceptions import HorovodInternalError  # (one class, whichever data plane it is)
+except ImportError:
 
-class HorovodInternalError(RuntimeError):
-    """A collective has failed, usually because another rank has ended."""
+    class HorovodInternalError(RuntimeError):  # type: ignore[no-redef]
+        """A collective has failed, usually because another rank has ended."""
 
 
 def no_counterpart(name: str, hint: str) -> NoReturn:
@@ -60,44 +68,39 @@ ROLL_CALL = timedelta(seconds=5.0)
 class World:
     """The ranks of this job after ``hvd.init()``.
 
-    Args:
-        number: of this ``init()`` in the process.
-
     Attributes:
         rank, size: this rank, and the number of ranks.
         place: this rank's place on its host.
-        store: shared keys and values of the ranks.
+        store: shared keys and values of the ranks, which no earlier job has used.
+        process: the process that has called ``hvd.init()``.
 
     Raises:
         ValueError: as ``launch.read``.
         HorovodInternalError: a rank did not come in time.
     """
 
-    def __init__(self, number: int) -> None:
-        if dist.is_available() and dist.is_initialized():
-            started = launch.read({})._replace(rank=dist.get_rank(), size=dist.get_world_size())
-            started = started._replace(launcher="torch.distributed.init_process_group()")
-            store = dist.distributed_c10d._get_default_store()
-        else:
-            started = launch.read(os.environ)
-            store = _connect(started)
-        self.rank, self.size, self.launcher = started.rank, started.size, started.launcher
-        self.store = PrefixStore(f"hvd_async/{number}", store)
-        self.place = launch.place_of(self.rank, self._hosts(started.host))
+    def __init__(self) -> None:
+        group = default_group()
+        started = launch.read(os.environ, group)
+        self.rank, self.size, self.launcher, self.process = started.rank, started.size, started.launcher, os.getpid()
+        deadline = time.monotonic() + _meeting_limit().total_seconds()
+        while True:
+            made = group is not None and group.size > 0
+            store = dist.distributed_c10d._get_default_store() if made else _connect(started, deadline)
+            try:
+                job, seats = _roll(store, started, deadline)
+                break
+            except HorovodInternalError:
+                raise
+            except RuntimeError as error:
+                # (without a group it may have been that of one that was ended, and rank 0 makes the next)
+                if made or time.monotonic() > deadline:
+                    raise HorovodInternalError(f"{STORE_LOST} ({error})") from error
+        self.store = PrefixStore(f"hvd_async/{job}", store)
+        self.place = launch.place_of(self.rank, seats)
         self._made: Counter[str] = Counter()
         """Number of stores that this rank has asked for, by name and ranks."""
         self._groups: list[Any] = []
-
-    def _hosts(self, own: str) -> list[str]:
-        """Return the hosts of all ranks, when they are all there."""
-        limit = _meeting_limit()
-        missing = self._missing("host", own, range(self.size), limit)
-        if missing:
-            raise HorovodInternalError(
-                f"{ranks_text(missing)} did not call hvd.init() within {limit.total_seconds():.0f} s. See their "
-                f"output, or set HVD_ASYNC_INIT_TIMEOUT to more seconds.{_hint_of_absence()}"
-            )
-        return [self.store.get(f"host/{rank}").decode() for rank in range(self.size)]
 
     def meet(self, store: PrefixStore, ranks: Sequence[int], limit: timedelta) -> None:
         """Wait until all of some ranks have called this with their new store (``store_of``). It succeeds on all ranks
@@ -182,10 +185,72 @@ def _meeting_limit() -> timedelta:
     return timedelta(seconds=min(time_limits.seconds("HVD_ASYNC_INIT_TIMEOUT", 300.0), FOREVER.total_seconds()))
 
 
-def _connect(started: launch.Launch) -> Any:
+def default_group() -> launch.Group | None:
+    """Return the script's default process group, also one that was ended; None if there was none."""
+    if not dist.is_available():
+        return None
+    if dist.is_initialized():
+        return launch.Group(dist.get_rank(), dist.get_world_size())
+    ended = getattr(dist.distributed_c10d, "_default_pg_init_method", None) is not None
+    return launch.Group(0, 0) if ended else None
+
+
+def _seat(started: launch.Launch) -> launch.Seat:
+    """Return what this rank knows of its place. Where nothing says which host it is, the machine does."""
+    host = os.environ.get("HVD_ASYNC_HOST") or started.host or socket.gethostname()
+    node = started.node or (machine() if started.local_rank is None else "")
+    return launch.Seat(host, node, started.local_rank, started.local_size)
+
+
+def _roll(store: Any, started: launch.Launch, deadline: float) -> tuple[str, list[launch.Seat]]:
+    """Wait until all ranks are there; return a name for their job, and their seats.
+
+    The store may hold what ranks have left that have ended: of an attempt before a restart (torchrun keeps its store,
+    and counts restarts differently on each host), of an earlier ``init()``. So each rank signs with a new token; rank 0
+    lists the ranks that it sees, and again when one changes, until each rank has found its own in the list.
+
+    Raises:
+        HorovodInternalError: a rank did not come in time.
+    """
+    store = PrefixStore("hvd_async/roll", store)
+    own, ranks = json.dumps([uuid.uuid4().hex, *_seat(started)]), range(started.size)
+    store.set(f"card/{started.rank}", own)
+
+    def all_of(key: str) -> list[str]:
+        keys = [f"{key}/{rank}" for rank in ranks]
+        return [store.get(one).decode() for one in keys] if store.check(keys) else []
+
+    def last(key: str) -> str:
+        return str(store.get(key).decode()) if store.check([key]) else ""
+
+    listed = job = ""
+    while not job or last("agreed") != job:
+        if started.rank == 0 and (cards := all_of("card")) and json.dumps(cards) != listed:
+            store.set("list", json.dumps(cards))
+        if (new := last("list")) != listed:
+            listed, cards = new, json.loads(new)
+            if len(cards) == started.size and cards[started.rank] == own:
+                job = hashlib.sha256(listed.encode()).hexdigest()[:16]
+                store.set(f"seen/{started.rank}", job)
+        if started.rank == 0 and job and all_of("seen") == [job] * started.size:
+            store.set("agreed", job)
+        elif time.monotonic() > deadline:
+            missing = [rank for rank in ranks if not store.check([f"card/{rank}"])]
+            raise HorovodInternalError(
+                f"{ranks_text(missing) if missing else 'a rank'} did not call hvd.init() within "
+                f"{_meeting_limit().total_seconds():.0f} s. See their output, or set HVD_ASYNC_INIT_TIMEOUT to more "
+                f"seconds.{_hint_of_absence()}"
+            )
+        else:
+            time.sleep(POLL)
+    return job, [launch.Seat(*json.loads(card)[1:]) for card in json.loads(listed)]
+
+
+def _connect(started: launch.Launch, deadline: float) -> Any:
     if started.size == 1:
         return HashStore()
-    began, limit = time.monotonic(), _meeting_limit()
+    began = time.monotonic()
+    limit = timedelta(seconds=max(deadline - began, 1.0))
     serves = started.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         return TCPStore(
@@ -204,15 +269,19 @@ def _hint_of_absence() -> str:
 
 
 _world: World | None = None
-_number = 0
+
+
+def is_due() -> bool:
+    """Return whether ``init`` has something to do: also in a child that was forked after a job of one rank had begun,
+    since a script may make ranks of its children. (Others belong to their parents' ranks.)"""
+    return _world is None or (_world.size == 1 and _world.process != os.getpid())
 
 
 def init() -> None:
     """Meet the other ranks; does nothing if they have met."""
-    global _world, _number
-    if _world is None:
-        _number += 1
-        _world = World(_number)
+    global _world
+    if is_due():
+        _world = World()
 
 
 def forget() -> None:

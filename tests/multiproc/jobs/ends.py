@@ -53,10 +53,11 @@ class TorchRank:
         import torch
 
         import hvd_async.torch as hvd
-        from hvd_async.torch.collectives import PlaneCollectives as HorovodCollectives
+        from hvd_async.torch.collectives import plane_collectives
 
-        self.torch, self.hvd, self.collectives = torch, hvd, HorovodCollectives
+        self.torch, self.hvd = torch, hvd
         hvd.init()
+        self.collectives: Any = plane_collectives()
 
     def wrap(self, quorum: str) -> Any:
         """The optimizer: SGD with learning rate 1."""

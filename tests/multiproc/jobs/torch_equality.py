@@ -12,7 +12,7 @@ from table import Equality, equalities
 from torch_common import DEVICE, crc
 
 import hvd_async.torch as hvd
-from hvd_async.torch.horovod_api import ON_HOROVOD
+from hvd_async.torch import horovod_api
 
 STEPS = 30
 OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
@@ -97,7 +97,7 @@ class Averaged(torch.optim.Optimizer):
         return self._inner.step(closure)
 
 
-DistributedOptimizer = hvd.DistributedOptimizer if ON_HOROVOD else Averaged
+DistributedOptimizer = hvd.DistributedOptimizer if horovod_api.hvd.on_horovod else Averaged
 
 
 def farthest(one: Any, other: Any) -> float:
