@@ -21,7 +21,7 @@ from hvd_async.algorithms.kept import Kept
 from hvd_async.algorithms.leader.config import ALGORITHMS, LeaderConfig, PullDone, PullProgress, StartPull, StepTaken
 from hvd_async.algorithms.leader.selection import ALL_RANKS, CENTER, NO_LEADER, LossWindow, Strengths
 from hvd_async.runtime.carrier import Carrier, Collective
-from hvd_async.runtime.interfaces import Program, RankRuntime, Vector
+from hvd_async.runtime.interfaces import FiniteFlag, Program, RankRuntime, Vector
 from hvd_async.runtime.process_sets import RankGroup, SingleRank
 from hvd_async.runtime.protocol import Drained, OptimizerCommand
 from hvd_async.runtime.worker import Worker
@@ -468,6 +468,7 @@ class LeaderWorker(Worker):
         brought: number of steps of this rank in earlier runs, on which strengths may depend.
 
     Attributes:
+        flags_late, flag, check_weights: as in gossip's workers.
         defers_sends: as in gossip's workers; here ``publish`` sends everything.
         weight: as in gossip's workers, the push-sum weight; here always 1.
         wants_before: whether ``mix`` needs the weights before the update.
@@ -476,6 +477,7 @@ class LeaderWorker(Worker):
 
     holds_after_end = True
     defers_sends = False
+    flags_late = False
     weight = 1.0
     wants_before = False
 
@@ -518,6 +520,8 @@ class LeaderWorker(Worker):
         self._done_at: float | None = None
         """Time when this rank finished, until all have."""
         self.keep: object = None
+        self.flag: FiniteFlag | None = None
+        self.check_weights: Callable[[], None] = lambda: None
         if kept is not None:
             self._restored = True
             self.executor.restore(kept.results)
@@ -557,6 +561,7 @@ class LeaderWorker(Worker):
     def check_finished(self, flush: bool) -> None:
         """Raise if this rank cannot finish now: drains and cuts choose a leader too."""
         super().check_finished(flush)
+        self.check_weights()
         self._check_loss()
 
     def announce_finished(self, flush: bool) -> None:
