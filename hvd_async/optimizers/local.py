@@ -273,7 +273,7 @@ class LocalDriver(Driver):
     def make_worker(self, engine: Any, finish: Callable[[bool], None]) -> Any:
         self.replica.prepare()
         worker = self.make_local_worker(engine, finish)
-        worker.check_weights = self.check_weights
+        worker.check_weights, worker.flags_late = self.check_weights, worker.can_be_late and self.replica.flags_late
         return worker
 
     @abc.abstractmethod

@@ -147,9 +147,14 @@ class WeightReplica(Replica):
     def is_finite(self, weights: Vector) -> bool:
         """Return whether all weights are finite."""
 
-    def finite_flag(self, weights: Vector) -> FiniteFlag | None:
-        """Return whether all weights are finite, to be read later; None if ``is_finite`` has not to wait."""
-        return None
+    @property
+    def flags_late(self) -> bool:
+        """Whether ``is_finite`` would wait for a device, so that ``finite_flag`` is there instead."""
+        return False
+
+    def finite_flag(self, weights: Vector) -> FiniteFlag:
+        """Return whether all weights are finite, to be read later."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def describe_nonfinite(self, step: str = "this rank's step has") -> str:

@@ -456,8 +456,12 @@ class WeightReplica(replica.WeightReplica):
         # (one pass; the sum of very large finite numbers may be infinite too, so then look closer)
         return math.isfinite(weights.sum()) or bool(torch.isfinite(weights).all())
 
-    def finite_flag(self, weights: torch.Tensor) -> FiniteFlag | None:
-        return _Flag(weights, self._vectors.empty) if streams.gpu.holds(weights) else None
+    @property
+    def flags_late(self) -> bool:
+        return self._vectors.on_gpu
+
+    def finite_flag(self, weights: torch.Tensor) -> FiniteFlag:
+        return _Flag(weights, self._vectors.empty)
 
     def describe_nonfinite(self, step: str = "this rank's step has") -> str:
         named = self.named or {}

@@ -441,7 +441,8 @@ class GossipWorker(Worker):
         sizes: returns the number of elements of each parameter, in the order of the vector of weights.
         frozen: returns the elements of parameters that are currently frozen on this rank.
         defers_sends: whether constraints or post-step hooks may change the weights that ``mix`` returns.
-        flags_late: whether it can do with weights of which it is not known yet whether they are finite.
+        can_be_late: whether it can do with weights of which it is not known yet whether they are finite.
+        flags_late: whether it gets such weights.
         flag: whether the weights passed to ``mix`` or ``publish`` are finite; None: they are.
         check_weights: raises if a step so far has made a weight NaN or infinite.
         log: events for tests, as documented by the subclass; None: not recorded.
@@ -503,7 +504,7 @@ class GossipWorker(Worker):
         self.inertia: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
         self.sizes: Callable[[], Sequence[int]] = tuple
         self.frozen: Callable[[], Sequence[slice]] = tuple
-        self.defers_sends = self.flags_late = False
+        self.defers_sends = self.can_be_late = self.flags_late = False
         self.flag: FiniteFlag | None = None
         self.check_weights: Callable[[], None] = lambda: None
         self.log: list[Any] | None = None
@@ -890,7 +891,7 @@ class PushSumWorker(GossipWorker):
         self._sender = Sender(
             engine, plan, self._place, post, self._exchanges, self._known, self._receive_buffer, self._finite
         )
-        self.flags_late = plan.config.local_size == 1 and not engine.elastic
+        self.can_be_late = plan.config.local_size == 1 and not engine.elastic
         self._good: State | None = None
         """Finite weights that other ranks get if this rank's are not, while it is not known yet; None if they never
         are unknown."""

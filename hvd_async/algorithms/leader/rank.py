@@ -468,7 +468,7 @@ class LeaderWorker(Worker):
         brought: number of steps of this rank in earlier runs, on which strengths may depend.
 
     Attributes:
-        flags_late, flag, check_weights: as in gossip's workers.
+        can_be_late, flags_late, flag, check_weights: as in gossip's workers.
         defers_sends: as in gossip's workers; here ``publish`` sends everything.
         weight: as in gossip's workers, the push-sum weight; here always 1.
         wants_before: whether ``mix`` needs the weights before the update.
@@ -477,7 +477,7 @@ class LeaderWorker(Worker):
 
     holds_after_end = True
     defers_sends = False
-    flags_late = False
+    can_be_late = flags_late = False
     weight = 1.0
     wants_before = False
 
