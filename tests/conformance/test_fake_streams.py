@@ -170,12 +170,12 @@ WAITS = {  # number in two steps, on the training thread, autograd's and the eng
     "sgp": (0, 0, 0),
     "osgp": (0, 0, 0),
     "dpsgd": (0, 0, 0),
-    "adpsgd": (2, 0, 0),
+    "adpsgd": (0, 0, 0),
     "local": (2, 0, 0),
     "slowmo": (2 + 1, 0, 0),
     "diloco": (2 + 1, 0, 0),
-    "lsgd": (2 + 2, 0, 0),
-    "easgd": (2 + 2, 0, 1),
+    "lsgd": (0, 0, 0),
+    "easgd": (0, 0, 0),
 }
 """With one rank, which gets no messages. Averages and pulls towards the center come every other step."""
 
@@ -191,8 +191,7 @@ def test_the_host_waits_as_often_as_docs_gpu_says(mode, monkeypatch):
     training, autograd, engine = WAITS[mode]
     assert waited(before + last, 0, "training") == training
     assert waited(before + last, 0, "autograd") == autograd
-    due, waits = engine * LATER_STEPS // 2, waited(gpu.waits, 0, "engine")  # (in all steps: it works next to them)
-    assert waits == due or (mode == "easgd" and 0 < waits < due), "a pull may be late, so that the next one is left out"
+    assert waited(gpu.waits, 0, "engine") == engine * LATER_STEPS // 2  # (in all steps: it works next to them)
 
 
 @pytest.mark.parametrize("mode", ["all", "solo"])
@@ -277,7 +276,7 @@ def a_result_is_freed_that_was_made_elsewhere(gpu: RacyGpu) -> None:
 
 
 def a_number_is_read_later(gpu: RacyGpu) -> None:
-    float(streams.Later(ones().sum()))
+    streams.Later(ones().sum()).numbers()
 
 
 def the_engine_works_after_training(gpu: RacyGpu) -> None:
