@@ -283,6 +283,7 @@ class _Flag:
     """
 
     def __init__(self, vector: torch.Tensor, empty: Callable[[], torch.Tensor]) -> None:
+        self._elements = vector.numel()
         self._largest = torch.linalg.vector_norm(vector, math.inf)  # (one pass; NaN if an element is)
         self._later, self._empty = streams.Later(self._largest), empty
 
@@ -293,7 +294,8 @@ class _Flag:
         return math.isfinite(float(self._later))
 
     def choose(self, vector: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return torch.where(torch.isfinite(self._largest), vector, other, out=self._empty())
+        room = self._empty() if vector.numel() == self._elements else torch.empty_like(vector)
+        return torch.where(torch.isfinite(self._largest), vector, other, out=room)
 
 
 MESSAGES_KEPT = 4
