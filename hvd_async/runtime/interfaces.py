@@ -119,7 +119,7 @@ class Handle(Protocol):
 
 
 class FiniteFlag(Protocol):
-    """Whether a vector is finite, which its device computes while the host goes on."""
+    """Whether a vector is finite, which its device computes while the host continues."""
 
     def is_known(self) -> bool:
         """Return whether ``is_finite`` returns at once."""

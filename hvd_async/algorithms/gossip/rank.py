@@ -410,7 +410,7 @@ class ReceiveBuffer:
 
 
 def _there(messages: list[ReceivedMessage], is_end: bool = False) -> list[ReceivedMessage]:
-    """Return messages with their data, at an end without those that were omitted."""
+    """Return messages with their data, at an end without omitted ones."""
     rows = [each for each in messages if not (is_end and isinstance(each.data, Row) and each.data.is_omitted())]
     return [each._replace(data=each.data.data()) if isinstance(each.data, Row) else each for each in rows]
 

@@ -511,10 +511,10 @@ class LeaderWorker(Worker):
         rule = make_rule(config, strengths, group_of(config, rank_group), rank_group.size)
         self.executor = PullExecutor(engine, config, rule, rank_group, group_set)
         self._losses, self._window = LossWindow(window), window
-        self._told: list[Any] = []
+        self._unread: list[Any] = []
         """Losses that the window does not contain yet: reading those of the present step would wait for a device."""
-        self._told_before = 0
-        """Number of them that were recorded before the last ``publish``."""
+        self._recorded_before = 0
+        """Number of them at the last ``publish``."""
         self._reports = StepReports(engine)
         self._consensus: Vector = None
         """EASGD's center at the last drain or cut, before any rank continued; None if there is no center."""
@@ -559,15 +559,15 @@ class LeaderWorker(Worker):
     def record_loss(self, loss: Any) -> None:
         """Record the training loss of this step, an object that ``float()`` makes a number. The choice of a leader sees
         it in the next step."""
-        self._told.append(loss)
+        self._unread.append(loss)
 
     def _count_losses(self, due: int | None = None) -> None:
-        """Let the first ``due`` of the losses told so far count; None: all."""
-        for loss in self._told[:due]:
+        """Let the first ``due`` of the unread losses count; None: all."""
+        for loss in self._unread[:due]:
             self._losses.record(loss)
             self._recorded = self.steps
-        del self._told[:due]
-        self._told_before = 0
+        del self._unread[:due]
+        self._recorded_before = 0
 
     def check_step(self) -> None:
         """Raise if no step can be taken now, before the step changes any weight.
@@ -598,7 +598,7 @@ class LeaderWorker(Worker):
     def _check_loss(self) -> None:
         if isinstance(self._rank_group.process_set, SingleRank):
             return
-        if not self._has_center and self.steps > self._brought and self._losses.mean is None and not self._told:
+        if not self._has_center and self.steps > self._brought and self._losses.mean is None and not self._unread:
             raise ValueError(
                 "a leader is to be chosen by training losses, and this rank has recorded none: call "
                 "opt.record_loss(loss) before each opt.step(). (Keras' fit() does it automatically, but a "
@@ -636,8 +636,8 @@ class LeaderWorker(Worker):
         """Let pulls start from these weights, shape (n,): the model's after constraints and post-step hooks."""
         step = self.steps
         self.executor.publish_weights(weights, step, self.flag)
-        self._count_losses(self._told_before if self._losses.recorded else None)  # (the first one is waited for)
-        self._told_before = len(self._told)
+        self._count_losses(self._recorded_before if self._losses.recorded else None)  # (the first one is waited for)
+        self._recorded_before = len(self._unread)
         old = step - self._recorded > self._window  # a loss that is not sent again ages at the coordinator
         self._reports.add(self._registered_number(), None if old else self._losses.mean)
 
@@ -738,7 +738,7 @@ class LeaderWorker(Worker):
     def stats(self) -> LeaderStats:
         """Return a snapshot of the statistics, with all losses so far."""
         losses = LossWindow(self._window)
-        for loss in [*self._losses.recorded, *self._told]:
+        for loss in [*self._losses.recorded, *self._unread]:
             losses.record(loss)
         return self.executor.stats(self.steps - self._brought, self._waited, losses.mean)
 
