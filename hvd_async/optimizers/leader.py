@@ -106,7 +106,7 @@ class LeaderDriver(LocalDriver):
             self.record_loss(loss)
         recorded, self.losses = self.losses, []
         for one in recorded:
-            worker.record_loss(float(one))
+            worker.record_loss(one)
 
     def merged_statistics(self, own: Statistics | None) -> Vector | None:
         """Return the batch-norm statistics to continue with after a pull; None for this rank's own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,11 +16,14 @@ from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.agreement import kept_buffers
 from hvd_async.optimizers.driver import Driver, Standing
 from hvd_async.optimizers.replica import WeightReplica
-from hvd_async.runtime.interfaces import Vector
+from hvd_async.runtime.interfaces import FiniteFlag, Vector
 from hvd_async.runtime.lifecycle import Lifecycle
 from hvd_async.runtime.process_sets import RankGroup
 
 WeightWorker: TypeAlias = GossipWorker | LeaderWorker
+UNKNOWN = 2
+"""Steps after which it is known at the latest whether weights are finite, if a step does not wait for that. A host may
+be more than one step ahead of its device, by as many kernels as its queue holds."""
 
 
 class StepStart(NamedTuple):
@@ -84,6 +88,8 @@ class LocalDriver(Driver):
         """Steps whose update is in the weights, and those of them whose weights were mixed."""
         self._own_steps = 0
         """Steps of this rank that have ended."""
+        self._flags: deque[tuple[int, FiniteFlag]] = deque()
+        """Steps of which it was not known yet whether they have made a weight NaN or infinite."""
         self.kept: Kept | None = None
         """State from before a membership change, until the ranks have registered."""
         self._shared_before = 0
@@ -134,11 +140,10 @@ class LocalDriver(Driver):
             statistics: as in ``WeightReplica.statistics``.
 
         Raises:
-            FloatingPointError: a weight is NaN or infinite; it was not sent.
+            FloatingPointError: a weight is NaN or infinite, on a GPU perhaps since an earlier step; it was not sent.
         """
         worker: WeightWorker = self.worker
-        if not self.replica.is_finite(after):
-            raise FloatingPointError(self.replica.describe_nonfinite())
+        self._check_finite(after)
         merged = self.merged_statistics(statistics)
         weight = worker.weight
         if weight != 1.0:
@@ -157,11 +162,36 @@ class LocalDriver(Driver):
         Raises:
             FloatingPointError: constraints or hooks have made a weight NaN or infinite.
         """
-        if self.worker.defers_sends and not self.replica.is_finite(weights):
-            raise FloatingPointError(self.replica.describe_nonfinite())
+        if self.worker.defers_sends:
+            self._check_finite(weights)
         self.worker.publish(weights)
         self._in_step, self._ended = False, self._begun
         self._own_steps += 1
+
+    def _check_finite(self, weights: Vector) -> None:
+        """Check the weights of this step, at once or, where that would wait for a device, as soon as it is known."""
+        worker: WeightWorker = self.worker
+        worker.flag = self.replica.finite_flag(weights) if worker.flags_late else None
+        if worker.flag is not None:
+            self._flags.append((self._own_steps + 1, worker.flag))
+            self._raise_nonfinite(self._own_steps + 1 - UNKNOWN)
+        elif not self.replica.is_finite(weights):
+            raise FloatingPointError(self.replica.describe_nonfinite())
+
+    def _raise_nonfinite(self, due: int) -> None:
+        """Raise FloatingPointError if a step is known to have made a weight NaN or infinite; wait until this is known
+        of steps up to ``due``."""
+        while self._flags and (self._flags[0][0] <= due or self._flags[0][1].is_known()):
+            step, flag = self._flags.popleft()
+            if not flag.is_finite():
+                self._flags.clear()
+                raise FloatingPointError(self.replica.describe_nonfinite(f"step {step}"))
+
+    def check_weights(self) -> None:
+        """Raise FloatingPointError if a step so far has made a weight NaN or infinite; wait until this is known."""
+        if self._flags:
+            with self.updating():
+                self._raise_nonfinite(self._own_steps + 1)
 
     def merged_statistics(self, own: Statistics | None) -> Vector | None:
         """Return the batch-norm statistics to continue with; None for this rank's own."""
@@ -242,7 +272,9 @@ class LocalDriver(Driver):
 
     def make_worker(self, engine: Any, finish: Callable[[bool], None]) -> Any:
         self.replica.prepare()
-        return self.make_local_worker(engine, finish)
+        worker = self.make_local_worker(engine, finish)
+        worker.check_weights, worker.flags_late = self.check_weights, worker.can_be_late and self.replica.flags_late
+        return worker
 
     @abc.abstractmethod
     def make_local_worker(self, engine: Any, finish: Callable[[bool], None]) -> Any:

@@ -16,7 +16,7 @@ from hvd_async.algorithms.gossip.message_format import MessageFormat
 from hvd_async.algorithms.leader.rank import Statistics
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.agreement import Buffers
-from hvd_async.runtime.interfaces import RankRuntime, Vector
+from hvd_async.runtime.interfaces import FiniteFlag, RankRuntime, Vector
 from hvd_async.runtime.log import users_line
 
 STALE = (
@@ -147,9 +147,22 @@ class WeightReplica(Replica):
     def is_finite(self, weights: Vector) -> bool:
         """Return whether all weights are finite."""
 
+    @property
+    def flags_late(self) -> bool:
+        """Whether ``is_finite`` would wait for a device, so that ``finite_flag`` is there instead."""
+        return False
+
+    def finite_flag(self, weights: Vector) -> FiniteFlag:
+        """Return whether all weights are finite, to be read later."""
+        raise NotImplementedError
+
     @abc.abstractmethod
-    def describe_nonfinite(self) -> str:
-        """Return an error message that names the weights which are NaN or infinite, with a hint."""
+    def describe_nonfinite(self, step: str = "this rank's step has") -> str:
+        """Return an error message that names the weights which are NaN or infinite, with a hint.
+
+        Args:
+            step: subject of the message: the step that has made them.
+        """
 
     def constrained(self, weights: Vector) -> Vector:
         """Return the weights, shape (n,), with the model's constraints applied: a new vector if there are constraints,

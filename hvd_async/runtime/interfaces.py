@@ -118,6 +118,19 @@ class Handle(Protocol):
         """Return the seconds until ``done`` is worth polling again; None if completion wakes the engine."""
 
 
+class FiniteFlag(Protocol):
+    """Whether a vector is finite, which its device computes while the host continues."""
+
+    def is_known(self) -> bool:
+        """Return whether ``is_finite`` returns at once."""
+
+    def is_finite(self) -> bool:
+        """Return whether all elements are finite; wait until this is known."""
+
+    def choose(self, vector: Vector, other: Vector) -> Vector:
+        """Return a new vector, without a wait: ``vector`` if the flag is of a finite one, else ``other``."""
+
+
 class CompletedHandle:
     """Completed collective of a single rank.
 

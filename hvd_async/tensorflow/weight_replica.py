@@ -211,11 +211,11 @@ class WeightReplica(replica.WeightReplica):
     def is_finite(self, weights: Array) -> bool:
         return is_finite(weights)
 
-    def describe_nonfinite(self) -> str:
+    def describe_nonfinite(self, step: str = "this rank's step has") -> str:
         bad = [v for v in self.optimizer._trainable_variables if not is_finite(raw(v).numpy().reshape(-1))]
         named = f" ({', '.join(map(signature, bad[:5]))})" if bad else ", by a constraint"
         return (
-            f"this rank's step has made weights NaN or infinite{named}, which would spread to all ranks; they were not "
+            f"{step} made weights NaN or infinite{named}, which would spread to all ranks; they were not "
             f"sent. Lower the learning rate, clip gradients, or wrap a "
             f"keras.optimizers.LossScaleOptimizer"
         )

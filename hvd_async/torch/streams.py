@@ -230,6 +230,7 @@ class Later:
         return numbers
 
     def __float__(self) -> float:
+        self.is_ready()  # (which waits for nothing)
         (number,) = self.numbers()
         return float(number)
 

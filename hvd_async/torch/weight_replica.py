@@ -19,7 +19,7 @@ import torch
 from hvd_async.algorithms.gossip.message_format import CHUNK, HEADER, LEVELS, MessageFormat, row_bytes
 from hvd_async.optimizers import replica
 from hvd_async.optimizers.agreement import Buffers
-from hvd_async.runtime.interfaces import RankRuntime
+from hvd_async.runtime.interfaces import FiniteFlag, RankRuntime
 from hvd_async.torch import shared_models, streams
 from hvd_async.torch.gradient_format import differentiable, memory_order
 from hvd_async.torch.streams import ReusedMemory
@@ -205,6 +205,7 @@ class TorchMessageFormat(MessageFormat):
         super().__init__(like.numel(), like.dtype, **options)
         self._device, self._memory, self._received, self._empty = like.device, memory, received, empty
         self._nothing = torch.zeros(self.rows, self._stride, dtype=torch.uint8, device=like.device)
+        streams.record_ready(self._nothing)
 
     def decode(self, data: torch.Tensor) -> torch.Tensor:
         if self._compression == "int8":
@@ -271,6 +272,30 @@ class TorchMessageFormat(MessageFormat):
 
 
 # -- the replica -------------------------------------------------------------------------------------------------------
+
+
+class _Flag:
+    """Flag of a vector on a GPU, which nothing waits for.
+
+    Args:
+        vector: shape (n,).
+        empty: returns an uninitialized vector of this shape.
+    """
+
+    def __init__(self, vector: torch.Tensor, empty: Callable[[], torch.Tensor]) -> None:
+        self._elements = vector.numel()
+        self._largest = torch.linalg.vector_norm(vector, math.inf)  # (one pass; NaN if an element is)
+        self._later, self._empty = streams.Later(self._largest), empty
+
+    def is_known(self) -> bool:
+        return self._later.is_ready()
+
+    def is_finite(self) -> bool:
+        return math.isfinite(float(self._later))
+
+    def choose(self, vector: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        room = self._empty() if vector.numel() == self._elements else torch.empty_like(vector)
+        return torch.where(torch.isfinite(self._largest), vector, other, out=room)
 
 
 MESSAGES_KEPT = 4
@@ -437,12 +462,19 @@ class WeightReplica(replica.WeightReplica):
         # (one pass; the sum of very large finite numbers may be infinite too, so then look closer)
         return math.isfinite(weights.sum()) or bool(torch.isfinite(weights).all())
 
-    def describe_nonfinite(self) -> str:
+    @property
+    def flags_late(self) -> bool:
+        return self._vectors.on_gpu
+
+    def finite_flag(self, weights: torch.Tensor) -> FiniteFlag:
+        return _Flag(weights, self._vectors.empty)
+
+    def describe_nonfinite(self, step: str = "this rank's step has") -> str:
         named = self.named or {}
         bad = [(i, p) for i, p in enumerate(self.parameters) if not torch.isfinite(p).all()]
         names = ", ".join(named.get(id(p), f"parameter {i}") for i, p in bad[:5])
         return (
-            f"this rank's step has made weights NaN or infinite ({names}), which would spread to all ranks; nothing "
+            f"{step} made weights NaN or infinite ({names}), which would spread to all ranks; nothing "
             f"was sent. Lower the learning rate, clip gradients, or step by a torch.amp.GradScaler"
         )
 

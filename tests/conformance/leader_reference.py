@@ -139,7 +139,8 @@ class Outcome:
 
     def best(self, ranks: Sequence[int], step: int) -> int:
         """Return the rank with the lowest mean loss after this many steps of each rank."""
-        return _best({rank: self.means[rank][step - 1] for rank in ranks}, ranks)
+        seen = max(0, step - 2)  # (a choice sees a loss one step later, only the first one at once)
+        return _best({rank: self.means[rank][seen] for rank in ranks}, ranks)
 
 
 def replay(problem: Problem, following: Following, logs: Log) -> Outcome:
@@ -316,7 +317,7 @@ class _Ranks:
         if len(self.ends[number]) < self.size:
             return False
         if len(self.drained) == number:  # before anybody continues
-            means = {place: each.means[-1] for place, each in enumerate(self.ranks) if each.means}
+            means = {place: each.means[-2:][0] for place, each in enumerate(self.ranks) if each.means}
             easgd = self.following.algorithm == "easgd"
             self.drained.append(own.centre if easgd else self.ranks[_best(means, range(self.size))].x)
         own.x = own.shown = own.centre = self.drained[number]

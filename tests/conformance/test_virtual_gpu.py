@@ -39,15 +39,15 @@ class Budget(NamedTuple):
 BUDGETS = {
     ("all", 1): Budget(0.94, 35.0, 0.0, 10.5),
     ("solo", 1): Budget(0.77, 34.0, 6.0, 11.0),
-    ("sgp", 1): Budget(0.93, 28.3, 1.0, 0.0),
-    ("adpsgd", 1): Budget(0.92, 28.8, 1.0, 1.0),
-    ("lsgd", 1): Budget(0.92, 28.9, 1.1, 1.2),
+    ("sgp", 1): Budget(0.99, 28.3, 0.0, 0.0),
+    ("adpsgd", 1): Budget(0.98, 28.8, 0.0, 1.0),
+    ("lsgd", 1): Budget(0.99, 28.9, 0.0, 1.2),
     ("all", 2): Budget(0.94, 35.0, 0.0, 10.5),
     ("solo", 2): Budget(0.76, 35.0, 7.0, 11.0),
-    ("sgp", 2): Budget(0.86, 28.6, 2.0, 3.0),
-    ("osgp", 2): Budget(0.88, 30.4, 1.0, 3.0),
-    ("adpsgd", 2): Budget(0.88, 30.4, 1.0, 3.0),
-    ("lsgd", 2): Budget(0.91, 29.0, 1.1, 1.2),
+    ("sgp", 2): Budget(0.96, 29.3, 0.0, 4.1),
+    ("osgp", 2): Budget(0.96, 31.5, 0.0, 3.0),
+    ("adpsgd", 2): Budget(0.96, 30.5, 0.0, 3.0),
+    ("lsgd", 2): Budget(0.98, 29.0, 0.0, 1.2),
 }
 """By mode and number of ranks."""
 PLAIN_MS = 33.57

@@ -59,8 +59,8 @@ class Weights(WeightReplica):
     def is_finite(self, weights: Any) -> bool:
         return bool(np.isfinite(weights).all())
 
-    def describe_nonfinite(self) -> str:
-        return "not finite"
+    def describe_nonfinite(self, step: str = "this rank's step has") -> str:
+        return f"{step} made weights not finite"
 
     def read_double(self) -> Any:
         return self.weights.copy()

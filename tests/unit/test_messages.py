@@ -82,6 +82,7 @@ KINDS = {int: NUMBERS, float: st.floats(0, 9), bool: st.booleans(), str: TEXT, e
          eager.HostSteps | None: st.none() | WHOLE,
          str | None: st.none() | TEXT, int | None: st.none() | NUMBERS, list[tuple[int, int]]: PAIRS,
          list[tuple[int, int, int]]: SENDERS,
+         list[tuple[int, int, float]]: st.lists(st.tuples(NUMBERS, NUMBERS, st.floats(0, 9))),
          list[str]: st.lists(TEXT), list[int]: st.lists(NUMBERS), list[float]: st.lists(st.floats(0, 9)),
          dict[int, list[int]]: st.dictionaries(NUMBERS, st.lists(NUMBERS))}  # fmt: skip
 

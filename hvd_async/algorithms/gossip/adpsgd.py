@@ -22,7 +22,7 @@ from hvd_async.algorithms.gossip.push_sum import Add, Times
 from hvd_async.algorithms.gossip.push_sum import State as Part
 from hvd_async.algorithms.gossip.rank import MEAN, GossipWorker, check_weight
 from hvd_async.algorithms.kept import Kept
-from hvd_async.runtime.interfaces import Program, RankRuntime, Vector, Wait
+from hvd_async.runtime.interfaces import FiniteFlag, Program, RankRuntime, Vector, Wait
 from hvd_async.runtime.protocol import Drained, OptimizerCommand, RunCollective
 
 # -- requests for averagings -------------------------------------------------------------------------------------------
@@ -155,6 +155,11 @@ class ADPSGDWorker(GossipWorker):
         """The neighbour's share of an average, by exchange (engine thread)."""
         self._gone: set[int] = set()
         """Places of ranks whose optimizer was deleted (engine thread)."""
+        self.can_be_late = plan.config.local_size == 1 and not engine.elastic
+        self._shown: FiniteFlag | None = None
+        """Whether the shadow is finite; None: it is."""
+        self._good: Vector | None = None
+        """The last finite snapshot, while snapshots are chosen by such flags (engine thread)."""
         self._pairing = Pairing(
             plan.config.max_local_steps,
             plan.topology.neighbours(self._host),
@@ -172,6 +177,7 @@ class ADPSGDWorker(GossipWorker):
 
     def begin(self, weights: Vector) -> None:
         self._state = State(weights, weights + 0)
+        self._good = weights + 0 if self.flags_late else None
 
     def mix_program(self, before: Vector, after: Vector) -> Program[Vector]:
         """End a step; wait only after ``max_local_steps`` without an averaging."""
@@ -181,7 +187,7 @@ class ADPSGDWorker(GossipWorker):
         self._count_step()
         self._pairing.stepped()
         with self._lock:
-            self._state = on_step(self._state, after, self._post.add, self._post.times)
+            self._state, self._shown = on_step(self._state, after, self._post.add, self._post.times), self.flag
             z = self._state.model
             if self.log is not None:
                 self.log.append(("step", self._before + self._step))
@@ -253,7 +259,11 @@ class ADPSGDWorker(GossipWorker):
     def _snapshot(self, partner: int, round_: int) -> Vector:
         with self._lock:
             shadow = self._state.shadow
-            data = self._post.encode(self._post.times(shadow, 1.0) if self._post.lossless else shadow)
+            if self._shown is not None and self._good is not None:
+                shadow = self._good = self._shown.choose(shadow, self._good)
+            elif self._post.lossless:
+                shadow = self._post.times(shadow, 1.0)
+            data = self._post.encode(shadow)
             if self.log is not None:
                 self.log.append(("sent", round_, partner))
         self._mine[round_] = data

@@ -67,9 +67,11 @@ class GossipConfig(Config, frozen=True, tag=True):
 
 
 class MessageQueued(OptimizerEvent, frozen=True, tag=True):
-    """This rank has queued messages of its step ``key``; its engine holds them until an exchange takes them."""
+    """This rank has queued messages of its step ``key``, with this push-sum weight; its engine holds them until an
+    exchange takes them."""
 
     key: int
+    weight: float = 1.0
 
 
 class MessageComing(OptimizerEvent, frozen=True, tag=True):
@@ -111,9 +113,11 @@ class AverageEntered(OptimizerEvent, frozen=True, tag=True):
 
 
 class ExchangeDone(OptimizerEvent, frozen=True, tag=True):
-    """An exchange has completed on this rank."""
+    """An exchange has completed on this rank. Not ``complete``: its messages can be used there, in the order of the
+    device's stream."""
 
     round: int
+    complete: bool = True
 
 
 class StartExchange(OptimizerCommand, frozen=True, tag=True):
@@ -126,12 +130,14 @@ class StartExchange(OptimizerCommand, frozen=True, tag=True):
         pairs: pairs of ranks to average; a host is represented by its first rank.
         gathers: whether each rank sends the part of the weights that it owns to the other ranks of its host, once all
             earlier exchanges have completed. The last exchange before an end (AD-PSGD of hosts).
+        weights: push-sum weights of queued messages other than 1, as (rank, key, weight).
     """
 
     round: int
     senders: list[tuple[int, int, int]] = msgspec.field(default_factory=list)
     pairs: list[tuple[int, int]] = msgspec.field(default_factory=list)
     gathers: bool = False
+    weights: list[tuple[int, int, float]] = msgspec.field(default_factory=list)
 
     @property
     def messages(self) -> list[tuple[int, int]]:

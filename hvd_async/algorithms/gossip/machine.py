@@ -538,6 +538,8 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         """Number of ranks that have announced messages, by step."""
         self._granted: dict[int, int] = {}
         """The last step of each rank whose exchange started before its messages were queued, since the last end."""
+        self._weights: dict[tuple[int, int], float] = {}
+        """Push-sum weights of queued messages other than 1, by rank and key."""
         self._starved: dict[int, int] = {}
         """Ranks that wait for a message that was in no exchange so far, with the exchanges that they had seen."""
         self._averages: dict[int, dict[int, AverageEntered]] = {}
@@ -551,10 +553,12 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         self._round = 0
         self._flights: dict[int, float] = {}
         """Start times of the exchanges that have not completed."""
+        self._in_the_way: set[int] = set()
+        """Those of them after which the next one starts."""
         self._duration = 0.0
         """Mean duration of an exchange, in seconds."""
         self._free_since = -math.inf
-        """Time at which the last exchange completed."""
+        """Time since which no exchange is in the way of the next one."""
         self._wake_at: float | None = None
 
     def tick(self, now: float) -> list[Command]:
@@ -614,8 +618,10 @@ class GossipStateMachine(StateMachine[GossipConfig]):
                 self._coming_steps[key] = self._coming_steps.get(key, 0) + 1
             case MessageQueued(_, key) | NoMessage(_, key) if key == self._granted.get(rank):
                 pass  # its exchange started before this rank queued it
-            case MessageQueued(_, key):
+            case MessageQueued(_, key, weight):
                 self._check_offer(rank, event, key)
+                if weight != 1.0:
+                    self._weights[rank, key] = weight
                 if not self._queues.has(rank):
                     self._readiness.add(rank, Reason.MESSAGE)
                 self._queues.add(rank, key, now)
@@ -634,8 +640,8 @@ class GossipStateMachine(StateMachine[GossipConfig]):
                     self._readiness.add(rank, Reason.STARVING)
             case AverageEntered():
                 self._enter(rank, event)
-            case ExchangeDone(_, number):
-                self._landed(rank, number, now)
+            case ExchangeDone(_, number, complete):
+                self._landed(rank, number, complete, now)
             case _:
                 raise ProtocolError(f"rank {rank} sent {type(event).__name__}, which gossip does not handle")
         return self._advance(now)
@@ -686,13 +692,15 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         if not self._overlaps_averages:
             self._readiness.add(rank, Reason.AVERAGE)
 
-    def _landed(self, rank: int, number: int, now: float) -> None:
+    def _landed(self, rank: int, number: int, complete: bool, now: float) -> None:
         if not 1 <= number <= self._round:
             raise ProtocolError(f"rank {rank} reported exchange {number} as done; exchanges so far: {self._round}")
-        if number in self._flights:
+        if number in self._in_the_way:
+            self._in_the_way.discard(number)
+            self._free_since = now
+        if complete and number in self._flights:
             took = now - self._flights.pop(number)
             self._duration += (took - self._duration) * (SMOOTHING if self._duration else 1.0)
-            self._free_since = now
 
     # -- exchanges and averages that start --------------------------------------------------------------------
 
@@ -703,7 +711,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         averages = self._due_averages()
         if self._resuming:
             return averages
-        due = [] if self._flights else self._due_exchange(now)
+        due = [] if self._in_the_way else self._due_exchange(now)
         return [*averages, *due, *self._announced_exchange(now)]
 
     def _start_due(self, now: float) -> list[Command]:
@@ -725,6 +733,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         if exchange is None:
             return []
         self._flights[exchange.round] = now
+        self._in_the_way.add(exchange.round)
         return [exchange]
 
     def _announced_exchange(self, now: float) -> list[Command]:
@@ -742,6 +751,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
             self._readiness.report(rank, key)
             self._readiness.send(rank, key)
         self._flights[self._round] = now
+        self._in_the_way.add(self._round)
         return [StartExchange(self._optimizer, self._round, senders_of(messages))]
 
     def _begin_round(self) -> None:
@@ -794,7 +804,8 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         pairs, met = self._requests.pair(self._round) if can_pair else ([], [])
         for rank in met:
             self._readiness.drop(rank, Reason.PAIR)
-        return StartExchange(self._optimizer, self._round, senders_of(messages), pairs)
+        weights = [(*message, self._weights.pop(message)) for message in messages if message in self._weights]
+        return StartExchange(self._optimizer, self._round, senders_of(messages), pairs, weights=weights)
 
     # -- ends -------------------------------------------------------------------------------------------------
 
@@ -858,6 +869,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         self._readiness = self._all_ready(self._config)
         for record in (self._coming, self._coming_steps, self._granted, self._starved, self._entered):
             record.clear()
+        self._in_the_way.clear()
         self._flights.clear()  # each rank tracks which exchanges it has not completed
         self._bases = {done: produced[0] for done, produced in self._produced.items()}
         self._wake_at = None

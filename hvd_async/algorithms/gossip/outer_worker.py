@@ -51,6 +51,7 @@ class OuterWorker(GossipWorker):
         self._rhythm, self._late = outer.Rhythm(config.average_every, config.fragments), config.max_staleness
         self._averages: DifferenceAverages = DifferenceAverages(engine, post, config.fragments)
         self._state = outer.State(None, post.zeros() + 0 if "outer_momentum" in algorithm.options else None)
+        self.can_be_late = config.local_size == 1 and not engine.elastic
         self._resumes = False
         """Whether the outer momentum is from an earlier worker."""
         self._rates: deque[float] = deque(maxlen=config.average_every)
@@ -100,6 +101,8 @@ class OuterWorker(GossipWorker):
         where = self._averages.slice_of(fragment)
         self._sent[average] = weights[where] + 0
         difference = self._state.anchor[where] - weights[where]
+        if self.flag is not None:  # (weights that are not finite count as ones that have not moved)
+            difference = self.flag.choose(difference, self._post.zeros()[where])
         gamma = sum(self._rates) / len(self._rates) if self._rates else 1.0
         self._averages.contribute(self._registered_number(), average, fragment, difference, gamma)
 

@@ -21,9 +21,10 @@ from __future__ import annotations
 import abc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
+from hvd_async.algorithms.eager.config import confirms
 from hvd_async.algorithms.gossip import push_sum
 from hvd_async.algorithms.gossip.averages import DifferenceAverages, GlobalAverages
 from hvd_async.algorithms.gossip.config import (
@@ -46,7 +47,7 @@ from hvd_async.algorithms.gossip.push_sum import Message, Sent, State
 from hvd_async.algorithms.kept import Kept
 from hvd_async.errors import GradientLossError, ReplicaStateError, ranks_text
 from hvd_async.runtime.carrier import Carrier, Collective
-from hvd_async.runtime.interfaces import Handle, Program, RankRuntime, Vector, Wait
+from hvd_async.runtime.interfaces import FiniteFlag, Handle, Program, RankRuntime, Take, Vector, Wait
 from hvd_async.runtime.protocol import Drained, OptimizerCommand
 from hvd_async.runtime.worker import Worker
 from hvd_async.stats import GossipStats
@@ -79,6 +80,8 @@ class _Due(NamedTuple):
     command: StartExchange
     to: list[int]
     coming: list[int]
+    keys: list[tuple[int, int]]
+    """Places and keys of the queued messages that come."""
 
 
 NO_MESSAGE = HEADER.pack(-1, 0.0)
@@ -96,10 +99,15 @@ class MessageExchange:
         post: the format of messages.
         links: returns the links of a key. Called when an exchange's command arrives: all ranks receive commands in the
             same order, so all answer in the same state.
-        deliver: called with the sender's place, the key, its push-sum weight and the encoded vector of each message.
+        deliver: called with the sender's place, the key, its push-sum weight and the encoded vector of each message;
+            instead of the vector with a ``Row`` if the exchange is not complete.
         snapshots: returns the messages, with their keys, that an exchange makes of this rank's current weights
             (AD-PSGD); the receiver sends a message of the same size in return.
         after: called when all messages of an exchange were delivered.
+        early: whether messages are delivered as soon as they can be used in the order of the device's stream.
+
+    Attributes:
+        brought: number of exchanges whose messages were delivered.
     """
 
     def __init__(
@@ -107,12 +115,13 @@ class MessageExchange:
         engine: RankRuntime,
         post: MessageFormat,
         links: Callable[[int], Links],
-        deliver: Callable[[int, int, float, Vector], None],
+        deliver: Callable[[int, int, float, Any], None],
         snapshots: Callable[[StartExchange], list[tuple[int, OutgoingMessage]]],
         after: Callable[[], None],
+        early: bool = False,
     ) -> None:
         self._engine, self._post, self._links = engine, post, links
-        self._deliver, self._snapshots, self._after = deliver, snapshots, after
+        self._deliver, self._snapshots, self._after, self._early = deliver, snapshots, after, early
         self._ranks = post.members or tuple(range(engine.size))
         self._place = {rank: place for place, rank in enumerate(self._ranks)}
         self._outbox: dict[int, _QueuedStep] = {}
@@ -122,8 +131,14 @@ class MessageExchange:
         """Commanded exchanges that have not started."""
         self.carrier = Carrier(engine)
         self.own_sent = 0
-        """Number of completed exchanges that carried queued messages of this rank."""
+        """Number of delivered exchanges that carried queued messages of this rank."""
         self.sent = self.bytes_sent = 0
+        self._started = self.brought = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an exchange has started whose messages were not delivered yet."""
+        return self._started > self.brought
 
     def announce(self, optimizer: int, key: int) -> None:
         """Announce that messages of a step, or none, will be queued once messages of earlier steps have arrived.
@@ -143,11 +158,12 @@ class MessageExchange:
         if any(key in command.keys_of(self._engine.rank) for command in self._due):
             self.carrier.advance()
         else:
-            self._engine.send(MessageQueued(optimizer, key) if messages else NoMessage(optimizer, key))
+            self._engine.send(MessageQueued(optimizer, key, weight) if messages else NoMessage(optimizer, key))
 
     def exchange(self, command: StartExchange) -> None:
         """Submit this rank's part of an exchange."""
         to, coming = [0] * len(self._ranks), [0] * len(self._ranks)
+        keys: list[tuple[int, int]] = []
         for first, last, key in command.senders:
             links = self._links(key)
             if first <= self._engine.rank <= last:
@@ -156,8 +172,9 @@ class MessageExchange:
             for place in links.senders:
                 if first <= self._ranks[place] <= last:
                     coming[place] += links.rows
+                    keys.append((place, key))
         name = f"hvd_async.gossip.{command.optimizer}.{command.round % NAMES_IN_RING}"
-        prepare = partial(self._prepare, _Due(command, to, coming), name)
+        prepare = partial(self._prepare, _Due(command, to, coming, keys), name)
         self._due.append(command)
         self.carrier.carry("", command.round, name, prepare, lambda: self._may_start(command))
 
@@ -174,8 +191,9 @@ class MessageExchange:
 
     def _prepare(self, due: _Due, name: str) -> Collective:
         """Pack this rank's messages for an exchange, and return it."""
-        command, splits, coming = due
+        command, splits, coming, keys = due
         own = self._engine.rank
+        self._started += 1
         self._due.remove(command)
         outgoing = [(key, message, 1.0) for key, message in self._snapshots(command)]
         for _, (to, data, _), _ in outgoing:
@@ -203,7 +221,20 @@ class MessageExchange:
         self.bytes_sent += len(rows) * (self._post.nbytes + HEADER.size)
         first = next((self._place[rank] for rank, *_ in [*command.senders, *command.pairs]), None)
 
+        def usable(take: Take) -> None:
+            rows, weights = cache(take), {(rank, key): weight for rank, key, weight in command.weights}
+            for at, (place, key) in enumerate(sorted(keys, key=lambda message: message[0])):
+                weight = weights.get((self._ranks[place], key), 1.0)
+                self._deliver(place, key, weight, Row(self._post, rows, at) if weight else None)
+            delivered(any(place == first for place, _ in keys), complete=False)
+            self._after()
+            with self._engine.changed:
+                self._engine.changed.notify_all()
+
         def settled(received: Any) -> None:
+            if is_early:
+                report(any(place == first for place, _ in keys))
+                return
             messages: dict[tuple[int, bytes], list[Vector]] = {}
             senders = [place for place, count in enumerate(coming) for _ in range(count)]
             for row, place in zip(received, senders, strict=True):
@@ -213,24 +244,55 @@ class MessageExchange:
             for (place, header), pieces in messages.items():
                 key, weight = HEADER.unpack(header)
                 self._deliver(place, key, weight, pieces[0] if len(pieces) == 1 else self._post.concatenate(pieces))
+            delivered(any(first == place for place, _ in messages))
+
+        def delivered(of_first: bool, complete: bool = True) -> None:
             self.own_sent += queued
+            self.brought += 1
+            report(of_first, complete)
+
+        def report(of_first: bool, complete: bool = True) -> None:
             # The receiver of the first sender's message reports completion: a sender's part may complete as soon as the
             # kernel has buffered it, so exchanges would seem to take no time. (If the first sender had announced a
             # message but queued none, it reports completion itself.)
-            if any(first == place for place, _ in messages) or (
-                first == self._place[own] and command.senders and not queued
-            ):
-                self._engine.send(ExchangeDone(command.optimizer, command.round))
+            if of_first or (first == self._place[own] and command.senders and not queued):
+                self._engine.send(ExchangeDone(command.optimizer, command.round, complete))
+
+        is_early = False
 
         def start() -> Handle:
+            nonlocal is_early
             post = self._post
-            return self._engine.collectives.alltoall(packed, splits, coming, name, post.process_set, post.room())
+            handle = self._engine.collectives.alltoall(packed, splits, coming, name, post.process_set, post.room())
+            is_early = self._early and handle.take is not None
+            return handle
 
-        return Collective(start, settled, after=self._after)
+        return Collective(start, settled, usable if self._early else None, after=self._after)
 
 
 # -- messages received -------------------------------------------------------------------------------------------------
 # The engine delivers messages, the training thread takes them.
+
+
+class Row:
+    """A message in an exchange that may not be complete (training thread).
+
+    Args:
+        post: the format of messages.
+        rows: returns the exchange's rows, to be used in the order of the device's stream.
+        at: the number of the message's row.
+    """
+
+    def __init__(self, post: MessageFormat, rows: Take, at: int) -> None:
+        self._post, self._rows, self._at = post, rows, at
+
+    def data(self) -> Vector:
+        """Return the encoded vector."""
+        return self._rows()[self._at][: self._post.nbytes]
+
+    def is_omitted(self) -> bool:
+        """Return whether the sender has omitted the message, since this rank has finished; waits for the device."""
+        return self._post.unpack(self._rows()[self._at])[1] == NO_MESSAGE
 
 
 class ReceivedMessage(NamedTuple):
@@ -259,13 +321,13 @@ class ReceiveBuffer:
             there.
 
     Attributes:
-        received: pending messages: (push-sum weight, encoded vector) by (sender's place, its step).
+        received: pending messages: (push-sum weight, encoded vector or ``Row``) by (sender's place, its step).
         finished: the last step of each rank that has finished, by place.
     """
 
     def __init__(self, engine: RankRuntime, late: int, sent_early: bool) -> None:
         self._engine, self._late, self._sent_early = engine, late, sent_early
-        self.received: dict[tuple[int, int], tuple[float, Vector]] = {}
+        self.received: dict[tuple[int, int], tuple[float, Any]] = {}
         self.finished: dict[int, int] = {}
         self._expected: set[tuple[int, int]] = set()
         """Messages that steps so far need and that were not taken yet. The engine may read the set concurrently, so it
@@ -275,7 +337,7 @@ class ReceiveBuffer:
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
-    def deliver(self, sender: int, step: int, weight: float, data: Vector) -> None:
+    def deliver(self, sender: int, step: int, weight: float, data: Any) -> None:
         """Add a message; a waiting thread is notified when all messages of its exchange were delivered."""
         with self._engine.changed:
             if not self._discards:
@@ -330,12 +392,13 @@ class ReceiveBuffer:
             found = self._pop(lambda step: until is None or step <= until)
             left = self._expected.difference((message.sender, message.step) for message in found)
             self._expected = {(sender, step) for sender, step in left if step <= self.last(sender, step)}
-        return found
+        return _there(found)
 
     def take_after(self, last: int) -> list[ReceivedMessage]:
-        """Take the messages of steps after ``last``."""
+        """Take the messages of steps after ``last``, at an end."""
         with self._engine.changed:
-            return self._pop(lambda step: step > last)
+            found = self._pop(lambda step: step > last)
+        return _there(found, is_end=True)
 
     def _pop(self, wanted: Callable[[int], bool]) -> list[ReceivedMessage]:
         keys = sorted(key for key in self.received if wanted(key[1]))
@@ -344,6 +407,12 @@ class ReceiveBuffer:
     def restart(self) -> None:
         """Restart the count of steps; no messages are expected."""
         self._step, self._expected = 0, set()
+
+
+def _there(messages: list[ReceivedMessage], is_end: bool = False) -> list[ReceivedMessage]:
+    """Return messages with their data, at an end without omitted ones."""
+    rows = [each for each in messages if not (is_end and isinstance(each.data, Row) and each.data.is_omitted())]
+    return [each._replace(data=each.data.data()) if isinstance(each.data, Row) else each for each in rows]
 
 
 # -- the base of all gossiping ranks -----------------------------------------------------------------------------------
@@ -372,6 +441,10 @@ class GossipWorker(Worker):
         sizes: returns the number of elements of each parameter, in the order of the vector of weights.
         frozen: returns the elements of parameters that are currently frozen on this rank.
         defers_sends: whether constraints or post-step hooks may change the weights that ``mix`` returns.
+        can_be_late: whether it can do with weights of which it is not known yet whether they are finite.
+        flags_late: whether it gets such weights.
+        flag: whether the weights passed to ``mix`` or ``publish`` are finite; None: they are.
+        check_weights: raises if a step so far has made a weight NaN or infinite.
         log: events for tests, as documented by the subclass; None: not recorded.
     """
 
@@ -390,8 +463,9 @@ class GossipWorker(Worker):
         self._place = self._ranks.index(engine.rank)
         self._host, self._own = divmod(self._place, plan.config.local_size)
         """This rank's host, and its place there; without hosts each rank is a host of its own."""
+        early = plan.config.local_size == 1 and not self._algorithm.pairs and not confirms()
         self._exchanges = MessageExchange(
-            engine, post, self._links, self._deliver, self._snapshots, self._on_exchange_done
+            engine, post, self._links, self._deliver, self._snapshots, self._on_exchange_done, early
         )
         self._receive_buffer = ReceiveBuffer(engine, plan.config.max_staleness, self._sends_early)
         self._weight = 1.0
@@ -430,7 +504,9 @@ class GossipWorker(Worker):
         self.inertia: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
         self.sizes: Callable[[], Sequence[int]] = tuple
         self.frozen: Callable[[], Sequence[slice]] = tuple
-        self.defers_sends = False
+        self.defers_sends = self.can_be_late = self.flags_late = False
+        self.flag: FiniteFlag | None = None
+        self.check_weights: Callable[[], None] = lambda: None
         self.log: list[Any] | None = None
 
     @property
@@ -517,6 +593,10 @@ class GossipWorker(Worker):
         return range(host * size, (host + 1) * size)
 
     # -- ends -------------------------------------------------------------------------------------------------
+
+    def check_finished(self, flush: bool) -> None:
+        super().check_finished(flush)
+        self.check_weights()
 
     def _counts(self) -> list[int]:
         return [self._before + self._step]
@@ -676,8 +756,9 @@ class GossipWorker(Worker):
         receivers = [place for place, _ in self.plan.out_edges(self._place, phase) if place not in self._left]
         return Links(receivers, [place for place, _ in self.plan.in_edges(self._place, phase)])
 
-    def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
-        """Receive a message: its sender's place, the sender's key, the push-sum weight and the encoded vector."""
+    def _deliver(self, sender: int, key: int, weight: float, data: Any) -> None:
+        """Receive a message: its sender's place, the sender's key, the push-sum weight and the encoded vector, or its
+        ``Row``."""
         raise ReplicaStateError(f"{self.config.algorithm} sends no messages to neighbours: a bug in the coordinator")
 
     def _on_exchange_done(self) -> None:
@@ -717,6 +798,7 @@ class Sender:
         exchanges: the exchanges that carry the messages.
         known: the receivers' estimates, if messages are differences.
         receive_buffer: the received messages, and the last steps of finished ranks.
+        finite: returns the finite vector to send instead of x, given that and the push-sum weight.
 
     Attributes:
         offered: total number of steps whose messages were queued.
@@ -734,9 +816,11 @@ class Sender:
         exchanges: MessageExchange,
         known: ErrorFeedback,
         receive_buffer: ReceiveBuffer,
+        finite: Callable[[Vector, float], Vector],
     ) -> None:
         self._engine, self._plan, self._place, self._post = engine, plan, place, post
         self._exchanges, self._known, self._receive_buffer = exchanges, known, receive_buffer
+        self._finite = finite
         self.offered = self.last = 0
         self.neighbour_stopped = False
 
@@ -758,8 +842,8 @@ class Sender:
         if out and not push_sum.may_send(weight, self._gets_less(step)):
             data, weight = self._post.encode(self._post.zeros()), 0.0
         elif out:
-            data, decoded = self._known.encode(edge("out", self._plan, phase), x)
-            sent = Sent(Message(decoded, weight), sum(p for _, p in out))
+            data, decoded = self._known.encode(edge("out", self._plan, phase), self._finite(x, weight))
+            sent = Sent(Message(x if self._post.lossless else decoded, weight), sum(p for _, p in out))
         messages = [OutgoingMessage(to, data) for to, _ in out]
         self.offered += bool(messages)
         self._engine.call_soon(lambda: self._exchanges.offer(optimizer, step, messages, weight))
@@ -804,7 +888,13 @@ class PushSumWorker(GossipWorker):
         super().__init__(engine, plan, post, finish)
         self._averages: GlobalAverages = GlobalAverages(engine, post)
         self._known = ErrorFeedback(post, plan.config.graph, plan.config.local_size)
-        self._sender = Sender(engine, plan, self._place, post, self._exchanges, self._known, self._receive_buffer)
+        self._sender = Sender(
+            engine, plan, self._place, post, self._exchanges, self._known, self._receive_buffer, self._finite
+        )
+        self.can_be_late = plan.config.local_size == 1 and not engine.elastic
+        self._good: State | None = None
+        """Finite weights that other ranks get if this rank's are not, while it is not known yet; None if they never
+        are unknown."""
         self._early = 0
         """The step whose messages were queued before it was taken; 0 if there is none."""
         self._sent_early: Sent | None = None
@@ -821,6 +911,7 @@ class PushSumWorker(GossipWorker):
     # -- a step -----------------------------------------------------------------------------------------------
 
     def begin(self, weights: Vector) -> None:
+        self._good = State(weights, 1.0) if self.flags_late else None
         if not self._known.begun:  # weights of an earlier run's cut are each rank's own
             self._known.begin(self._post.zeros() if self._restored else weights)
 
@@ -880,6 +971,16 @@ class PushSumWorker(GossipWorker):
     def _offer(self, step: int, x: Vector, weight: float) -> Sent | None:
         return self._sender.offer(self._registered_number(), step, self._base + step, x, weight)
 
+    def _finite(self, x: Vector, weight: float) -> Vector:
+        """Return x, or the finite weights sent last if x is not finite. Only the device knows which, so that a message
+        leaves at once, as do the push-sum weights, whose sum stays the same."""
+        if self.flag is None or self._good is None:
+            return x
+        last, w = self._good
+        x = self.flag.choose(x, last if w == weight else self._post.times(last, weight / w))
+        self._good = State(x, weight)
+        return x
+
     def _send(self, step: int, x: Vector, state: State) -> State:
         sent = self._offer(step, x, state.w)
         return state if sent is None else push_sum.without(state, sent, self._post.add, self._post.times)
@@ -892,7 +993,7 @@ class PushSumWorker(GossipWorker):
 
         waited, missing_now = self._wait_s, self._receive_buffer.missing
         self._receive_buffer.expect(self._step, [sender for sender, _ in self._into(self._place, self._step)])
-        if missing_now() and not self._exchanges.carrier.is_busy:  # (otherwise it is called at the end of the exchange)
+        if missing_now() and not self._exchanges.is_busy:  # (otherwise it is called at the end of the exchange)
             self.engine.call_soon(self._on_exchange_done)
         while missing := missing_now():
             yield Wait(lambda before=missing: missing_now() != before, awaited)  # type: ignore[misc]
@@ -901,8 +1002,10 @@ class PushSumWorker(GossipWorker):
             waited = self._wait_s
 
     def _receive(self, state: State, until: int | None = None) -> State:
-        """Return the state with messages of senders' steps up to ``until`` (None: all) added, in a fixed order."""
-        messages = self._receive_buffer.take(until)
+        """Return the state with messages of senders' steps up to ``until`` (None: all, at an end) added, in a fixed
+        order."""
+        buffer = self._receive_buffer
+        messages = buffer.take_after(0) if until is None else buffer.take(until)
         state = push_sum.receive(state, self._decoded(messages), self._post.add)
         self._taken += len(messages)
         if self.log is not None:
@@ -927,10 +1030,13 @@ class PushSumWorker(GossipWorker):
 
     def _average(self, x: Vector, weights: list[float]) -> Program[tuple[Vector, list[float]]]:
         """Return the mean of x and of each push-sum weight over the ranks that have not finished."""
-        index = self._averages.contribute(self._registered_number(), x, weights)
+        good = self._good
+        index = self._averages.contribute(self._registered_number(), self._finite(x, weights[0]), weights)
         yield Wait(lambda: self._averages.is_complete(index))
         self._averagings += 1
-        return self._averages.result(index)
+        x, weights = self._averages.result(index)
+        self._good = good and State(x, weights[0])  # (the sum was written over what was sent)
+        return x, weights
 
     # -- ends -------------------------------------------------------------------------------------------------
 
@@ -1002,16 +1108,16 @@ class PushSumWorker(GossipWorker):
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
-    def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
+    def _deliver(self, sender: int, key: int, weight: float, data: Any) -> None:
         self._receive_buffer.deliver(sender, key, weight, data)
 
     def _on_exchange_done(self) -> None:
         """If the training thread waits for a message that no exchange in flight may bring, announce that this rank has
         nothing for the next one."""
         with self.engine.changed:
-            waits = bool(self._receive_buffer.missing()) and not self._exchanges.carrier.is_busy
+            waits = bool(self._receive_buffer.missing()) and not self._exchanges.is_busy
         if waits:
-            self.engine.send(WaitingForMessage(self._registered_number(), self._exchanges.carrier.completed))
+            self.engine.send(WaitingForMessage(self._registered_number(), self._exchanges.brought))
 
 
 # -- averages with neighbours that take the same step ------------------------------------------------------------------
@@ -1047,7 +1153,7 @@ class NeighbourAverageWorker(PushSumWorker):
 
     def gather_program(self, weights: Vector, flush: bool) -> Program[Vector]:
         self._together = flush
-        self._discarded += len(self._receive_buffer.take(None))  # of steps that this rank has not taken
+        self._discarded += len(self._receive_buffer.take_after(0))  # of steps that this rank has not taken
         if flush:
             weights = yield from self.consensus_program(weights)
             self._known.begin(weights)

@@ -21,7 +21,7 @@ from hvd_async.algorithms.kept import Kept
 from hvd_async.algorithms.leader.config import ALGORITHMS, LeaderConfig, PullDone, PullProgress, StartPull, StepTaken
 from hvd_async.algorithms.leader.selection import ALL_RANKS, CENTER, NO_LEADER, LossWindow, Strengths
 from hvd_async.runtime.carrier import Carrier, Collective
-from hvd_async.runtime.interfaces import Program, RankRuntime, Vector
+from hvd_async.runtime.interfaces import FiniteFlag, Program, RankRuntime, Vector
 from hvd_async.runtime.process_sets import RankGroup, SingleRank
 from hvd_async.runtime.protocol import Drained, OptimizerCommand
 from hvd_async.runtime.worker import Worker
@@ -186,6 +186,8 @@ class PullExecutor:
         group_set: the process set of this rank's group, as the binding's collectives know it.
 
     Attributes:
+        good: finite weights that pulls start from if the last step's are not, while this is not known yet; None if it
+            always is.
         commanded: number of commanded pulls.
         pulls: number of completed pulls.
         log: events for tests, in order: ("taken", step, fresh) and ("shown", step) of a step, ("averaged", step),
@@ -201,6 +203,9 @@ class PullExecutor:
         """Lock of the state that both threads share."""
         self._snapshot: Vector = None
         """The weights after the last step; never changed."""
+        self._flag: FiniteFlag | None = None
+        """Whether they are finite; None: they are."""
+        self.good: Vector = None
         self._statistics: Statistics | None = None
         """Batch-norm statistics after the last step, as in ``LeaderWorker.settle_statistics``; never changed. None, on
         all ranks, if they are not averaged; that must not change, since ranks would wait for each other's."""
@@ -218,7 +223,8 @@ class PullExecutor:
         self.pulls = self._bytes_received = 0
         self._led: Counter[tuple[bool, int]] = Counter()
         """Number of pulls, by whether they are of all ranks, and by leader."""
-        self._seconds = self._distance = 0.0
+        self._seconds = 0.0
+        self._distance: Any = 0.0
         self._distances = 0
         self._history: deque[tuple[float, int, int]] = deque(maxlen=REMEMBERED)
         self.log: list[Any] | None = None
@@ -263,10 +269,10 @@ class PullExecutor:
         self._add_distances(differences)
         return moved
 
-    def publish_weights(self, weights: Vector, step: int) -> None:
-        """Let pulls start from these weights, the weights after a step."""
+    def publish_weights(self, weights: Vector, step: int, flag: FiniteFlag | None = None) -> None:
+        """Let pulls start from these weights, the weights after a step; ``flag``: whether they are finite."""
         with self._lock:
-            self._snapshot = weights
+            self._snapshot, self._flag = weights, flag
             self._note("shown", step)
 
     def publish_statistics(self, statistics: Statistics | None) -> None:
@@ -283,6 +289,7 @@ class PullExecutor:
         """Restart from weights that are equal on all ranks; results so far are dropped."""
         with self._lock:
             self._snapshot, self._state, self._fresh = weights, self._rule.begin(weights), {}
+            self._flag = None
             self._averaged = self._averaged_own = None
             self._note("drained")
 
@@ -314,7 +321,8 @@ class PullExecutor:
     def _add_distances(self, differences: Sequence[Vector]) -> None:
         """Count this rank's distances to a leader or the center: the lengths of these vectors (either thread)."""
         for difference in differences:
-            self._distance += float(difference @ difference) ** 0.5
+            length = (difference @ difference) ** 0.5
+            self._distance += float(length) if self.good is None else length  # (which stays on the device)
             self._distances += 1
 
     def stats(self, steps: int, wait_s: float, mean_loss: float | None) -> LeaderStats:
@@ -325,7 +333,7 @@ class PullExecutor:
             pulls=self.pulls,
             led={leader: times for (of_all, leader), times in led if of_all},
             led_group={leader: times for (of_all, leader), times in led if not of_all},
-            distance=self._distance / self._distances if self._distances else 0.0,
+            distance=float(self._distance) / self._distances if self._distances else 0.0,
             pull_s=self._seconds / self.pulls if self.pulls else 0.0,
             bytes_received=self._bytes_received,
             wait_s=wait_s,
@@ -380,6 +388,8 @@ class PullExecutor:
         started = self._engine.clock()
         with self._lock:
             snapshot = self._position()
+            if self._flag is not None:
+                snapshot = self.good = self._flag.choose(snapshot, self.good)
             self._note("sent", command.round)
 
         def on_sum(total: Vector) -> None:
@@ -468,6 +478,7 @@ class LeaderWorker(Worker):
         brought: number of steps of this rank in earlier runs, on which strengths may depend.
 
     Attributes:
+        can_be_late, flags_late, flag, check_weights: as in gossip's workers.
         defers_sends: as in gossip's workers; here ``publish`` sends everything.
         weight: as in gossip's workers, the push-sum weight; here always 1.
         wants_before: whether ``mix`` needs the weights before the update.
@@ -476,6 +487,7 @@ class LeaderWorker(Worker):
 
     holds_after_end = True
     defers_sends = False
+    flags_late = False
     weight = 1.0
     wants_before = False
 
@@ -499,6 +511,10 @@ class LeaderWorker(Worker):
         rule = make_rule(config, strengths, group_of(config, rank_group), rank_group.size)
         self.executor = PullExecutor(engine, config, rule, rank_group, group_set)
         self._losses, self._window = LossWindow(window), window
+        self._unread: list[Any] = []
+        """Losses that the window does not contain yet: reading those of the present step would wait for a device."""
+        self._recorded_before = 0
+        """Number of them at the last ``publish``."""
         self._reports = StepReports(engine)
         self._consensus: Vector = None
         """EASGD's center at the last drain or cut, before any rank continued; None if there is no center."""
@@ -518,6 +534,9 @@ class LeaderWorker(Worker):
         self._done_at: float | None = None
         """Time when this rank finished, until all have."""
         self.keep: object = None
+        self.can_be_late = not engine.elastic
+        self.flag: FiniteFlag | None = None
+        self.check_weights: Callable[[], None] = lambda: None
         if kept is not None:
             self._restored = True
             self.executor.restore(kept.results)
@@ -534,12 +553,21 @@ class LeaderWorker(Worker):
             statistics: as in ``settle_statistics``; None, on all ranks, if they are not averaged.
         """
         self.executor.begin(weights, statistics)
+        self.executor.good = weights if self.flags_late else None
         self._consensus = self.executor.consensus
 
-    def record_loss(self, loss: float) -> None:
-        """Record the training loss of this step."""
-        self._losses.record(loss)
-        self._recorded = self.steps
+    def record_loss(self, loss: Any) -> None:
+        """Record the training loss of this step, an object that ``float()`` makes a number. The choice of a leader sees
+        it in the next step."""
+        self._unread.append(loss)
+
+    def _count_losses(self, due: int | None = None) -> None:
+        """Let the first ``due`` of the unread losses count; None: all."""
+        for loss in self._unread[:due]:
+            self._losses.record(loss)
+            self._recorded = self.steps
+        del self._unread[:due]
+        self._recorded_before = 0
 
     def check_step(self) -> None:
         """Raise if no step can be taken now, before the step changes any weight.
@@ -557,6 +585,8 @@ class LeaderWorker(Worker):
     def check_finished(self, flush: bool) -> None:
         """Raise if this rank cannot finish now: drains and cuts choose a leader too."""
         super().check_finished(flush)
+        self.check_weights()
+        self._count_losses()
         self._check_loss()
 
     def announce_finished(self, flush: bool) -> None:
@@ -568,7 +598,7 @@ class LeaderWorker(Worker):
     def _check_loss(self) -> None:
         if isinstance(self._rank_group.process_set, SingleRank):
             return
-        if not self._has_center and self.steps > self._brought and self._losses.mean is None:
+        if not self._has_center and self.steps > self._brought and self._losses.mean is None and not self._unread:
             raise ValueError(
                 "a leader is to be chosen by training losses, and this rank has recorded none: call "
                 "opt.record_loss(loss) before each opt.step(). (Keras' fit() does it automatically, but a "
@@ -605,7 +635,9 @@ class LeaderWorker(Worker):
     def publish(self, weights: Vector) -> None:
         """Let pulls start from these weights, shape (n,): the model's after constraints and post-step hooks."""
         step = self.steps
-        self.executor.publish_weights(weights, step)
+        self.executor.publish_weights(weights, step, self.flag)
+        self._count_losses(self._recorded_before if self._losses.recorded else None)  # (the first one is waited for)
+        self._recorded_before = len(self._unread)
         old = step - self._recorded > self._window  # a loss that is not sent again ages at the coordinator
         self._reports.add(self._registered_number(), None if old else self._losses.mean)
 
@@ -683,6 +715,7 @@ class LeaderWorker(Worker):
 
     def leave(self, weights: Vector) -> Kept:
         """Return the state that this rank, whose model has these weights, keeps across a membership change."""
+        self._count_losses()
         center = self.executor.consensus
         shared = {} if center is None else {CENTER_NAME: center}
         return Kept(self.executor.moved(weights), {"losses": self._losses.recorded}, shared, self.version)
@@ -703,8 +736,11 @@ class LeaderWorker(Worker):
         return self._saved
 
     def stats(self) -> LeaderStats:
-        """Return a snapshot of the statistics."""
-        return self.executor.stats(self.steps - self._brought, self._waited, self._losses.mean)
+        """Return a snapshot of the statistics, with all losses so far."""
+        losses = LossWindow(self._window)
+        for loss in [*self._losses.recorded, *self._unread]:
+            losses.record(loss)
+        return self.executor.stats(self.steps - self._brought, self._waited, losses.mean)
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
