@@ -336,6 +336,9 @@ class RankRuntime(Protocol):
     def check(self) -> None:
         """Raise if it has failed or ended."""
 
+    def participants(self) -> Sequence[Any]:
+        """Return all registered optimizers."""
+
     def register(self, participant: Any, process_set: int = 0, number: int | None = None) -> int:
         """Register an optimizer and return its number, the same on all ranks."""
 

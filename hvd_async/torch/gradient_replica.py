@@ -633,7 +633,10 @@ class GradientReplica(eager.GradientReplica):
         samples = self._samples(self.passes) if self.tail.weighted else None
         vector = self.layout.vector(index, self.before, samples)
         self.watch.handed(index, vector)
-        self.optimizer._async.worker.hand_over(index, self._finite(index, vector))
+        worker = self.optimizer._async.worker
+        if worker.wants_hyper:
+            worker.foresee(self.hyperparameters())
+        worker.hand_over(index, self._finite(index, vector))
 
     @property
     def _empties_on_device(self) -> bool:
