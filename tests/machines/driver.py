@@ -47,7 +47,8 @@ PAUSE = Wait(lambda: True)
 """Where other threads may come between."""
 HYPER: Hyper = [{"lr": 0.5}]
 Program = tuple[str, ...]
-"""What a rank's script does: "step", "drain", "cut", "sum" (a collective), "leave" (its optimizer is deleted)."""
+"""What a rank's script does: "step", "begin" (the first part of a step that does not follow), "drain", "cut", "sum" (a
+collective), "leave" (its optimizer is deleted)."""
 
 
 def programs(*texts: str) -> tuple[Program, ...]:
@@ -318,6 +319,10 @@ class Drive(abc.ABC):
     def step(self, rank: Rank) -> Generator[Wait, None, None]:
         """Take a step."""
 
+    def begin(self, rank: Rank) -> Generator[Wait, None, None]:
+        """Take the first part of a step."""
+        raise NotImplementedError
+
     @abc.abstractmethod
     def ended(self, rank: Rank, drained: Drained[Any]) -> None:
         """Check what must hold when a drain or cut returns on a rank."""
@@ -346,6 +351,9 @@ class Drive(abc.ABC):
             if token == "step":
                 rank.steps += 1
                 yield from self.step(rank)
+            elif token == "begin":
+                rank.steps += 1
+                yield from self.begin(rank)
             elif token == "sum":
                 found = yield from worker.sum_program(self.vector(rank), "a sum")
                 assert rank.rank in found.ranks
