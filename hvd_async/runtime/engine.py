@@ -451,7 +451,9 @@ class Engine:
         It wakes up when a collective may be done, unless that wakes it, or when posts that do not wake it may have
         arrived.
         """
-        waited = bool(self._waits)  # (without a wait, completion of what is used is noticed at the next wake-up)
+        # (Otherwise completion of what is used is noticed at the next wake-up. A rank without a training thread has no
+        # other, and later collectives may need the name.)
+        waited = bool(self._waits) or self._closing or any(one.deleted for one in self._participants.values())
         watched = {one.group: one for one in self._in_flight if waited or not one.is_used}.values()
         self._watched = [one.handle for one in watched]
         polled = [(one.handle.seconds_to_poll(), self.unhurried * one.is_used) for one in watched]

@@ -336,8 +336,6 @@ class Worker(abc.ABC):
             number: the number of the optimizer on the ranks that have requested it; None to assign one.
         """
         if self._number is None:
-            for other in self.engine.participants():
-                other.check_may_be_joined()
             self._hyper_sent = hyper or []
             self._number = self.engine.register(self, self.process_set_id, number)
             restored, members = int(self._restored), list(self._members)
@@ -345,7 +343,7 @@ class Worker(abc.ABC):
             self.send(Registered(self._number, self._common, names, checksums, members, restored, hyper, timeline))
 
     def check_may_be_joined(self) -> None:  # noqa: B027  only some hold the turns of other optimizers
-        """Raise ReplicaStateError if no other optimizer can be registered now."""
+        """Raise ReplicaStateError if no other optimizer can take its first step now."""
 
     def await_registration(self) -> None:
         """Wait until every rank has registered: the second half of ``connect``.
