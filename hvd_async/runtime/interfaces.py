@@ -351,6 +351,9 @@ class RankRuntime(Protocol):
     def notify(self, action: Callable[[], None], hurry: bool = True) -> None:
         """Like ``call_soon``, but never raises; without ``hurry`` it may run some milliseconds later."""
 
+    def expect_posts(self) -> None:
+        """Look for actions that do not hurry some milliseconds later, so that they need not wake it (engine's side)."""
+
     def wait(self, ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> None:
         """Block until ``ready()`` is true, for ``Worker.run``. A single-threaded runtime raises: it runs programs."""
 

@@ -223,9 +223,9 @@ class Checks:
         """By step, flags that are being copied to the host."""
         self._ones: dict[torch.device, torch.Tensor] = {}
 
-    @torch.no_grad()
     def empty_unless_finite(self, bucket: int, vector: torch.Tensor, overflow: torch.Tensor | None = None) -> None:
-        """Queue kernels that set a vector on a GPU, its count too, to 0 if it holds NaN or an infinity.
+        """Queue kernels that set a vector on a GPU, its count too, to 0 if it holds NaN or an infinity. The caller has
+        turned gradients off.
 
         Args:
             bucket: one that was not checked since the last ``send``.

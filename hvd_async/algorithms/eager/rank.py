@@ -400,6 +400,8 @@ class RoundsInFlight:
         if go.round == self._announced:
             self.started = go.round  # (first: the training thread wakes the engine for what it hands over from now on)
             self.take_in(go.round)
+            if self._lacking:
+                self._engine.expect_posts()
         for bucket, arrived in zip(go.buckets, go.arrived, strict=True):
             flight.whole[bucket] = whole
             name = NAME.format(go.optimizer, bucket, go.round % self._names)
