@@ -131,7 +131,7 @@ class Layout:
                 no samples is NaN). None: gradients are not weighted.
         """
         bucket = self.buckets[index]
-        flat = self.memory.empty(self.nbytes[index], bucket.device).view(bucket.dtype)
+        flat = self.memory.empty(self.nbytes[index], bucket.device, bucket.dtype)
         bucket.copy_gradients(flat, self._tails[index])
         factor = scale if samples is None else scale * samples
         if samples == 0:

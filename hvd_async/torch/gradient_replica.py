@@ -216,9 +216,9 @@ class Checks:
 
     def __init__(self, buckets: int) -> None:
         self._buckets = buckets
-        self._queued: dict[Any, tuple[torch.Tensor, list[int]]] = {}
-        """By stream: a flag per bucket, shape (buckets,), above 0 where its vector was not finite; the buckets
-        checked."""
+        self._queued: dict[Any, tuple[torch.Tensor, tuple[torch.Tensor, ...], list[int]]] = {}
+        """By stream: a flag per bucket, shape (buckets,), above 0 where its vector was not finite; each as a view; the
+        buckets checked."""
         self._sent: deque[list[tuple[streams.Later, list[int]]]] = deque()
         """By step, flags that are being copied to the host."""
         self._ones: dict[torch.device, torch.Tensor] = {}
@@ -237,9 +237,10 @@ class Checks:
             self._ones[device] = torch.ones((), device=device)
         stream = streams.gpu.current_stream(device)
         if stream not in self._queued:
-            self._queued[stream] = torch.zeros(self._buckets, device=device), []
-        flags, checked = self._queued[stream]
-        spoilt = flags[bucket]
+            flags = torch.zeros(self._buckets, device=device)
+            self._queued[stream] = flags, flags.unbind(), []
+        _, views, checked = self._queued[stream]
+        spoilt = views[bucket]
         if overflow is not None:
             spoilt.copy_(overflow)
         torch._amp_foreach_non_finite_check_and_unscale_([vector], spoilt, self._ones[device])
@@ -250,7 +251,7 @@ class Checks:
         """Start the copy of the flags since the last call to the host: all vectors of a step have been checked."""
         if self._queued:
             queued, self._queued = self._queued, {}
-            self._sent.append([(streams.Later(flags), checked) for flags, checked in queued.values()])
+            self._sent.append([(streams.Later(flags), checked) for flags, _, checked in queued.values()])
 
     def emptied(self, wait: bool) -> list[list[int]]:
         """Return, for each step whose flags have arrived since the last call, the buckets that were not finite.
