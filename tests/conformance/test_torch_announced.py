@@ -92,7 +92,7 @@ def test_announced_rounds_have_the_bits_of_others(counts, announced, monkeypatch
 
 
 @pytest.mark.parametrize("steps", [[3], [2, 3, 4, 5, 6, 7]], ids=["once", "always"])
-def test_a_rate_that_changes_between_backward_and_step_on_one_rank_is_the_announced_one_or_told(steps, announced):
+def test_a_rate_that_changes_between_backward_and_step_on_one_rank_is_the_announced_one_or_its_own(steps, announced):
     """(Both ranks lead at times: which one does depends on who is first.)"""
 
     def train(rank: int) -> tuple[list[float], int]:
@@ -109,8 +109,8 @@ def test_a_rate_that_changes_between_backward_and_step_on_one_rank_is_the_announ
     assert first == second
     assert steady == (4 if len(steps) == 1 else 0)
     assert always >= 6
-    told = {step for rank, step in announced if rank == 0}
-    assert told == ({3, 4, 6, 7, 8} if len(steps) == 1 else {3})
+    steps_of_first = {step for rank, step in announced if rank == 0}
+    assert steps_of_first == ({3, 4, 6, 7, 8} if len(steps) == 1 else {3})
 
 
 def test_a_round_keeps_the_hyperparameters_that_were_announced():
@@ -139,7 +139,7 @@ def test_ranks_that_set_the_option_differently_are_refused():
         assert "agree" in str(outcome)
 
 
-# -- steps that do not come to their end -------------------------------------------------------------------------------
+# -- steps that do not finish ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -191,7 +191,7 @@ def test_a_drain_between_backward_and_step_is_refused_and_the_step_can_follow(an
         for _ in range(3):
             one.take(1.0, 1.0)
         one.backward([[None, 2.0]])
-        with pytest.raises(ReplicaStateError, match="call optimizer.step"):
+        with pytest.raises(ReplicaStateError, match="has followed: call optimizer"):
             one.opt.drain()
         with pytest.raises(ReplicaStateError, match="between backward"):
             one.opt.zero_grad()

@@ -51,7 +51,7 @@ class EagerConfig(Config, frozen=True, tag=True):
 class StepEntered(OptimizerEvent, frozen=True, tag=True, omit_defaults=True):
     """This rank is in ``step()`` number ``step``, with these hyperparameters; None: unchanged since it last sent them.
     The other fields are as in ``GradientReady``. A rank may also announce a step at the hand-over of its first bucket,
-    with all buckets: it then submits each in its round when it has come, and zeros for those that never do."""
+    with all buckets: it then submits each in its round when it has come, and zeros for the buckets that never do."""
 
     step: int
     hyper: Hyper | None = None
