@@ -291,6 +291,8 @@ class Driver(abc.ABC):
         with self._lock:
             self.check_usable()
             if self.worker is None or not self.worker.agreed or self.worker.engine.replaced:
+                for other in () if self.is_registered else (self.engine or self.lifecycle.engine()).participants():
+                    other.check_may_be_joined()
                 self.register()
                 try:
                     self.worker.await_registration()

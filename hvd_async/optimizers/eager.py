@@ -134,7 +134,7 @@ class EagerDriver(Driver):
         """The algorithm in force, "eager", and its settings."""
         planned = self.options.config(0, self._parties, self._local_size)
         config = planned if self.worker is None else self.worker.config
-        names = [name for name in config.__struct_fields__ if name not in ("buckets", "confirm")]
+        names = [name for name in config.__struct_fields__ if name not in ("buckets", "confirm", "agree")]
         return {"algorithm": "eager", **{name: getattr(config, name) for name in names}}
 
     @property

@@ -126,7 +126,7 @@ class Carrier:
 
     def advance(self) -> None:
         """Start the waiting collectives that may start."""
-        for lane in list(self._waiting.values()):
+        for lane in [lane for lane in self._waiting.values() if lane]:
             self._start_lane(lane)
 
     def _start_lane(self, lane: deque[_Waiting]) -> None:

@@ -367,6 +367,10 @@ class Engine:
         assert self._channel is not None
         self._channel.send(event)
 
+    def expect_posts(self) -> None:
+        """Look for actions that do not hurry after ``unhurried`` seconds (engine thread)."""
+        self._more_to_come = self.unhurried > 0
+
     def turn(self) -> int | None:
         """Reserve the next turn, see ``RankRuntime.turn`` (engine thread)."""
         return None if self._order is None else self._order.turn()
@@ -451,7 +455,11 @@ class Engine:
         It wakes up when a collective may be done, unless that wakes it, or when posts that do not wake it may have
         arrived.
         """
-        waited = bool(self._waits)  # (without a wait, completion of what is used is noticed at the next wake-up)
+        # (Otherwise completion of what is used is noticed at the next wake-up. A rank without a training thread has no
+        # other, and later collectives may need the name.)
+        with self.changed:
+            waited = any(not ready() for ready in self._waits.values())
+        waited = waited or self._closing or any(one.deleted for one in self._participants.values())
         watched = {one.group: one for one in self._in_flight if waited or not one.is_used}.values()
         self._watched = [one.handle for one in watched]
         polled = [(one.handle.seconds_to_poll(), self.unhurried * one.is_used) for one in watched]

@@ -349,6 +349,9 @@ class RankRuntime(Protocol):
     def check(self) -> None:
         """Raise if it has failed or ended."""
 
+    def participants(self) -> Sequence[Any]:
+        """Return all registered optimizers."""
+
     def register(self, participant: Any, process_set: int = 0, number: int | None = None) -> int:
         """Register an optimizer and return its number, the same on all ranks."""
 
@@ -360,6 +363,9 @@ class RankRuntime(Protocol):
 
     def notify(self, action: Callable[[], None], hurry: bool = True) -> None:
         """Like ``call_soon``, but never raises; without ``hurry`` it may run some milliseconds later."""
+
+    def expect_posts(self) -> None:
+        """Look for actions that do not hurry some milliseconds later, so that they need not wake it (engine's side)."""
 
     def wait(self, ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> None:
         """Block until ``ready()`` is true, for ``Worker.run``. A single-threaded runtime raises: it runs programs."""

@@ -342,6 +342,9 @@ class Worker(abc.ABC):
             hyper, timeline = hyper or [], self._records_timeline
             self.send(Registered(self._number, self._common, names, checksums, members, restored, hyper, timeline))
 
+    def check_may_be_joined(self) -> None:  # noqa: B027  only some hold the turns of other optimizers
+        """Raise ReplicaStateError if no other optimizer can take its first step now."""
+
     def await_registration(self) -> None:
         """Wait until every rank has registered: the second half of ``connect``.
 

@@ -520,6 +520,10 @@ class Rank:
     def check(self) -> None:
         """Do nothing: a simulated rank does not fail."""
 
+    def participants(self) -> list[Any]:
+        """Return its optimizer."""
+        return [self.worker]
+
     def register(self, participant: Any, process_set: int = 0, number: int | None = None) -> int:
         """Return 0: there is one optimizer."""
         return 0
@@ -534,6 +538,9 @@ class Rank:
     def notify(self, action: Callable[[], None], hurry: bool = True) -> None:
         """Run it."""
         action()
+
+    def expect_posts(self) -> None:
+        """Do nothing: no action waits."""
 
     def wait(self, ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> None:
         """Refuse: the job runs programs."""

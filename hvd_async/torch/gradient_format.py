@@ -131,7 +131,7 @@ class Layout:
                 no samples is NaN). None: gradients are not weighted.
         """
         bucket = self.buckets[index]
-        flat = self.memory.empty(self.nbytes[index], bucket.device).view(bucket.dtype)
+        flat = self.memory.empty(self.nbytes[index], bucket.device, bucket.dtype)
         bucket.copy_gradients(flat, self._tails[index])
         factor = scale if samples is None else scale * samples
         if samples == 0:
@@ -320,8 +320,12 @@ def make_wire(layout: Layout, compression: Any, tail: Tail, rank_group: RankGrou
     travelling = [wire_dtype(compression, b.dtype) for b in layout.buckets]
     narrowed = {b.dtype for b, dtype in zip(layout.buckets, travelling, strict=True) if dtype == torch.float16}
     limit = largest_summand(rank_group.size)
+    as_it_is = compression is Compression.none
+    """Whether vectors travel as they are, so that no kernel or stream is needed."""
 
     def encode(vector: torch.Tensor, unit: float = 1.0) -> torch.Tensor:
+        if as_it_is and unit == 1.0:
+            return vector
         with streams.on_engine_stream_after(vector):
             cut = vector
             if unit != 1.0:
@@ -334,6 +338,8 @@ def make_wire(layout: Layout, compression: Any, tail: Tail, rank_group: RankGrou
             return compressed if compressed is vector else streams.record_ready(compressed)
 
     def decode(vector: torch.Tensor, bucket: int) -> torch.Tensor:
+        if as_it_is:
+            return vector
         with streams.on_engine_stream_after(vector):
             decompressed: torch.Tensor = compression.decompress(vector, contexts[bucket])
         return streams.use_here(decompressed)

@@ -216,16 +216,16 @@ class Checks:
 
     def __init__(self, buckets: int) -> None:
         self._buckets = buckets
-        self._queued: dict[Any, tuple[torch.Tensor, list[int]]] = {}
-        """By stream: a flag per bucket, shape (buckets,), above 0 where its vector was not finite; the buckets
-        checked."""
+        self._queued: dict[Any, tuple[torch.Tensor, tuple[torch.Tensor, ...], list[int]]] = {}
+        """By stream: a flag per bucket, shape (buckets,), above 0 where its vector was not finite; each as a view; the
+        buckets checked."""
         self._sent: deque[list[tuple[streams.Later, list[int]]]] = deque()
         """By step, flags that are being copied to the host."""
         self._ones: dict[torch.device, torch.Tensor] = {}
 
-    @torch.no_grad()
     def empty_unless_finite(self, bucket: int, vector: torch.Tensor, overflow: torch.Tensor | None = None) -> None:
-        """Queue kernels that set a vector on a GPU, its count too, to 0 if it holds NaN or an infinity.
+        """Queue kernels that set a vector on a GPU, its count too, to 0 if it holds NaN or an infinity. The caller has
+        turned gradients off.
 
         Args:
             bucket: one that was not checked since the last ``send``.
@@ -237,9 +237,10 @@ class Checks:
             self._ones[device] = torch.ones((), device=device)
         stream = streams.gpu.current_stream(device)
         if stream not in self._queued:
-            self._queued[stream] = torch.zeros(self._buckets, device=device), []
-        flags, checked = self._queued[stream]
-        spoilt = flags[bucket]
+            flags = torch.zeros(self._buckets, device=device)
+            self._queued[stream] = flags, flags.unbind(), []
+        _, views, checked = self._queued[stream]
+        spoilt = views[bucket]
         if overflow is not None:
             spoilt.copy_(overflow)
         torch._amp_foreach_non_finite_check_and_unscale_([vector], spoilt, self._ones[device])
@@ -250,7 +251,7 @@ class Checks:
         """Start the copy of the flags since the last call to the host: all vectors of a step have been checked."""
         if self._queued:
             queued, self._queued = self._queued, {}
-            self._sent.append([(streams.Later(flags), checked) for flags, checked in queued.values()])
+            self._sent.append([(streams.Later(flags), checked) for flags, _, checked in queued.values()])
 
     def emptied(self, wait: bool) -> list[list[int]]:
         """Return, for each step whose flags have arrived since the last call, the buckets that were not finite.
@@ -637,7 +638,10 @@ class GradientReplica(eager.GradientReplica):
         samples = self._samples(self.passes) if self.tail.weighted else None
         vector = self.layout.vector(index, self.before, samples)
         self.watch.handed(index, vector)
-        self.optimizer._async.worker.hand_over(index, self._finite(index, vector))
+        worker = self.optimizer._async.worker
+        if worker.wants_hyper:
+            worker.foresee(self.hyperparameters())
+        worker.hand_over(index, self._finite(index, vector))
 
     @property
     def _empties_on_device(self) -> bool:

@@ -263,8 +263,8 @@ class ReusedMemory(ReusedBlocks):
     """Memory of vectors that is reused from step to step. A block is free when the last tensor on it is gone, views and
     Horovod's references included. On a GPU torch's own allocator does it."""
 
-    def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Return an uninitialized tensor of ``nbytes`` bytes, uint8."""
+    def empty(self, nbytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Return an uninitialized tensor of ``nbytes`` bytes."""
         if gpu.has_allocator(device):
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return torch.from_numpy(self.take(nbytes))
+            return torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=device)
+        return torch.from_numpy(self.take(nbytes)).view(dtype)

@@ -12,6 +12,7 @@ import pytest
 from tensorflow.python.framework import func_graph
 
 from hvd_async import testing
+from hvd_async.algorithms.eager import rank
 from tests.conformance.drive import tapes
 
 __all__ = ["tapes"]
@@ -35,6 +36,7 @@ LATE = {
 @pytest.fixture(autouse=True)
 def plane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run every second test of torch's eager optimizer on a late plane: by its name, so that it is the same each time.
+    There, ranks announce steps from the second one on.
 
     HVD_ASYNC_TEST_PLANE=late or =early runs all tests of ``LATE`` on one.
     """
@@ -42,6 +44,7 @@ def plane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     late = zlib.crc32(name.encode()) % 2 == 0 if chosen == "" else chosen == "late"
     if late and request.module.__name__.rpartition(".")[2] in LATE and "keras" not in name:
         monkeypatch.setattr(testing, "MemoryCollectives", testing.LateCollectives)
+        monkeypatch.setattr(rank, "STEADY", 0)
 
 
 _trace, _tracing = func_graph.func_graph_from_py_func, threading.RLock()

@@ -59,7 +59,7 @@ class ScriptedWorker:
         )
         self.agreed = self.settled = self.ready = True
         self.whole = Uninterrupted()
-        self.shown, self.copied_from, self.in_consensus = 0, None, False
+        self.shown, self.copied_from, self.in_consensus, self.wants_hyper = 0, None, False, False
         self.config = EagerConfig(quorum="solo", max_staleness=16, grace=0.0, seed=0, buckets=1)
         self.script, self.convert, self.lr = script, convert, lr
         self.handed: list[Array] = []

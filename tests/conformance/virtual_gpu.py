@@ -305,6 +305,7 @@ class VirtualGpu(testing.FakeGpu):
     def __init__(self, world: World) -> None:
         super().__init__()
         self._world = world
+        self.holds = lambda tensor: not hasattr(tensor if tensor._base is None else tensor._base, "copied_to_host")
 
     def _machine(self) -> Machine:
         machine = self._world.me.machine
@@ -334,7 +335,9 @@ class VirtualGpu(testing.FakeGpu):
         self._world.me.host(machine.price.copy, "copies")
         machine.await_stream("device: copy to the host")
         with _disable_current_modes():
-            return tensor.clone()
+            copy: Any = tensor.clone()
+        copy.copied_to_host = True
+        return copy
 
 
 class Handle:

@@ -47,7 +47,8 @@ PAUSE = Wait(lambda: True)
 """Where other threads may come between."""
 HYPER: Hyper = [{"lr": 0.5}]
 Program = tuple[str, ...]
-"""What a rank's script does: "step", "drain", "cut", "sum" (a collective), "leave" (its optimizer is deleted)."""
+"""What a rank's script does: "step", "begin" (the first part of a step that does not follow), "drain", "cut", "sum" (a
+collective), "leave" (its optimizer is deleted)."""
 
 
 def programs(*texts: str) -> tuple[Program, ...]:
@@ -148,6 +149,10 @@ class Rank:
     def check(self) -> None:
         """Do nothing: it does not fail."""
 
+    def participants(self) -> list[Any]:
+        """Return its optimizer."""
+        return [self.worker]
+
     def register(self, participant: Any, process_set: int = 0, number: int | None = None) -> int:
         """Return 0: there is one optimizer."""
         return 0
@@ -165,6 +170,9 @@ class Rank:
     def notify(self, action: Callable[[], None], hurry: bool = True) -> None:
         """As ``call_soon``."""
         self.call_soon(action)
+
+    def expect_posts(self) -> None:
+        """Do nothing: no action waits."""
 
     def wait(self, ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> None:
         """Refuse: programs are run by moves."""
@@ -314,6 +322,10 @@ class Drive(abc.ABC):
     def step(self, rank: Rank) -> Generator[Wait, None, None]:
         """Take a step."""
 
+    def begin(self, rank: Rank) -> Generator[Wait, None, None]:
+        """Take the first part of a step."""
+        raise NotImplementedError
+
     @abc.abstractmethod
     def ended(self, rank: Rank, drained: Drained[Any]) -> None:
         """Check what must hold when a drain or cut returns on a rank."""
@@ -342,6 +354,9 @@ class Drive(abc.ABC):
             if token == "step":
                 rank.steps += 1
                 yield from self.step(rank)
+            elif token == "begin":
+                rank.steps += 1
+                yield from self.begin(rank)
             elif token == "sum":
                 found = yield from worker.sum_program(self.vector(rank), "a sum")
                 assert rank.rank in found.ranks

@@ -13,7 +13,7 @@ import numpy as np
 from hvd_async.algorithms.eager.config import EagerConfig, GradientReady, StepEntered, VersionTaken
 from hvd_async.algorithms.eager.gradient_format import GradientFormat, PendingGradient, ReducedRound
 from hvd_async.algorithms.eager.machine import EagerStateMachine
-from hvd_async.algorithms.eager.rank import EagerWorker
+from hvd_async.algorithms.eager.rank import STEADY, EagerWorker
 from hvd_async.runtime.interfaces import Wait
 from hvd_async.runtime.protocol import Accepted, Command, Drained, Finished, Hyper, OptimizerEvent, Registered
 from tests.machines.driver import PAUSE, Drive, Job, Rank, programs
@@ -48,10 +48,20 @@ def eager(
     pace: str = "steps",
     grace: float = 0.0,
     local_size: int = 1,
+    agree: bool = False,
     **own: Any,
 ) -> EagerJob:
     """Return a job of ranks with these programs."""
-    return EagerJob(programs(*texts), config=EagerConfig(quorum, staleness, grace, 0, buckets, pace, local_size), **own)
+    config = EagerConfig(quorum, staleness, grace, 0, buckets, pace, local_size, agree=agree)
+    return EagerJob(programs(*texts), config=config, **own)
+
+
+class ForeseeingWorker(EagerWorker):
+    """A worker that can announce a step on a plane where results cannot be taken early."""
+
+    @property
+    def wants_hyper(self) -> bool:
+        return self.config.agree and self.config.quorum == "all" and not self._handed
 
 
 class EagerDrive(Drive):
@@ -89,7 +99,7 @@ class EagerDrive(Drive):
         def apply(round_: ReducedRound) -> None:
             self._apply(rank, round_)
 
-        worker = EagerWorker(rank, self.config, wire, lambda flush: None, apply)
+        worker = ForeseeingWorker(rank, self.config, wire, lambda flush: None, apply)
         worker._records_timeline = rank.place == 0  # (so that the ledger hears why rounds start)
         if rank.place in self.job.loaded:
             versions = [-rank.random.randint(0, self.config.max_staleness)]
@@ -114,15 +124,28 @@ class EagerDrive(Drive):
         order = list(range(self.config.buckets))
         rank.random.shuffle(order)
         early = rank.random.randint(0, len(order))
-        for bucket in order[:early]:
-            worker.hand_over(bucket, self._handed(rank, bucket))
-            yield PAUSE
+        yield from self._hand_over(rank, order[:early])
         rest = {bucket: self._handed(rank, bucket) for bucket in order[early:]}
         most = 1 if rank.place in self.job.one_by_one else None
         rounds = yield from worker.finish_step_program(rest, self._hyper(rank, rank.steps), most)
         for round_ in rounds:
             with worker.applying(round_):
                 self._apply(rank, round_)
+            yield PAUSE
+
+    def begin(self, rank: Rank) -> Generator[Wait, None, None]:
+        order = list(range(self.config.buckets))
+        rank.random.shuffle(order)
+        yield from self._hand_over(rank, order[: rank.random.randint(1, len(order))])
+
+    def _hand_over(self, rank: Rank, buckets: Sequence[int]) -> Generator[Wait, None, None]:
+        """Hand buckets over before ``step()``; announce it at times, and at times with the rate of the step before."""
+        worker: ForeseeingWorker = rank.worker
+        worker.steady = STEADY * (worker._order != [] and rank.random.random() < 0.7)
+        for bucket in buckets:
+            if worker.wants_hyper:
+                worker.foresee(self._hyper(rank, rank.steps - rank.random.randint(0, 1)))
+            worker.hand_over(bucket, self._handed(rank, bucket))
             yield PAUSE
 
     def _handed(self, rank: Rank, bucket: int) -> Any:

@@ -24,6 +24,11 @@ JOBS: Mapping[str, Mapping[str, Job]] = {
         "two buckets, both late": eager("1 drain 1 drain", "1 drain 1 drain", buckets=2),
         "two buckets, pace by rounds": eager("3 drain", "3 drain", buckets=2, pace="rounds"),
         "all": eager("2 drain", "1 drain", quorum="all"),
+        "announced": eager("3 drain 2 drain", "2 drain 2 drain", quorum="all", buckets=2, agree=True),
+        "announced, uneven": eager(
+            "3 drain 1 drain", "1 cut drain", "2 drain 2 cut", quorum="all", buckets=3, agree=True
+        ),
+        "announced, one leaves": eager("3 drain", "2 begin leave", quorum="all", buckets=2, agree=True),
         "majority": eager("2 drain", "2 drain", quorum="majority"),
         "pace by rounds": eager("3 drain", "2 drain", pace="rounds"),
         "grace": eager("2 drain", "2 drain", grace=1.0),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from hvd_async.algorithms.eager.machine import EagerStateMachine
+from hvd_async.algorithms.eager.rank import EagerWorker, RoundsInFlight
 from hvd_async.algorithms.gossip.adpsgd import Pairing
 from hvd_async.algorithms.gossip.hosts import HostWorker
 from hvd_async.algorithms.gossip.machine import GossipStateMachine, MessageQueues, PairRequests
@@ -168,6 +169,21 @@ MUTANTS: Mapping[str, Mapping[str, Mutant]] = {
         ),
         "a rank that is done is too late": Mutant(
             "steps that differ", EagerStateMachine._on_rank_finished, "self._positions.leave(rank)", "pass"
+        ),
+        "a bucket that was announced goes before it has come": Mutant(
+            "announced", RoundsInFlight._has, "round_ != self._announced or bucket not in self._lacking", "True"
+        ),
+        "what has come before its announced round starts is forgotten": Mutant(
+            "announced", RoundsInFlight.go, "self.take_in(go.round)", "pass"
+        ),
+        "what comes after its announced round has started is forgotten": Mutant(
+            "announced", RoundsInFlight.take_in, "self._continue()", "pass"
+        ),
+        "a rank that is gone does not keep what it has announced": Mutant(
+            "announced, one leaves", EagerWorker.discard_results, "self._in_flight.give_up()", "pass"
+        ),
+        "a step that is announced comes with the hyperparameters of another": Mutant(
+            "announced", EagerWorker._hand_in, "self._announced_step != step", "True"
         ),
         "no rank wakes when a grace ends": Mutant(
             "grace", EagerStateMachine._advance, "self._wakes[index] = until", "pass"

@@ -79,6 +79,7 @@ def eager_jobs(draw: st.DrawFn) -> EagerJob:
         seed=draw(st.integers(0, 99)),
         buckets=draw(st.integers(1, 3)),
         pace=draw(st.sampled_from(["steps", "rounds"])),
+        agree=draw(st.booleans()),
     )
     return EagerJob(
         **common(draw, size, counts(draw, size, 5)),

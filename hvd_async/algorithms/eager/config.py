@@ -27,6 +27,7 @@ class EagerConfig(Config, frozen=True, tag=True):
             then count hosts. 1: they count ranks.
         weight_prediction: rounds by which updates are extrapolated.
         confirm: whether a round is applied only once it is complete, on any data plane (HVD_ASYNC_CONFIRM=1).
+        agree: whether a rank may announce a step at the hand-over of its first bucket (not HVD_ASYNC_AGREE=0).
     """
 
     quorum: str | int | float
@@ -39,6 +40,7 @@ class EagerConfig(Config, frozen=True, tag=True):
     weight_prediction: float = 0.0
     weighting: str = "ranks"
     confirm: bool = False
+    agree: bool = False
 
     @property
     def counts(self) -> int:
@@ -48,7 +50,8 @@ class EagerConfig(Config, frozen=True, tag=True):
 
 class StepEntered(OptimizerEvent, frozen=True, tag=True, omit_defaults=True):
     """This rank is in ``step()`` number ``step``, with these hyperparameters; None: unchanged since it last sent them.
-    The other fields are as in ``GradientReady``."""
+    The other fields are as in ``GradientReady``. A rank may also announce a step at the hand-over of its first bucket,
+    with all buckets: it then submits each in its round when it has come, and zeros for the buckets that never do."""
 
     step: int
     hyper: Hyper | None = None
@@ -175,6 +178,11 @@ COMMANDS = (StartRound, ExplainRound, EndStep, SetHyperparameters, ReportReceive
 def confirms() -> bool:
     """Return whether HVD_ASYNC_CONFIRM asks for rounds that are applied only once the engine has seen them complete."""
     return os.environ.get("HVD_ASYNC_CONFIRM", "0") not in ("", "0")
+
+
+def agrees() -> bool:
+    """Return whether HVD_ASYNC_AGREE lets ranks announce a step at the hand-over of its first bucket."""
+    return os.environ.get("HVD_ASYNC_AGREE", "1") != "0"
 
 
 # -- a user's options --------------------------------------------------------------------------------------------------
@@ -336,7 +344,7 @@ class EagerOptions:
             "grace": self.grace if isinstance(self.grace, str) else float(self.grace),
             "weight_prediction": ahead,
         }
-        return EagerConfig(**shared, buckets=buckets, local_size=local_size, confirm=confirms())
+        return EagerConfig(**shared, buckets=buckets, local_size=local_size, confirm=confirms(), agree=agrees())
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {

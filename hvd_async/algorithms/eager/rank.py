@@ -50,6 +50,9 @@ from hvd_async.stats import Stats
 # other ranks have theirs, as the round's command says; so all of them go into the same round.
 
 
+STEADY = 10
+"""Number of steps in a row whose hyperparameters were the same at the hand-over of the first bucket and in ``step()``,
+before a step is announced."""
 UNSETTLED = 2
 """Maximum number of incomplete rounds that are applied, before another one is."""
 NAMES_IN_RING = 4
@@ -152,6 +155,14 @@ class RoundsInFlight:
         self._flights: dict[int, _Flight] = {}
         self._promised = 0
         """The last step whose buckets this rank's training graph submits."""
+        self._announced = 0
+        """The last step that this rank announced at the hand-over of its first bucket."""
+        self._lacking: set[int] = set()
+        """Buckets of that step that have not come: their rounds start later, with all collectives after them."""
+        self._unanswered: ReportReceived | None = None
+        """A roll call to be answered when they have."""
+        self.started = 0
+        """The last announced step whose round has started in a bucket; the training thread reads it."""
         self._last_hyper: Hyper | None = None
         """Hyperparameters that the coordinator sent last."""
         self._triggers: dict[tuple[int, int], RoundTrigger] = {}
@@ -228,6 +239,54 @@ class RoundsInFlight:
         """Report a step, with all its buckets, which this rank's training graph submits; arguments as in ``report``."""
         self._promised = step
         self._engine.send(StepEntered(number, step, hyper, list(range(self._buckets)), min(self.landed)))
+
+    # -- steps that are announced at the hand-over of their first bucket --------------------------------------------
+
+    def announce(self, number: int, step: int, hyper: Hyper | None, order: list[int]) -> None:
+        """Report a step with all its buckets, of which some have yet to come; other arguments as in ``report``.
+
+        Args:
+            order: all buckets, in the order in which they are expected: collectives start in it.
+        """
+        self._announced, self._lacking = step, set(order)
+        self._engine.send(StepEntered(number, step, hyper, order, min(self.landed)))
+        self.take_in(step)
+
+    def take_in(self, step: int) -> None:
+        """Take in the queued buckets of a step, and submit those for which an announced round waits."""
+        before = len(self._lacking)
+        while self._queue and self._queue[0].step == step:
+            bucket, vector, version, *_ = self._queue.popleft()
+            self.arrive(bucket, vector, version)
+            self._lacking.discard(bucket)
+        if len(self._lacking) < before:
+            self._continue()
+
+    def give_up(self) -> None:
+        """Submit zeros for the buckets of an announced step that have not come: they never will."""
+        self.take_in(self._announced)
+        self._lacking.clear()
+        self._continue()
+
+    def _continue(self) -> None:
+        self._carrier.advance()
+        if self._unanswered is not None:
+            self.answer(self._unanswered)
+
+    def answer(self, call: ReportReceived) -> None:
+        """Answer a roll call, once this rank has submitted all that has started."""
+        is_late = bool(self._lacking) and self.started == self._announced
+        self._unanswered = call if is_late else None
+        if not is_late:
+            self._engine.send(RoundsReceived(call.optimizer, call.call, list(self.landed)))
+
+    def has_announced(self, step: int) -> bool:
+        """Return whether an announced step has no bucket that has yet to come (any thread)."""
+        return self._announced == step and not self._lacking
+
+    def _has(self, bucket: int, round_: int) -> bool:
+        """Return whether this rank can submit a bucket of a round that has started."""
+        return round_ != self._announced or bucket not in self._lacking
 
     def arrive(self, bucket: int, vector: Vector | None, version: int) -> None:
         """Take in a gradient computed at ``version``; None if it is empty."""
@@ -338,11 +397,16 @@ class RoundsInFlight:
                 self._contributors[go.arrived[go.buckets.index(0)]] += 1
             self._wake_if_started(go.round)
             return
+        if go.round == self._announced:
+            self.started = go.round  # (first: the training thread wakes the engine for what it hands over from now on)
+            self.take_in(go.round)
+            if self._lacking:
+                self._engine.expect_posts()
         for bucket, arrived in zip(go.buckets, go.arrived, strict=True):
             flight.whole[bucket] = whole
             name = NAME.format(go.optimizer, bucket, go.round % self._names)
             prepare = partial(self._prepare, go, bucket, arrived, name)
-            self._carrier.carry(bucket, go.round, name, prepare)
+            self._carrier.carry(bucket, go.round, name, prepare, partial(self._has, bucket, go.round))
 
     def _wake_if_started(self, round_: int) -> None:
         if self.has_started(round_):
@@ -651,13 +715,24 @@ class EagerWorker(Worker):
         self._steps = self._base = 0  # steps in total; round number minus step number, re-based by drains and cuts
         self._settled_at = 0  # steps at the last drain or cut
         self._ended = 0  # steps that all ranks of the host have handed over, as far as this rank has waited for them
-        self._handed: set[int] = set()
-        """Buckets of the current step that were handed over."""
+        self._handed: dict[int, None] = {}
+        """Buckets of the current step that were handed over, in order."""
         self._brought = frozenset[int]()
         """Buckets of the current step whose gradient has been pending since before a reset; vectors that are handed
         over for them are dropped."""
         self._lacks = False
         """Whether a bucket of the current step holds no gradient."""
+        self._may_agree = config.agree and config.quorum == "all" and engine.collectives.in_order and not confirms
+        self._used_early = False
+        """Whether the last round was applied before it was complete."""
+        self.steady = 0
+        """Number of steps in a row, as in ``STEADY``."""
+        self._foreseen: Hyper | None = None
+        """The hyperparameters at the hand-over of the current step's first bucket, if ``foresee`` was called."""
+        self._announced_step = 0
+        """The last step that was announced."""
+        self._order: list[int] = []
+        """Buckets in the order in which the last step has handed them over."""
         self._half_applied = False
         self._unsettled = deque[ReducedRound]()
         """Rounds, without sums, that were applied and whose counts are not in ``applied`` yet, in order."""
@@ -711,6 +786,20 @@ class EagerWorker(Worker):
 
     # -- stepping (training thread) ---------------------------------------------------------------------------
 
+    @property
+    def wants_hyper(self) -> bool:
+        """Whether ``foresee`` is of use now: before the first bucket of a step, so that the ranks can agree on the step
+        while backward computes the others.
+
+        All later collectives of this rank wait for the buckets that it has announced. So it must have one optimizer.
+        """
+        return self._may_agree and self._used_early and not self._handed and len(self.engine.participants()) == 1
+
+    def foresee(self, hyper: Hyper) -> None:
+        """Expect a step with these hyperparameters. If they have been right ``STEADY`` times in a row, the hand-over of
+        the first bucket announces the step; a round keeps the announced ones, should ``step`` come with others."""
+        self._foreseen = hyper
+
     def hand_over(self, bucket: int, vector: Vector | None) -> None:
         """Hand over a bucket of the current step, before ``step``. Any thread may call this, one at a time.
 
@@ -722,9 +811,30 @@ class EagerWorker(Worker):
         if bucket in self._handed:
             raise ReplicaStateError(f"bucket {bucket} was handed over twice in one step: a bug in the binding")
         with self.whole(f"bucket {bucket} could not be handed over"):
-            step = self._steps + 1 + self._base
+            step, in_flight, is_first = self._steps + 1 + self._base, self._in_flight, not self._handed
             self._give(bucket, vector, step)
-            self.engine.notify(partial(self._in_flight.report, number, step, False), hurry=False)
+            if is_first and self._foreseen is not None and self.steady >= STEADY:
+                self._announced_step = step
+                unsent = self._unsent(self._foreseen)
+                self.engine.notify(partial(in_flight.announce, number, step, unsent, self._order))
+            elif self._announced_step != step:
+                self.engine.notify(partial(in_flight.report, number, step, False), hurry=False)
+            elif in_flight.started == step:  # (else the engine takes it in when the round starts)
+                is_last = len(self._handed) == self.config.buckets
+                self.engine.notify(partial(in_flight.take_in, step), hurry=is_last)
+
+    def _unsent(self, hyper: Hyper) -> Hyper | None:
+        """Return hyperparameters to send: None if they equal the ones sent last."""
+        unsent, self._hyper_sent = None if hyper == self._hyper_sent else hyper, hyper
+        return unsent
+
+    def check_may_be_joined(self) -> None:
+        is_open = self._announced_step == self._steps + 1 + self._base and len(self._handed) < self.config.buckets
+        if is_open and not self.deleted:
+            raise ReplicaStateError(
+                f"another optimizer takes its first step between backward() and step() of {self.label}, for whose "
+                f"step this rank has promised gradients: call step() first, or set HVD_ASYNC_AGREE=0 on all ranks"
+            )
 
     def _give(self, bucket: int, vector: Vector | None, step: int, in_step: bool = False) -> None:
         """Count a bucket of the current step, and queue it for the engine."""
@@ -733,7 +843,7 @@ class EagerWorker(Worker):
         else:
             self._lacks = self._lacks or vector is None
             self.produced[bucket] += vector is not None
-        self._handed.add(bucket)
+        self._handed[bucket] = None
         self._in_flight.give(HandedOver(bucket, vector, self.version, step, in_step))
 
     def _take_back_empty(self, wait: bool) -> None:
@@ -808,10 +918,16 @@ class EagerWorker(Worker):
         self._in_flight.forget_cut()
         self._steps += 1
         self._skipped, self._lacks = self._skipped + self._lacks, False
-        self._handed.clear()
         self._brought = frozenset()
-        unsent, self._hyper_sent = None if hyper == self._hyper_sent else hyper, hyper
-        self.engine.notify(partial(self._in_flight.report, number, step, True, unsent))
+        self._order = list(self._handed)
+        self._handed.clear()
+        if self._foreseen is not None:
+            self.steady = self.steady + 1 if hyper == self._foreseen else 0
+            self._foreseen = None
+        if self._announced_step != step:
+            self.engine.notify(partial(self._in_flight.report, number, step, True, self._unsent(hyper)))
+        elif self._in_flight.started == step and not self._in_flight.has_announced(step):
+            self.engine.notify(partial(self._in_flight.take_in, step))
 
     # -- steps whose buckets the training graph submits (training thread) -----------------------------------------
     # The graph submits the same collectives, by the same names, as the engines of the ranks that have finished. So the
@@ -837,8 +953,8 @@ class EagerWorker(Worker):
         self._in_flight.forget_cut()
         self._steps += 1
         self._in_flight.count_bytes(sum(self.wire.nbytes))
-        unsent, self._hyper_sent = None if hyper == self._hyper_sent else hyper, hyper
-        self.engine.notify(partial(self._in_flight.promise, number, self._steps + self._base, unsent))
+        step = self._steps + self._base
+        self.engine.notify(partial(self._in_flight.promise, number, step, self._unsent(hyper)))
 
     def fulfil(self, tails: Sequence[Sequence[float]], given: Sequence[bool]) -> ReducedRound:
         """Wait until the round of the promised step has started, and return it; it lies between ``begin`` and ``end``.
@@ -929,6 +1045,7 @@ class EagerWorker(Worker):
         if self._in_flight.timeline is not None:
             self._in_flight.timeline.applied(self._registered_number(), round_.index, self.engine.clock())
         self.version = round_.index
+        self._used_early = not round_.counts
         if round_.counts:
             self._count_applied(round_.counts)
         else:
@@ -1010,9 +1127,18 @@ class EagerWorker(Worker):
         if not self._announced:
             self.engine.check()
             with self.whole("a drain could not be begun"):
+                self._end_announced()
                 super().announce_finished(flush)
             if flush:
                 self.wire.release()
+
+    def _end_announced(self) -> None:
+        """Have zeros submitted for the rest of a step that was announced, and wait for its round, in which other ranks
+        count on this one."""
+        step = self._steps + 1 + self._base
+        if self._announced_step == step and self._handed:
+            self.engine.notify(self._in_flight.give_up)
+            self.engine.wait(lambda: any(one.index == step for one in self._rounds))
 
     def complete_drain_program(self) -> Program[None]:
         """Re-base the counters, check that no gradient was lost (GradientLossError), and let the binding end the drain,
@@ -1034,6 +1160,7 @@ class EagerWorker(Worker):
     def discard_results(self) -> None:
         self._discards = True  # (without the lock: ``_deliver`` runs on this thread too)
         self._rounds.clear()
+        self._in_flight.give_up()
 
     # -- checkpoints (training thread) ------------------------------------------------------------------------
 
@@ -1082,7 +1209,7 @@ class EagerWorker(Worker):
             pending=self._in_flight.pending(),
             begun=self._steps + all_brought,
             ended=ended,
-            handed=frozenset() if all_brought else self._brought | self._handed,
+            handed=frozenset() if all_brought else self._brought | self.gone,
             fit=fit,
             tail=self.wire.tail,
             produced=_added(self._before[0], self.produced),
@@ -1123,7 +1250,7 @@ class EagerWorker(Worker):
                     self._in_flight.end_step(steps)
                     self._note_steps(steps, version)
             case ReportReceived():
-                self.engine.send(RoundsReceived(command.optimizer, command.call, list(self._in_flight.landed)))
+                self._in_flight.answer(command)
             case Drained():
                 self._in_flight.end()
                 with self.engine.changed:
