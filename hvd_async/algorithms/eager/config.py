@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,17 @@ import msgspec
 
 from hvd_async.algorithms.eager.extrapolation import rounds_ahead
 from hvd_async.algorithms.eager.quorum import AUTO, Quorum, check_quorum, parse_quorum, waits_for_all
-from hvd_async.algorithms.option import BUFFERS, Real, Whole, check_bounds, check_hosts, check_one_of, option
+from hvd_async.algorithms.option import (
+    BUFFERS,
+    Real,
+    Whole,
+    agrees,
+    check_bounds,
+    check_hosts,
+    check_one_of,
+    confirms,
+    option,
+)
 from hvd_async.runtime.protocol import Algorithm, Config, Hyper, OptimizerCommand, OptimizerEvent
 
 # -- configuration that ranks share, and messages ----------------------------------------------------------------------
@@ -173,16 +182,6 @@ class ReportReceived(OptimizerCommand, frozen=True, tag=True):
 
 EVENTS = (StepEntered, GradientReady, VersionTaken, RoundsReceived)
 COMMANDS = (StartRound, ExplainRound, EndStep, SetHyperparameters, ReportReceived)
-
-
-def confirms() -> bool:
-    """Return whether HVD_ASYNC_CONFIRM asks for rounds that are applied only once the engine has seen them complete."""
-    return os.environ.get("HVD_ASYNC_CONFIRM", "0") not in ("", "0")
-
-
-def agrees() -> bool:
-    """Return whether HVD_ASYNC_AGREE lets ranks announce a step at the hand-over of its first bucket."""
-    return os.environ.get("HVD_ASYNC_AGREE", "1") != "0"
 
 
 # -- a user's options --------------------------------------------------------------------------------------------------

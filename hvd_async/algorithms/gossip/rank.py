@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-from hvd_async.algorithms.eager.config import confirms
 from hvd_async.algorithms.gossip import push_sum
 from hvd_async.algorithms.gossip.averages import DifferenceAverages, GlobalAverages
 from hvd_async.algorithms.gossip.config import (
@@ -45,6 +44,7 @@ from hvd_async.algorithms.gossip.message_format import HEADER, MessageFormat, Ou
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Message, Sent, State
 from hvd_async.algorithms.kept import Kept
+from hvd_async.algorithms.option import confirms
 from hvd_async.errors import GradientLossError, ReplicaStateError, ranks_text
 from hvd_async.runtime.carrier import Carrier, Collective
 from hvd_async.runtime.interfaces import FiniteFlag, Handle, Program, RankRuntime, Take, Vector, Wait
