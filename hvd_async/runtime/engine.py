@@ -457,9 +457,7 @@ class Engine:
         """
         # (Otherwise completion of what is used is noticed at the next wake-up. A rank without a training thread has no
         # other, and later collectives may need the name.)
-        with self.changed:
-            waited = any(not ready() for ready in self._waits.values())
-        waited = waited or self._closing or any(one.deleted for one in self._participants.values())
+        waited = bool(self._waits) or self._closing or any(one.deleted for one in self.participants())
         watched = {one.group: one for one in self._in_flight if waited or not one.is_used}.values()
         self._watched = [one.handle for one in watched]
         polled = [(one.handle.seconds_to_poll(), self.unhurried * one.is_used) for one in watched]
