@@ -135,7 +135,7 @@ BLOCKS = {
     "docs/gossip.md 3": Block("torch", TORCH + WRAPPED, STEP),
     "docs/index.md 1": Block("torch", TORCH, "assert opt.stats().steps == 4"),
     "docs/keras.md 1": Block("tensorflow", KERAS, 'assert hvd.rank() or os.path.exists("last.keras")',
-                             (("model = ...  # built", "# built"), LOSS)),
+                             (("model = ...  # the first", "# the first"), LOSS)),
     "docs/keras.md 2": Block("tensorflow", KERAS, "assert optimizer.stats().steps == 60",
                              (LOSS, ("drain=True), ...]", "drain=True)]"), ("20: 2", "20: 1"))),  # at 2 ranks
     "docs/keras.md 3": Block("tensorflow", KERAS + FIT_ONCE, "assert start == 1\nassert model.optimizer.rounds >= 60"),
