@@ -63,10 +63,10 @@ BUDGETS = {
 ON_GPU = {
     "all": (33, 1150),
     "solo": (29, 1040),
-    "sgp": (6, 460),
-    "adpsgd": (7, 340),
-    "lsgd": (10, 600),
-    "easgd": (7, 430),
+    "sgp": (12, 510),
+    "adpsgd": (8, 340),
+    "lsgd": (11, 600),
+    "easgd": (8, 430),
 }
 """Operators and calls over plain where the tensors are on a fake GPU, with two ranks."""
 ENGINES = 0.25

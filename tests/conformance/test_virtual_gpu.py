@@ -105,7 +105,7 @@ def test_a_slow_rank_holds_up_the_modes_that_wait(slow):
     assert with_slow["all"][0].step_ms > alone["all"] + 3.0
     assert with_slow["all"][0].step_ms == pytest.approx(with_slow["all"][1].step_ms, abs=0.2)
     assert with_slow["adpsgd"][0].step_ms < alone["adpsgd"] + 1.0
-    assert with_slow["adpsgd"][1].step_ms > alone["adpsgd"] + 4.0
+    assert with_slow["adpsgd"][1].step_ms > alone["adpsgd"] + 1.0
 
 
 # -- what a script does ------------------------------------------------------------------------------------------------

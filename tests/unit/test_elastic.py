@@ -321,6 +321,7 @@ def test_a_drain_of_adpsgd_that_a_death_breaks_off_leaves_this_ranks_weights():
         def __init__(self) -> None:
             self._lock, self._post, self.log = threading.Lock(), NumpyMessageFormat(2, np.float32, "none", 1), None
             self._together = False
+            self.flags_late = False
             self.begin(np.array([1.0, 2.0], np.float32))
 
         def consensus_program(self, x: np.ndarray) -> Program[np.ndarray]:

