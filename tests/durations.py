@@ -20,7 +20,7 @@ CPU = "cpu_s"
 
 
 class Spent(NamedTuple):
-    """What the tests of a file take.
+    """Time of a file's tests.
 
     Attributes:
         tests: how many there are.

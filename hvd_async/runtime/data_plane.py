@@ -32,7 +32,7 @@ class DataPlane(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What ``hvd.init()`` has understood.
+    """Launch and data plane of this process, decided by ``hvd.init()``.
 
     Attributes:
         plane: the data plane.

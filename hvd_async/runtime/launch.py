@@ -1,5 +1,5 @@
-"""What a launcher's environment, and the default process group, say about this process: its rank, the number of ranks,
-its place on its host, and where the ranks meet.
+"""Launch of this process, read from its launcher's environment and the default process group: its rank, the number of
+ranks, its place on its host, and where the ranks meet.
 
 A launch that is not understood is an error, never a job of one rank.
 """
@@ -312,7 +312,7 @@ def first_host(nodes: str) -> str:
 
 
 class Seat(NamedTuple):
-    """What a rank knows of its place: name and number of its host, and its place there, if it knows it."""
+    """Place of a rank, as far as the rank knows it: name and number of its host, and its place there."""
 
     host: str
     node: str = ""

@@ -595,8 +595,9 @@ class WeightReplica(replica.WeightReplica):
             return loss
         if loss.numel() != 1:
             raise ValueError(f"record_loss() takes one number, and this is a tensor of shape {tuple(loss.shape)}")
-        loss = loss.detach().reshape(())
-        return streams.Later(loss) if streams.gpu.holds(loss) else loss
+        if not streams.gpu.holds(loss):
+            return float(loss.detach())  # (now: the script may change the tensor before the loss counts)
+        return streams.Later(loss.detach().reshape(()))
 
 
 def _kinds(tensors: Sequence[torch.Tensor]) -> list[Kind]:

@@ -56,6 +56,20 @@ def test_what_a_loss_may_be(binding, losses, mean):
     Cluster(1).run(train)
 
 
+def test_a_loss_is_recorded_as_it_is_then():
+    """Although it counts later, the script may change its tensor meanwhile."""
+
+    def train(rank: int) -> None:
+        one, loss = TorchRank(TorchRank.least_squares(1, SGD), rank, SILENT), torch.tensor(2.0)
+        for number in (2.0, 4.0):  # (the first one counts at once)
+            one.opt.record_loss(loss.fill_(number))
+            one.step()
+        loss.fill_(100.0)
+        assert one.opt.stats().mean_loss == 3.0
+
+    Cluster(1).run(train)
+
+
 @also_graph
 def test_a_rank_that_tells_no_loss_hears_so_at_the_first_pull_and_cannot_end(binding):
     """Before any weight has changed; once losses are recorded, training continues."""

@@ -47,7 +47,7 @@ PAUSE = Wait(lambda: True)
 """Where other threads may come between."""
 HYPER: Hyper = [{"lr": 0.5}]
 Program = tuple[str, ...]
-"""What a rank's script does: "step", "begin" (the first part of a step that does not follow), "drain", "cut", "sum" (a
+"""Steps of a rank's script: "step", "begin" (the first part of a step that does not follow), "drain", "cut", "sum" (a
 collective), "leave" (its optimizer is deleted)."""
 
 

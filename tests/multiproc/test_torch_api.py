@@ -54,7 +54,7 @@ def test_horovodrun_starts_ranks_without_horovod() -> None:
 
 
 TRAINED = [[0, 0, 2, 0, 2, 2.0, -1.5], [1, 1, 2, 1, 2, 2.0, -1.5]]
-"""Of each rank: which it was made to be, rank, size, local rank, local size, a sum of ones, its weight."""
+"""Results by rank: the intended rank, rank, size, local rank, local size, a sum of ones, its weight."""
 WAYS: dict[str, str] = {
     "by_variables": "", "with_sets": "", "by_tcp": "", "by_file": "", "group_before": "", "group_ended": "",
     "group_after": "", "file_ended": "hvd.init() before destroy_process_group()",

@@ -43,7 +43,7 @@ SBATCH = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM
 KUBERNETES = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 ADDRESS = {"MASTER_ADDR": "a", "MASTER_PORT": "9"}
 WORKER = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", **ADDRESS}
-"""What a script, or a notebook's launcher, sets in a process that it has started."""
+"""Variables that a script, or a notebook's launcher, sets in a process that it starts."""
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
 
 

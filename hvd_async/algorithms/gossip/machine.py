@@ -554,7 +554,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         self._flights: dict[int, float] = {}
         """Start times of the exchanges that have not completed."""
         self._in_the_way: set[int] = set()
-        """Those of them after which the next one starts."""
+        """Numbers of the exchanges that the next one waits for."""
         self._duration = 0.0
         """Mean duration of an exchange, in seconds."""
         self._free_since = -math.inf
@@ -867,7 +867,7 @@ class GossipStateMachine(StateMachine[GossipConfig]):
             self._round += 1
             commands.append(StartExchange(self._optimizer, self._round, gathers=True))
         self._readiness = self._all_ready(self._config)
-        for record in (self._coming, self._coming_steps, self._granted, self._starved, self._entered):
+        for record in (self._coming, self._coming_steps, self._granted, self._starved, self._entered, self._weights):
             record.clear()
         self._in_the_way.clear()
         self._flights.clear()  # each rank tracks which exchanges it has not completed

@@ -196,7 +196,7 @@ def default_group() -> launch.Group | None:
 
 
 def _seat(started: launch.Launch) -> launch.Seat:
-    """Return what this rank knows of its place. Where nothing says which host it is, the machine does."""
+    """Return this rank's place, as far as it is known. If no variable names the host, the machine does."""
     host = os.environ.get("HVD_ASYNC_HOST") or started.host or socket.gethostname()
     node = started.node or (machine() if started.local_rank is None else "")
     return launch.Seat(host, node, started.local_rank, started.local_size)
