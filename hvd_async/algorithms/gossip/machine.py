@@ -867,9 +867,10 @@ class GossipStateMachine(StateMachine[GossipConfig]):
             self._round += 1
             commands.append(StartExchange(self._optimizer, self._round, gathers=True))
         self._readiness = self._all_ready(self._config)
-        for record in (self._coming, self._coming_steps, self._granted, self._starved, self._entered, self._weights):
+        for record in (self._coming, self._coming_steps, self._granted, self._starved, self._entered):
             record.clear()
         self._in_the_way.clear()
+        self._weights.clear()
         self._flights.clear()  # each rank tracks which exchanges it has not completed
         self._bases = {done: produced[0] for done, produced in self._produced.items()}
         self._wake_at = None
