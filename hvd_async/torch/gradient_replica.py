@@ -33,6 +33,7 @@ from hvd_async.runtime.machine import STATE
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.runtime.protocol import Hyper
 from hvd_async.torch import hyperparameters, streams
+from hvd_async.torch.arrival import Arrivals
 from hvd_async.torch.gradient_format import MIB, Layout, differentiable, make_wire, memory_order, slots
 from hvd_async.torch.streams import record_ready
 from hvd_async.torch.tensors import NamedBuffers, checksum, flat_double, signature, take_over
@@ -525,6 +526,9 @@ class GradientReplica(eager.GradientReplica):
         self.watch.use(layout)
         self.overlap = Overlap(layout, self.passes, early, self._bucket_ready)
         self.emptied = self.checks.emptied
+        on_gpu = any(streams.gpu.holds(bucket.parameters[0]) for bucket in layout.buckets)
+        self.arrivals = Arrivals()
+        self.arrives = self.arrivals.when if on_gpu and self._given.quorum != "all" else None
 
     @property
     def nbytes(self) -> tuple[int, ...]:
@@ -637,11 +641,8 @@ class GradientReplica(eager.GradientReplica):
 
     @property
     def _empties_on_device(self) -> bool:
-        """Whether vectors on a GPU are emptied there if they must not be seen, so that the host waits for nothing.
-
-        Not with other quorums: there a rank arrives when its gradients are computed, not when their kernels are queued.
-        """
-        return self._given.nonfinite == "skip" and self._given.quorum == "all"
+        """Whether vectors on a GPU are emptied there if they must not be seen, so that the host waits for nothing."""
+        return self._given.nonfinite == "skip"
 
     def _finite(self, index: int, vector: torch.Tensor, overflow: torch.Tensor | None = None) -> torch.Tensor | None:
         """Return a bucket's vector, or None if it holds NaN or an infinity, which other ranks must not see.

@@ -323,6 +323,14 @@ class VirtualGpu(testing.FakeGpu):
     def default_stream(self, device: torch.device) -> Stream:
         return self._machine().stream("training")
 
+    def seconds(self, first: virtual_machine.Event, last: virtual_machine.Event) -> float:
+        assert first.when is not None
+        assert last.when is not None
+        return (last.when - first.when) / 1e3
+
+    def when_done(self, event: virtual_machine.Event, action: Callable[[], None]) -> None:
+        self._machine().watched.append((self._world.me.clock, event, action))
+
     def set_stream(self, stream: Any) -> None:
         self._world.me.current = stream
 
@@ -335,6 +343,27 @@ class VirtualGpu(testing.FakeGpu):
         machine.await_stream("device: copy to the host")
         with _disable_current_modes():
             return tensor.clone()
+
+
+def watch(world: World, machine: Machine) -> None:
+    """Be the rank's watcher (``streams.Watcher``)."""
+    actor, price = world.enter(f"W{machine.rank}", machine), machine.price
+
+    def ready() -> float | None:
+        if not machine.watched:
+            return None
+        begun, event, _ = machine.watched[0]
+        known = event.known()
+        return None if known is None else max(begun + price.wake / 1e3, known + price.block / 1e3)
+
+    with contextlib.suppress(SystemExit), Meter(actor).running():
+        while True:
+            world.pause(actor, ready)
+            actor.host(price.glance, "looks")
+            actor.counts["wake-ups"] += 1
+            with charged(actor):
+                while machine.watched and machine.watched[0][1].query():
+                    machine.watched.popleft()[2]()
 
 
 class Handle:
@@ -846,7 +875,7 @@ class Rank:
 
     def _snapshot(self, step: int, actor: Actor) -> _Snapshot:
         stream = self.machine.stream("training")
-        threads = {"T": actor, "E": self._world.actor(f"E{self.machine.rank}")}
+        threads = {"T": actor, **{name: self._world.actor(f"{name}{self.machine.rank}") for name in "EW"}}
         spent = {f"{name} {what}": ms for name, one in threads.items() if one for what, ms in one.spent.items()}
         counts = {f"{name} {what}": float(n) for name, one in threads.items() if one for what, n in one.counts.items()}
         stream.advance()
@@ -895,7 +924,8 @@ def run(setup: Setup) -> list[Cost]:
     plain = setup.mode == "plain"
     ranks = range(1 if plain else setup.ranks)
     names = [f"T{rank}" for rank in ranks]
-    world = World(names if plain else ["C", *(f"E{rank}" for rank in ranks), *names])
+    watchers = [] if plain else [f"W{rank}" for rank in ranks]
+    world = World(names if plain else ["C", *(f"E{rank}" for rank in ranks), *watchers, *names])
     machines = [Machine(world, rank, setup.price) for rank in ranks]
     collects = gc.isenabled()
     gc.collect()
@@ -908,6 +938,8 @@ def run(setup: Setup) -> list[Cost]:
             engines = [] if plain else _engines(setup, world, machines)
             workers = [Rank(setup, world, rank, machines[rank], None if plain else engines[rank]) for rank in ranks]
             threads = [threading.Thread(target=worker.train, name=f"rank-{i}") for i, worker in enumerate(workers)]
+            watched = [] if plain else machines
+            threads += [threading.Thread(target=watch, args=(world, one), name="watcher") for one in watched]
             for thread in threads:
                 thread.start()
             world.run()

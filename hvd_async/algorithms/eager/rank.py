@@ -69,6 +69,14 @@ class HandedOver(NamedTuple):
     in_step: bool = False
 
 
+class _Entered(NamedTuple):
+    """Place, behind a step's buckets, at which this rank reports that it is in ``step()``; ``hyper`` as in the
+    event."""
+
+    step: int
+    hyper: Hyper | None
+
+
 @dataclass
 class _Pending:
     """Sum of the gradients of a bucket that no round has carried yet, and the versions they were computed at."""
@@ -144,6 +152,12 @@ class RoundsInFlight:
         self._buckets = len(wire.nbytes)
         self._queue: deque[HandedOver] = deque()
         """Buckets on their way from the training thread."""
+        self._later: deque[HandedOver | _Entered] = deque()
+        """What the training thread has handed over and its device may not have computed; the first ``arrived`` since
+        the start have arrived, and ``_reported`` of them are taken out."""
+        self.given_later = self.arrived = self._reported = 0
+        self.started = [0] * self._buckets
+        """By bucket, the last round that the coordinator has started."""
         self._pending = [_Pending() for _ in range(self._buckets)]
         self._host_queues = [_HostQueue() for _ in range(self._buckets)]
         self._units: dict[str, float] = {}
@@ -178,6 +192,14 @@ class RoundsInFlight:
         if one.vector is not None:
             self.count_bytes(self._wire.nbytes[one.bucket])
         self._queue.append(one)
+
+    def give_later(self, one: HandedOver | _Entered) -> None:
+        """Give a bucket, or the place of a report, that arrives once ``arrived`` counts it: ``report_arrived`` takes
+        it."""
+        if isinstance(one, HandedOver) and one.vector is not None:
+            self.count_bytes(self._wire.nbytes[one.bucket])
+        self._later.append(one)
+        self.given_later += 1
 
     def count_bytes(self, nbytes: int) -> None:
         """Add ``nbytes``, which may be negative, to the number of bytes in use by gradients."""
@@ -214,8 +236,36 @@ class RoundsInFlight:
         taken = [one for one in self._queue.copy() if one.step == step]
         if not in_step and (not taken or any(one.in_step for one in taken)):
             return
-        for one in taken:
+        for _ in taken:
             self._queue.popleft()
+        self._report(number, step, taken, in_step, hyper)
+
+    def report_arrived(self, number: int, everything: bool = False) -> None:
+        """Take in what has arrived, or ``everything``, of what was given by ``give_later``, and report it.
+
+        Args:
+            number: number of the optimizer.
+        """
+        taken: list[HandedOver] = []
+        while self._later and (everything or self._reported < self.arrived):
+            one = self._later.popleft()
+            self._reported += 1
+            if taken and taken[0].step != one.step:
+                self._report(number, taken[0].step, taken)
+                taken = []
+            if isinstance(one, HandedOver):
+                taken.append(one)
+            else:
+                self._report(number, one.step, taken, True, one.hyper)
+                taken = []
+        if taken:
+            self._report(number, taken[0].step, taken)
+
+    def _report(
+        self, number: int, step: int, taken: list[HandedOver], in_step: bool = False, hyper: Hyper | None = None
+    ) -> None:
+        """Take in the buckets of a step, and send one event that covers them; arguments as in ``report``."""
+        for one in taken:
             self.arrive(one.bucket, one.vector, one.version)
         buckets, empty = [one.bucket for one in taken], [one.bucket for one in taken if one.vector is None]
         complete = min(self.landed)
@@ -247,9 +297,11 @@ class RoundsInFlight:
 
     def take_in_all(self) -> None:
         """Make all queued gradients pending, after the engine has ended."""
-        while self._queue:
-            bucket, vector, version, *_ = self._queue.popleft()
-            self.arrive(bucket, vector, version)
+        for one in [*self._queue, *self._later]:
+            if isinstance(one, HandedOver):
+                self.arrive(one.bucket, one.vector, one.version)
+        self._queue.clear()
+        self._later.clear()
         for bucket in range(self._buckets):
             self.release(bucket, None)
 
@@ -274,7 +326,7 @@ class RoundsInFlight:
         if pending.vector is None:
             pending.vector = vector
         else:
-            pending.vector += vector
+            pending.vector = self._wire.add(pending.vector, vector)
             self.count_bytes(-self._wire.nbytes[bucket])
         pending.versions.append(version)
 
@@ -329,6 +381,8 @@ class RoundsInFlight:
         self._held_s[go.by] += go.held
         if go.settled:
             self._set_hyper(go.round, go.hyper)
+        for bucket in go.buckets:
+            self.started[bucket] = go.round
         flight, whole = self._flight(go.round), None
         if self._host is not None and go.whole is not None:
             whole = go.whole.of(self._host)
@@ -593,6 +647,9 @@ def _sum(gradients: Iterable[PendingGradient]) -> PendingGradient:
 
 Apply = Callable[[ReducedRound], None]
 Emptied = Callable[[bool], Sequence[Sequence[int]]]
+Arrives = Callable[[Vector | None, bool, Callable[[], None]], None]
+"""Calls an action, on any thread, once the device has computed a vector (None: the last one) or, if True, is about to.
+Actions are called in the order in which they were given."""
 
 
 class EagerWorker(Worker):
@@ -606,6 +663,7 @@ class EagerWorker(Worker):
         apply: applies a round that completes while this rank drains.
         emptied: returns, for each step about which this is known since the last call, the buckets that have turned out
             to hold no gradient. True: wait until it is known of all that were handed over.
+        arrives: tells when vectors arrive; None if they are computed when they are handed over, or need not be.
 
     Attributes:
         version: number of rounds that this rank's weights include.
@@ -623,9 +681,11 @@ class EagerWorker(Worker):
         finish: Callable[[bool], object],
         apply: Apply = lambda round_: None,
         emptied: Emptied = lambda wait: (),
+        arrives: Arrives | None = None,
     ) -> None:
         super().__init__(engine, config, wire.members, wire.process_set, wire.process_set_id, finish)
         self.config, self.wire, self.apply, self._emptied = config, wire, apply, emptied
+        self._arrives = arrives
         ranks = wire.members or range(engine.size)
         self._host = ranks.index(engine.rank) // config.local_size if config.local_size > 1 else None
         # Elastic ranks continue from their weights after a loss; with samples, a sum says how to apply it.
@@ -635,6 +695,7 @@ class EagerWorker(Worker):
         # names do not change, can submit some ranks' part)
         names = 1 if config.quorum == "all" and hasattr(engine.collectives, "sum_in_graph") else NAMES_IN_RING
         self._in_flight = RoundsInFlight(engine, wire, self._deliver, ranks, self._host, self._settle, confirms, names)
+        self._confirms = confirms
         self._records_timeline = self._in_flight.timeline is not None
         # Set by the engine thread, under ``engine.changed``:
         self._rounds: deque[ReducedRound] = deque()
@@ -650,6 +711,7 @@ class EagerWorker(Worker):
         self.whole = Uninterrupted(self._raise_failure)
         self._steps = self._base = 0  # steps in total; round number minus step number, re-based by drains and cuts
         self._settled_at = 0  # steps at the last drain or cut
+        self._near = 0  # steps that the device has computed, or is about to; set by the thread that ``arrives`` uses
         self._ended = 0  # steps that all ranks of the host have handed over, as far as this rank has waited for them
         self._handed: set[int] = set()
         """Buckets of the current step that were handed over."""
@@ -724,7 +786,10 @@ class EagerWorker(Worker):
         with self.whole(f"bucket {bucket} could not be handed over"):
             step = self._steps + 1 + self._base
             self._give(bucket, vector, step)
-            self.engine.notify(partial(self._in_flight.report, number, step, False), hurry=False)
+            if self._arrives is None:
+                self.engine.notify(partial(self._in_flight.report, number, step, False), hurry=False)
+            else:
+                self._await_arrival(number, bucket, vector, step)
 
     def _give(self, bucket: int, vector: Vector | None, step: int, in_step: bool = False) -> None:
         """Count a bucket of the current step, and queue it for the engine."""
@@ -734,7 +799,42 @@ class EagerWorker(Worker):
             self._lacks = self._lacks or vector is None
             self.produced[bucket] += vector is not None
         self._handed.add(bucket)
-        self._in_flight.give(HandedOver(bucket, vector, self.version, step, in_step))
+        give = self._in_flight.give if self._arrives is None else self._in_flight.give_later
+        give(HandedOver(bucket, vector, self.version, step, in_step))
+
+    # -- gradients that the device may not have computed when they are handed over (quorums on a GPU) -------------
+    # A round may start as soon as its rank's gradient has arrived, and all ranks then wait for it. So it arrives when
+    # the device is about to have it. If its round has started without it, nobody needs it soon, and it arrives when it
+    # is computed. This thread stays as close to its device in any case: gradients would be late by as much otherwise.
+
+    def _await_arrival(self, number: int, bucket: int, vector: Vector | None, step: int) -> None:
+        """Report a bucket that was given, once it has arrived."""
+        assert self._arrives is not None
+        late = self._in_flight.started[bucket] >= step
+        if late and len(self._handed) == self.config.buckets and self.config.pace == "steps":
+            self._arrives(vector, not self._confirms, partial(self._come_near, number, self._steps + 1))
+        arrived = partial(self._note_arrival, number, self._in_flight.given_later, None)
+        self._arrives(vector, not (late or self._confirms), arrived)
+
+    def _note_arrival(self, number: int, given: int, step: int | None) -> None:
+        """Note that the first ``given`` that were given have arrived, and that so has a whole step (None: not yet)."""
+        self._in_flight.arrived = given
+        if step is None:
+            self.engine.notify(partial(self._in_flight.report_arrived, number), hurry=False)
+        else:
+            self._come_near(number, step)
+
+    def _come_near(self, number: int, step: int) -> None:
+        """Note that the device is about to have computed a step."""
+        self._near = max(self._near, step)
+        self.engine.notify(partial(self._report_near, number))
+
+    def _report_near(self, number: int) -> None:
+        """Report what has arrived, and wake the training thread if the rounds of its step are there (engine thread)."""
+        self._in_flight.report_arrived(number)
+        with self.engine.changed:
+            if self._rounds:
+                self.engine.changed.notify_all()
 
     def _take_back_empty(self, wait: bool) -> None:
         """Subtract the buckets that have turned out to hold no gradient; ``wait``: until all is known."""
@@ -805,13 +905,20 @@ class EagerWorker(Worker):
         step = self._steps + 1 + self._base
         for bucket, vector in vectors.items():
             self._give(bucket, vector, step, in_step=True)
+            if self._arrives is not None:
+                self._await_arrival(number, bucket, vector, step)
         self._in_flight.forget_cut()
         self._steps += 1
         self._skipped, self._lacks = self._skipped + self._lacks, False
         self._handed.clear()
         self._brought = frozenset()
         unsent, self._hyper_sent = None if hyper == self._hyper_sent else hyper, hyper
-        self.engine.notify(partial(self._in_flight.report, number, step, True, unsent))
+        if self._arrives is None:
+            self.engine.notify(partial(self._in_flight.report, number, step, True, unsent))
+        else:
+            self._in_flight.give_later(_Entered(step, unsent))
+            entered = partial(self._note_arrival, number, self._in_flight.given_later, self._steps)
+            self._arrives(None, False, entered)
 
     # -- steps whose buckets the training graph submits (training thread) -----------------------------------------
     # The graph submits the same collectives, by the same names, as the engines of the ranks that have finished. So the
@@ -878,7 +985,7 @@ class EagerWorker(Worker):
 
         At most ``UNSETTLED`` rounds are incomplete, so that the training thread is not far ahead of its device.
         """
-        if self._incomplete > UNSETTLED:
+        if self._incomplete > UNSETTLED or (self._arrives is not None and self._near < self._steps):
             return False
         if len(self._rounds) < self._behind or self._host is None:
             return len(self._rounds) >= self._behind
@@ -1010,6 +1117,9 @@ class EagerWorker(Worker):
         if not self._announced:
             self.engine.check()
             with self.whole("a drain could not be begun"):
+                if self._arrives is not None:
+                    self._take_back_empty(wait=True)  # (and all is computed)
+                    self.engine.notify(partial(self._in_flight.report_arrived, self._registered_number(), True))
                 super().announce_finished(flush)
             if flush:
                 self.wire.release()
@@ -1032,6 +1142,8 @@ class EagerWorker(Worker):
         yield from self._finish(drained.flushed)
 
     def discard_results(self) -> None:
+        if self._number is not None:
+            self._in_flight.report_arrived(self._number, True)  # (they count as produced)
         self._discards = True  # (without the lock: ``_deliver`` runs on this thread too)
         self._rounds.clear()
 
