@@ -720,6 +720,7 @@ class Setup(NamedTuple):
         scaler: whether it uses a ``GradScaler``.
         slow_device: factor of the device's times on the last of several ranks.
         slow_host: more milliseconds of the host in each of its steps.
+        lead: ``arrival_lead`` of quorums.
     """
 
     mode: str
@@ -729,6 +730,7 @@ class Setup(NamedTuple):
     scaler: bool = False
     slow_device: float = 1.0
     slow_host: float = 0.0
+    lead: float | str = "auto"
 
 
 class Cost(NamedTuple):
@@ -862,7 +864,8 @@ class Rank:
             for parameter, number in zip(reversed(parameters), numbers, strict=True):
                 buckets[number].append(parameter)
             groups = [bucket[::-1] for bucket in reversed(buckets)]
-            return hvd.EagerOptimizer(optimizer, quorum=mode, groups=groups, scaler=scaler)
+            lead = self._setup.lead
+            return hvd.EagerOptimizer(optimizer, quorum=mode, groups=groups, scaler=scaler, arrival_lead=lead)
         if mode in ("lsgd", "easgd"):
             own: dict[str, Any] = {"group": [list(range(self._setup.ranks))]} if mode == "lsgd" else {}
             return hvd.LeaderOptimizer(optimizer, algorithm=mode, **own)
@@ -1027,6 +1030,7 @@ def main() -> None:
     parser.add_argument("--floor", action="store_true", help="a device that takes no time: a step is the host's")
     parser.add_argument("--slow-device", type=float, default=1.0, metavar="FACTOR", help="rank 1's device is slower")
     parser.add_argument("--slow-host", type=float, default=0.0, metavar="MS", help="rank 1's host is slower")
+    parser.add_argument("--lead", type=float, metavar="S", help="arrival_lead in seconds, in place of auto")
     parser.add_argument("--spent", action="store_true", help="also what the threads do, ms a step, and the counts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
     args = parser.parse_args()
@@ -1034,7 +1038,8 @@ def main() -> None:
     print("prices    mode      ranks  ratio  step ms  T ms  lock  T waits  for E  wake-ups  polls  idle ms")
     for prices in PRICE_SETS if args.prices == "all" else [args.prices]:
         price = _price(PRICE_SETS[prices], args.price, args.floor)
-        setup = Setup("plain", price, args.ranks, args.item, args.scaler, args.slow_device, args.slow_host)
+        lead = "auto" if args.lead is None else args.lead
+        setup = Setup("plain", price, args.ranks, args.item, args.scaler, args.slow_device, args.slow_host, lead)
         (base,) = run(setup)
         for mode in ("plain", *args.modes):
             one = row(setup._replace(mode=mode), base, prices)

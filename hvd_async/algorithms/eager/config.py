@@ -232,6 +232,15 @@ class EagerOptions:
         read=_AutoOr(Real(0, what='"auto" or a number of seconds, at least 0')),
         metavar="S",
     )
+    arrival_lead: float | str = option(
+        AUTO,
+        "on a GPU, seconds by which a rank arrives before its device has computed the step's last gradients, so that "
+        "the host need not wait for it: a grace for ranks that are nearly there. 0: it arrives when they are "
+        'computed; "auto": 0.008, at most a quarter of a step. Of no effect with ``quorum="all"``, on a CPU, and where '
+        "rounds are applied only once they are complete",
+        read=_AutoOr(Real(0, what='"auto" or a number of seconds, at least 0')),
+        flags=(),
+    )
     weight_prediction: float | str = option(
         AUTO,
         "rounds by which updates are extrapolated, as far as the optimizer's momentum alone carries the weights, since "
