@@ -47,8 +47,9 @@ class Arrivals:
             action: what to call.
         """
         event = None if vector is None else streams.event_of(vector)
-        if event is not None:
-            self._last = self.marker if ahead and self.marker is not None else event
+        if event is not None and ahead and self.marker is not None:
+            event = self.marker
+        self._last = self._last if event is None else event
         if self._last is None:
             action()
         else:

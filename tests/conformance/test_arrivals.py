@@ -21,7 +21,7 @@ from tests.conformance.cases import Case
 from tests.conformance.torch_ranks import TINY, TorchTrainer, TorchVectors
 from tests.conformance.virtual_gpu import Cost, Setup, run
 
-HYPER = [[("lr", 1.0)]]
+HYPER = [{"lr": 1.0}]
 
 
 class Device:
@@ -165,7 +165,7 @@ class Clocked(testing.FakeGpu):
 
 
 @pytest.mark.parametrize(
-    ("lead", "place"), [(0.003, 6), (0.0, 9), (1.0, 0), ("auto", 7)], ids=["3 ms", "0", "more than a step", "auto"]
+    ("lead", "place"), [(0.003, 6), (0.0, 9), (1.0, 0), ("auto", 6)], ids=["3 ms", "0", "more than a step", "auto"]
 )
 def test_the_marker_is_where_the_device_needs_the_lead_for_the_rest(lead, place):
     parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(10)]
@@ -248,4 +248,4 @@ def test_a_slow_device_with_a_lead_holds_the_others_no_longer_than_without_one()
     (with_lead, slow), (without, _) = (costs(ranks=2, slow_device=1.5, lead=lead) for lead in (0.008, 0.0))
     assert with_lead.step_ms < without.step_ms
     assert with_lead.step_ms < slow.step_ms - 5.0
-    assert with_lead.waits == slow.waits == 0
+    assert not any(n for cost in (with_lead, slow) for what, n in cost.counts.items() if what.startswith("T device"))

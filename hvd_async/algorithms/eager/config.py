@@ -58,8 +58,8 @@ class StepEntered(OptimizerEvent, frozen=True, tag=True, omit_defaults=True):
 
 
 class GradientReady(OptimizerEvent, frozen=True, tag=True, omit_defaults=True):
-    """The engine of this rank has the gradients of ``buckets`` of step ``step``; those of ``empty`` hold nothing. On
-    this engine ``landed`` rounds are complete."""
+    """The engine of this rank has the gradients of ``buckets`` of step ``step``; those of ``empty`` hold nothing, as do
+    some others that a GPU has emptied. On this engine ``landed`` rounds are complete."""
 
     buckets: list[int]
     step: int

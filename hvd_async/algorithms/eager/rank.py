@@ -712,6 +712,7 @@ class EagerWorker(Worker):
         self._steps = self._base = 0  # steps in total; round number minus step number, re-based by drains and cuts
         self._settled_at = 0  # steps at the last drain or cut
         self._near = 0  # steps that the device has computed, or is about to; set by the thread that ``arrives`` uses
+        self._last_given: tuple[int, Vector | None] = 0, None  # bucket and vector, until the step is reported
         self._ended = 0  # steps that all ranks of the host have handed over, as far as this rank has waited for them
         self._handed: set[int] = set()
         """Buckets of the current step that were handed over."""
@@ -803,31 +804,36 @@ class EagerWorker(Worker):
         give(HandedOver(bucket, vector, self.version, step, in_step))
 
     # -- gradients that the device may not have computed when they are handed over (quorums on a GPU) -------------
-    # A round may start as soon as its rank's gradient has arrived, and all ranks then wait for it. So it arrives when
-    # the device is about to have it. If its round has started without it, nobody needs it soon, and it arrives when it
-    # is computed. This thread stays as close to its device in any case: gradients would be late by as much otherwise.
+    # A round may start as soon as a rank's gradient has arrived, and all ranks then wait for it. So it arrives when the
+    # device is about to have it. If its round has started without it by then, it arrives when it is computed: a later
+    # round that takes it does not wait. This thread stays as close to its device in any case: otherwise gradients would
+    # be computed at old weights.
 
-    def _await_arrival(self, number: int, bucket: int, vector: Vector | None, step: int) -> None:
-        """Report a bucket that was given, once it has arrived."""
+    def _await_arrival(self, number: int, bucket: int, vector: Vector | None, step: int, in_step: int = 0) -> None:
+        """Report what was given so far, up to this bucket, once it has arrived.
+
+        Args:
+            in_step: this thread's number of steps, this one included, if that is all of the step; else 0.
+        """
         assert self._arrives is not None
-        late = self._in_flight.started[bucket] >= step
-        if late and len(self._handed) == self.config.buckets and self.config.pace == "steps":
-            self._arrives(vector, not self._confirms, partial(self._come_near, number, self._steps + 1))
-        arrived = partial(self._note_arrival, number, self._in_flight.given_later, None)
-        self._arrives(vector, not (late or self._confirms), arrived)
+        arrives, given = self._arrives, self._in_flight.given_later
 
-    def _note_arrival(self, number: int, given: int, step: int | None) -> None:
-        """Note that the first ``given`` that were given have arrived, and that so has a whole step (None: not yet)."""
-        self._in_flight.arrived = given
-        if step is None:
-            self.engine.notify(partial(self._in_flight.report_arrived, number), hurry=False)
-        else:
-            self._come_near(number, step)
+        def arrived() -> None:  # (any thread)
+            self._in_flight.arrived = max(self._in_flight.arrived, given)
+            report = self._report_near if in_step else self._in_flight.report_arrived
+            self.engine.notify(partial(report, number), hurry=in_step > 0)
 
-    def _come_near(self, number: int, step: int) -> None:
-        """Note that the device is about to have computed a step."""
-        self._near = max(self._near, step)
-        self.engine.notify(partial(self._report_near, number))
+        def is_near() -> None:
+            self._near = max(self._near, in_step)
+            if self._in_flight.started[bucket] < step or self.config.pace != "steps":
+                arrived()
+                return
+            if in_step:
+                self.engine.notify(partial(self._report_near, number))
+            arrives(vector, False, arrived)
+
+        self._last_given = bucket, vector
+        arrives(vector, not self._confirms, is_near)
 
     def _report_near(self, number: int) -> None:
         """Report what has arrived, and wake the training thread if the rounds of its step are there (engine thread)."""
@@ -917,8 +923,8 @@ class EagerWorker(Worker):
             self.engine.notify(partial(self._in_flight.report, number, step, True, unsent))
         else:
             self._in_flight.give_later(_Entered(step, unsent))
-            entered = partial(self._note_arrival, number, self._in_flight.given_later, self._steps)
-            self._arrives(None, False, entered)
+            self._await_arrival(number, *self._last_given, step, self._steps)
+            self._last_given = 0, None
 
     # -- steps whose buckets the training graph submits (training thread) -----------------------------------------
     # The graph submits the same collectives, by the same names, as the engines of the ranks that have finished. So the
