@@ -57,7 +57,7 @@ def worker_of(cluster: Cluster, rank: int, device: Device | None, quorum: Any = 
     return worker
 
 
-def test_a_rank_whose_device_is_behind_starts_no_round_and_holds_nobody():
+def test_a_rank_whose_device_is_behind_starts_no_round_and_holds_no_other():
     cluster, device = Cluster(1), Device()
 
     def train(rank: int) -> list[Any]:
@@ -81,7 +81,7 @@ def test_a_rank_whose_device_is_behind_starts_no_round_and_holds_nobody():
     assert cluster.run(train) == [[[0], [1], [3.0, 1.0], 1, {0: 1}]]
 
 
-def test_a_late_rank_holds_nobody_stays_close_to_its_device_and_loses_no_gradient():
+def test_a_late_rank_holds_no_other_stays_close_to_its_device_and_loses_no_gradient():
     cluster, device = Cluster(2), Device()
     first_is_done = threading.Event()
 

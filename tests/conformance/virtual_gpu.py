@@ -1030,7 +1030,7 @@ def main() -> None:
     parser.add_argument("--floor", action="store_true", help="a device that takes no time: a step is the host's")
     parser.add_argument("--slow-device", type=float, default=1.0, metavar="FACTOR", help="rank 1's device is slower")
     parser.add_argument("--slow-host", type=float, default=0.0, metavar="MS", help="rank 1's host is slower")
-    parser.add_argument("--lead", type=float, metavar="S", help="arrival_lead in seconds, in place of auto")
+    parser.add_argument("--lead", type=float, metavar="S", help="arrival_lead in seconds, instead of auto")
     parser.add_argument("--spent", action="store_true", help="also what the threads do, ms a step, and the counts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
     args = parser.parse_args()
