@@ -57,6 +57,11 @@ def worker_of(cluster: Cluster, rank: int, device: Device | None, quorum: Any = 
     return worker
 
 
+def let_engine_work(worker: EagerWorker) -> None:
+    """Return when the engine has done all that was posted to it."""
+    worker.pending()
+
+
 def test_a_rank_whose_device_is_behind_starts_no_round_and_holds_no_other():
     cluster, device = Cluster(1), Device()
 
@@ -65,9 +70,9 @@ def test_a_rank_whose_device_is_behind_starts_no_round_and_holds_no_other():
         worker.hand_over(0, np.array([3.0, 1.0]))
         program = worker.finish_step_program({}, HYPER)
         wait = next(program)
-        answered: list[int] = []
-        worker.engine.call_soon(lambda: answered.append(1))
-        worker.engine.wait(lambda: bool(answered) and not wait.ready())
+        let_engine_work(worker)
+        assert len(worker._in_flight._later) == 2, "the bucket and the step are not reported"
+        assert not wait.ready()
         seen.append(list(worker._in_flight.started))
         device.comes_near()
         worker.engine.wait(wait.ready)
@@ -105,6 +110,7 @@ def test_a_late_rank_holds_no_other_stays_close_to_its_device_and_loses_no_gradi
         with pytest.raises(StopIteration) as end:
             next(program)
         worker._apply_all(end.value.value, worker.apply)
+        let_engine_work(worker)
         assert worker._in_flight.pending()[0].vector is None, "it arrives when it is computed"
         device.computes()
         worker.engine.drain()
