@@ -11,7 +11,7 @@ from typing import Any
 
 from hvd_async.algorithms.eager.config import EagerConfig, EagerOptions
 from hvd_async.algorithms.eager.gradient_format import SAMPLE_DIGITS, GradientFormat, PendingGradient, ReducedRound
-from hvd_async.algorithms.eager.rank import EagerWorker, Emptied, Remains
+from hvd_async.algorithms.eager.rank import Arrives, EagerWorker, Emptied, Remains
 from hvd_async.errors import RankLostError, ReplicaStateError
 from hvd_async.optimizers.driver import Driver, GradientCounts, Standing
 from hvd_async.optimizers.replica import Replica
@@ -26,10 +26,11 @@ class GradientReplica(Replica):
     """Replica under partial allreduce: all ranks have the same weights after the same rounds.
 
     Attributes:
-        emptied: as in ``EagerWorker``. (It holds no parameters, since the worker may outlive the model.)
+        emptied, arrives: as in ``EagerWorker``. (They hold no parameters, since the worker may outlive the model.)
     """
 
     emptied: Emptied = staticmethod(lambda wait: ())
+    arrives: Arrives | None = None
 
     @property
     @abc.abstractmethod
@@ -207,8 +208,9 @@ class EagerDriver(Driver):
             if optimizer is not None:  # (else its weights are gone, and only the other ranks still need the round)
                 optimizer._async.replica.apply(round_)
 
-        wire = self.replica.gradient_format()
-        return EagerWorker(engine, self.config_for(wire.nbytes), wire, finish, apply, self.replica.emptied)
+        wire, replica = self.replica.gradient_format(), self.replica
+        config = self.config_for(wire.nbytes)
+        return EagerWorker(engine, config, wire, finish, apply, replica.emptied, replica.arrives)
 
     def register_worker(self, worker: EagerWorker, number: int | None) -> None:
         if self.remains is not None:

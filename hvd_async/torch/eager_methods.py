@@ -43,7 +43,7 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
         replica.overlap.disarm()
         if (met := self._async.met) is not None:
             replica.bind(met.engine)
-            replica.overlap.arm(met.gone)
+            replica.begin_step(met)
             replica.watch.clear()
         super().zero_grad(set_to_none)
 
