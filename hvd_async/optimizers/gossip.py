@@ -243,6 +243,7 @@ class GossipDriver(LocalDriver):
         worker: GossipWorker = rank_class(config)(engine, plan, post, finish)
         worker.learning_rates = lambda: self._rates
         worker.inertia, worker.frozen, worker.sizes = self.replica.inertia, self.replica.frozen, self.replica.sizes
+        worker.moving = self.replica.moving
         worker.take_common_state(self._common)
         if self.restored is not None:
             worker.restore(self.restored)

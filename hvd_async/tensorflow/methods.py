@@ -261,8 +261,10 @@ def _step(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
             elif not eager:
                 _apply_unless_done(optimizer, grads, variables, begun[2])
         corrected = [replica.velocities()] if driver.corrects_momentum else []
+        given = {id(raw(v)) for gradient, v in zip(grads, variables, strict=True) if gradient is not None}
+        indices = {i for i, v in enumerate(flat.variables) if id(v) in given}
         results = call_or_op(
-            functools.partial(_end, driver, written),
+            functools.partial(_end, driver, written, indices),
             [before, *(value for one in written for value in one.values())],
             [one.dtype for one in (*written, *corrected)],
             [one.elements for one in (*written, *corrected)],
@@ -270,8 +272,7 @@ def _step(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
         for one, vector in zip(written, results, strict=False):
             one.write(vector)
         if corrected:  # (not in Python: nothing would order it after the update, which has written them too)
-            given = {id(raw(v)) for gradient, v in zip(grads, variables, strict=True) if gradient is not None}
-            replica.add_to_momentum(results[-1], {i for i, v in enumerate(flat.variables) if id(v) in given})
+            replica.add_to_momentum(results[-1], indices)
 
 
 def _apply_unless_done(optimizer: Any, grads: list[Any], variables: list[Any], due: tf.Tensor) -> None:
@@ -364,12 +365,15 @@ def _begin(driver: LocalDriver, rate: tf.Tensor) -> tf.Tensor:
     return constant((float(start.scale), float(start.needs_pre_update), float(start.updates)), tf.float64)
 
 
-def _end(driver: LocalDriver, flats: Sequence[Flat], before: tf.Tensor, *values: tf.Tensor) -> list[tf.Tensor]:
+def _end(
+    driver: LocalDriver, flats: Sequence[Flat], given: set[int], before: tf.Tensor, *values: tf.Tensor
+) -> list[tf.Tensor]:
     """End a step.
 
     Args:
         driver: of the optimizer.
         flats: the weights, and the batch-norm statistics if they travel.
+        given: the indices of the weights that have a gradient.
         before: the weights before the update, shape (n,); empty if they are not needed.
         values: of the variables of ``flats`` after it, one after the other.
 
@@ -378,6 +382,7 @@ def _end(driver: LocalDriver, flats: Sequence[Flat], before: tf.Tensor, *values:
     """
     rest = iter(values)
     after, *own = (flat.vector(list(itertools.islice(rest, len(flat.variables)))) for flat in flats)
+    driver.replica.given = given  # type: ignore[attr-defined]
     with driver.updating():
         end = driver.end_step(before.numpy(), after, with_finite(own[0], flats[1].sizes) if own else None)
         weights = driver.replica.constrained(end.weights)

@@ -51,6 +51,7 @@ class WeightReplica(replica.WeightReplica):
         flat: the weights that are mixed; None until they are known.
         averaged: the batch-norm statistics that pulls average.
         rate: the learning rate of the step that has begun.
+        given: the indices of the weights that have a gradient in the step that ends.
         weight: the push-sum weight by which the variables are multiplied while the wrapped optimizer works on them.
         updates: whether the wrapped optimizer's update is being traced, or made.
         sums: gradients of backward passes before the last, by the variable's index; none if a pass is a step.
@@ -86,6 +87,7 @@ class WeightReplica(replica.WeightReplica):
         self._mixed: list[Any] | None = None
         """The Keras variables that are mixed; None until they are known."""
         self.rate = 1.0
+        self.given: set[int] = set()
         self.weight: tf.Tensor | None = None
         self.updates = False
         self.sums: dict[int, tf.Variable] = {}
@@ -188,6 +190,9 @@ class WeightReplica(replica.WeightReplica):
         sizes = self.sizes()
         triples = zip(self._trained(), sizes, itertools.accumulate(sizes), strict=True)
         return [slice(end - size, end) for v, size, end in triples if not v.trainable and size]
+
+    def moving(self) -> list[bool]:
+        return [v.trainable and index in self.given for index, v in enumerate(self._trained())]
 
     def fingerprint(self, resumed: bool) -> tuple[list[str], list[int]]:
         """(Hyperparameters and the optimizer's state are each rank's own.)"""

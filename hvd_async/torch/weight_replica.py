@@ -480,6 +480,9 @@ class WeightReplica(replica.WeightReplica):
         pairs = zip(self.parameters, sizes, itertools.accumulate(sizes), strict=True)
         return [slice(end - n, end) for p, n, end in pairs if not p.requires_grad and n]
 
+    def moving(self) -> list[bool]:
+        return [p.requires_grad and p.grad is not None for p in self.parameters]
+
     def check_momentum(self) -> None:
         groups = self.optimizer.param_groups
         if not isinstance(self.optimizer, torch.optim.SGD) or not all(group["momentum"] > 0 for group in groups):
