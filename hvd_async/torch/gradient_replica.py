@@ -36,7 +36,7 @@ from hvd_async.torch import hyperparameters, streams
 from hvd_async.torch.gradient_format import MIB, Layout, differentiable, make_wire, memory_order, slots
 from hvd_async.torch.streams import record_ready
 from hvd_async.torch.tensors import NamedBuffers, checksum, flat_double, signature, take_over
-from hvd_async.torch.update import LEADS, Extrapolation, StepHooks
+from hvd_async.torch.update import LEADS, Extrapolation, StepHooks, drop_made_state
 
 if TYPE_CHECKING:
     from hvd_async.torch.factories import EagerArguments
@@ -732,6 +732,7 @@ class GradientReplica(eager.GradientReplica):
 
     def fingerprint(self) -> tuple[list[str], list[int]]:
         optimizer, parameters = self.optimizer, self.parameters
+        drop_made_state(optimizer)
         every = self._names(parameters)
         names = [f"{signature(every[id(p)], p)} {memory_order(p)}".rstrip() for p in parameters]
         sizes = [len(group["params"]) for group in optimizer.param_groups]
