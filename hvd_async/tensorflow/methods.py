@@ -253,7 +253,9 @@ def _step(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
             before = tf.cond(begun[1] > 0, flat.joined, lambda: before)
         with (
             contextlib.nullcontext() if eager else tf.control_dependencies([begun]),
-            _multiplied(flat, weight) if scaled else contextlib.nullcontext(),
+            _multiplied([*flat.variables, *map(raw, replica.iterates())], weight)
+            if scaled
+            else contextlib.nullcontext(),
             _updating(replica, None if not scaled or (eager and float(weight) == 1.0) else weight),
         ):
             if eager and begun[2] > 0:
@@ -288,12 +290,13 @@ def _apply_unless_done(optimizer: Any, grads: list[Any], variables: list[Any], d
 
 
 @contextlib.contextmanager
-def _multiplied(flat: Flat, weight: tf.Tensor) -> Iterator[None]:
-    """Multiply the variables by ``weight`` inside the context, and divide them by it at the end; eagerly also after an
+def _multiplied(variables: Sequence[tf.Variable], weight: tf.Tensor) -> Iterator[None]:
+    """Multiply variables by ``weight`` inside the context, and divide them by it at the end; eagerly also after an
     error."""
 
     def scale(factor: tf.Tensor) -> tf.Tensor:
-        flat.scale(factor)
+        for variable in variables:
+            variable.assign(variable * tf.cast(factor, variable.dtype))
         return _done()
 
     tf.cond(tf.not_equal(weight, 1.0), lambda: scale(weight), _done)

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -49,6 +50,8 @@ def is_finite(vector: tf.Tensor) -> bool:
 # -- variables ---------------------------------------------------------------------------------------------------------
 
 
+SCHEDULE_FREE = getattr(keras.optimizers, "ScheduleFreeAdamW", ())
+"""Optimizers whose ``beta_1`` is no momentum: they derive averages from the weights (Keras 3.13 and later)."""
 STATISTICS = ("moving_mean", "moving_variance")
 """Names that Keras' batch norm gives its running statistics."""
 SEED = "seed_generator_state"

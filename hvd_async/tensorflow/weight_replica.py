@@ -16,6 +16,7 @@ from hvd_async.optimizers import replica
 from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.memory import ReusedBlocks
 from hvd_async.tensorflow.variables import (
+    SCHEDULE_FREE,
     Flat,
     buffers_of,
     build,
@@ -295,13 +296,22 @@ class WeightReplica(replica.WeightReplica):
         return float(loss)
 
     def _moving_averages(self) -> Flat | None:
-        """Return Keras' moving averages of the variables that are mixed."""
+        """Return Keras' moving averages of the variables that are mixed, and the iterates of a schedule-free optimizer,
+        which derives its averages from them."""
         optimizer = self.optimizer
-        if not optimizer.use_ema:
-            return None
-        pairs = zip(optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True)
-        averages = [average for variable, average in pairs if not self.is_local(variable)]
+        averages = self.iterates()
+        if optimizer.use_ema:
+            pairs = zip(optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True)
+            averages += [average for variable, average in pairs if not self.is_local(variable)]
         return Flat(averages, self._memory) if averages else None
+
+    def iterates(self) -> list[Any]:
+        """Return the variable z of each variable that is mixed, for a schedule-free optimizer."""
+        optimizer = self.optimizer
+        if not isinstance(optimizer, SCHEDULE_FREE):
+            return []
+        pairs = zip(optimizer._trainable_variables, optimizer._momentums, strict=True)
+        return [iterate for variable, iterate in pairs if not self.is_local(variable)]
 
     def moving_averages(self) -> Array | None:
         with tf.init_scope():

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 import torch
 from torch.distributed.checkpoint import state_dict as dcp
 
+import hvd_async.tensorflow.keras as hvd_keras
 import hvd_async.torch as hvd
 from hvd_async.testing import Cluster
 from tests.conformance.torch_ranks import flat
+from tests.conformance.weight_ranks import KerasRank, TorchRank, both
 from tests.covering import covering
 
 # -- steps that train nothing -------------------------------------------------------------------------------------
@@ -114,3 +118,103 @@ def test_a_step_that_makes_a_state_is_none(mode, optimizer, call, ranks, before)
         assert mode != "all" or saved[2] == own[2]
         if mode not in ("solo", "adpsgd", "lsgd", "easgd"):  # (which rank leads, or meets which one, varies)
             np.testing.assert_allclose(saved[0], own[0], rtol=1e-5)
+
+
+# -- averages of schedule-free optimizers -------------------------------------------------------------------------
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD without a schedule (Defazio et al., 2024, with beta = 0.9), as its authors' package has it: the weights are y
+    while it trains, and x in between."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05, "k": 0})
+
+    def eval(self) -> None:
+        self._move(1 - 1 / 0.9)
+
+    def train(self) -> None:
+        self._move(0.1)
+
+    @torch.no_grad()
+    def _move(self, weight: float) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "z" in self.state[p]:
+                    p.lerp_(self.state[p]["z"], weight)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, 1 / group["k"])
+                p.add_(p.grad, alpha=group["lr"] * (0.9 * (1 - 1 / group["k"]) - 1))
+                z.sub_(p.grad, alpha=group["lr"])
+
+
+MIXED = [mode for mode in MODES if mode not in ("all", "solo")]
+
+
+@pytest.mark.parametrize("mode", MIXED)
+def test_averages_of_a_schedule_free_optimizer_agree_after_a_drain(mode):
+    make, options = MODES[mode]
+
+    def train(rank: int) -> Any:
+        p = torch.nn.Parameter(torch.zeros(3))
+        opt = make(ScheduleFree([p]), **options)
+        for step in range(4 + rank):
+            opt.zero_grad()
+            loss = (p - 1.0 - rank - step).square().sum()
+            loss.backward()
+            if hasattr(opt, "record_loss"):
+                opt.record_loss(loss)
+            opt.step()
+        opt.drain()
+        opt.eval()
+        return flat([p]).tobytes()
+
+    one, other = Cluster(2).run(train)
+    assert one == other
+
+
+@pytest.mark.parametrize("mode", MIXED)
+def test_averages_of_keras_schedule_free_optimizer_agree_after_a_drain(mode):
+    wrapper, options = MODES[mode][0].__name__, MODES[mode][1]
+
+    def train(rank: int) -> Any:
+        v = keras.Variable(np.zeros(3, np.float32))
+        opt = getattr(hvd_keras, wrapper)(keras.optimizers.ScheduleFreeAdamW(0.1), **options)
+        opt.build([v])
+        for step in range(4 + rank):
+            if hasattr(opt, "record_loss"):
+                opt.record_loss(float(rank))
+            opt.apply([tf.convert_to_tensor(v) - 1.0 - rank - step], [v])
+        opt.drain()
+        return np.asarray(v).tobytes(), np.asarray(opt._momentums[0]).tobytes()
+
+    one, other = Cluster(2).run(train)
+    assert one == other
+
+
+@both
+def test_schedule_free_optimizers_work_on_biased_weights(binding):
+    """On a star the push-sum weights are not 1. Without gradients nothing moves."""
+
+    def make(parameters: Any) -> Any:
+        return ScheduleFree(parameters) if binding is TorchRank else keras.optimizers.ScheduleFreeAdamW(0.1)
+
+    def train(rank: int) -> Any:
+        one = binding(binding.least_squares(3), rank, make=make, algorithm="sgp", topology="star")
+        one.assign(np.ones(6))
+        if binding is KerasRank:
+            for v, z in zip(one.parameters, one.opt._momentums, strict=True):
+                z.assign(v)
+        for _ in range(5):
+            one.take(np.zeros(6))
+        assert one.opt.stats().push_sum_weight != 1.0
+        return one.weights()
+
+    for weights in Cluster(3).run(train):
+        np.testing.assert_allclose(weights, 1.0, rtol=1e-5)
