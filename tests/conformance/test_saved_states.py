@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 import torch
+from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict as dcp
 
 import hvd_async.tensorflow.keras as hvd_keras
 import hvd_async.torch as hvd
+from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster
+from hvd_async.torch import functions
+from tests.conformance.elastic_board import Board, Exchange, over_a_board
 from tests.conformance.torch_ranks import flat
-from tests.conformance.weight_ranks import KerasRank, TorchRank, both
+from tests.conformance.weight_ranks import KerasRank, TorchRank, both, values
+from tests.conftest import LONG_RUN
 from tests.covering import covering
 
 # -- steps that train nothing -------------------------------------------------------------------------------------
@@ -218,3 +225,275 @@ def test_schedule_free_optimizers_work_on_biased_weights(binding):
 
     for weights in Cluster(3).run(train):
         np.testing.assert_allclose(weights, 1.0, rtol=1e-5)
+
+
+# -- states in every form -----------------------------------------------------------------------------------------
+
+
+def by_step(step: int) -> float:
+    """Return a strength that depends on the step."""
+    return 0.5 / (1 + step)
+
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "all": ("EagerOptimizer", {"quorum": "all"}),
+    "predicted": ("EagerOptimizer", {"quorum": "all", "weight_prediction": 2, "max_staleness": 2}),
+    "sgp": ("GossipOptimizer", {"algorithm": "sgp"}),
+    "dpsgd": ("GossipOptimizer", {"algorithm": "dpsgd", "topology": "ring", "quasi_global": True}),
+    "osgp": ("GossipOptimizer", {"algorithm": "osgp", "max_staleness": 1}),
+    "adpsgd": ("GossipOptimizer", {"algorithm": "adpsgd", "topology": "ring"}),
+    "exact-diffusion": ("GossipOptimizer", {"algorithm": "exact-diffusion", "topology": "ring"}),
+    "noloco": ("GossipOptimizer", {"algorithm": "noloco", "topology": "random-pairs", "gossip_every": 2}),
+    "local": ("GossipOptimizer", {"algorithm": "local", "average_every": 2}),
+    "slowmo": ("GossipOptimizer", {"algorithm": "slowmo", "average_every": 2, "outer_momentum": 0.5}),
+    "diloco": ("GossipOptimizer", {"algorithm": "diloco", "average_every": 3, "max_staleness": 0, "fragments": 2}),
+    "lsgd": ("LeaderOptimizer", {"algorithm": "lsgd", "group": 1, "global_period": 2, "global_pull": by_step}),
+    "easgd": ("LeaderOptimizer", {"algorithm": "easgd", "global_period": 2}),
+}
+REPEATABLE = ("all", "sgp", "dpsgd", "exact-diffusion", "noloco", "local", "slowmo", "diloco")
+"""Families in which a run is the same each time."""
+RANKS, BEFORE, AFTER = 3, 5, 5
+"""Ranks that save, and steps before and after that."""
+
+
+class Resuming:
+    """One rank's script, which saves and resumes.
+
+    Attributes:
+        opt: wrapped.
+        FORMS: how its state is saved.
+    """
+
+    opt: Any
+    FORMS: ClassVar[tuple[str, ...]]
+    weights: Any
+    take: Any
+    save: Any
+    load: Any
+    broadcast: Any
+    rate: Any
+
+    def __init__(self, family: str, end: str, seed: int) -> None:
+        self.wrapper, self.options = FAMILIES[family]
+        # (After a drain the momentum of a rank with weights of its own is not in rank 0's state.)
+        alone = self.wrapper != "EagerOptimizer" and not self.options.get("quasi_global")
+        self.momentum = 0.0 if alone and end == "drain" else 0.5
+        self.start = np.random.default_rng(seed).normal(size=(3, 2)).astype(np.float32)
+
+    def train(self, steps: range) -> Self:
+        """Take steps; the rate falls, and a state brings it back."""
+        rank = local_engine().rank  # type: ignore[union-attr]
+        for step in steps:
+            x = np.random.default_rng([rank, step]).normal(size=(4, 3)).astype(np.float32)
+            self.take(x)
+        return self
+
+    def share(self) -> Any:
+        """Return what this library's share of a checkpoint holds."""
+        own = self.opt._async.share()
+        pending = {"pending": sum(map(len, own.pop("versions", ())))}
+        return pending | {name: values(own[name]) for name in own.keys() - {"size", "index", "rounds", "vectors"}}
+
+
+class TorchResuming(Resuming):
+    FORMS = ("state_dict", "dcp", "elastic")
+
+    def __init__(self, family: str, end: str, seed: int) -> None:
+        super().__init__(family, end, seed)
+        self.model = torch.nn.Linear(3, 2, bias=False)
+        with torch.no_grad():
+            self.model.weight.copy_(torch.as_tensor(self.start.T))
+        plain = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=self.momentum)
+        self.opt = getattr(hvd, self.wrapper)(plain, self.model.named_parameters(), **self.options)
+
+    def take(self, x: Any) -> None:
+        self.opt.zero_grad()
+        loss = self.model(torch.as_tensor(x)).square().mean()
+        loss.backward()
+        if self.wrapper == "LeaderOptimizer":
+            self.opt.record_loss(loss)
+        self.opt.step()
+        self.opt.param_groups[0]["lr"] *= 0.9
+
+    def rate(self) -> float:
+        return float(self.opt.param_groups[0]["lr"])
+
+    def weights(self) -> Any:
+        return flat(self.model.parameters())
+
+    def save(self, form: str, folder: Path) -> None:
+        if form == "dcp":
+            weights, state = dcp.get_state_dict(self.model, self.opt)
+            checkpoint.save({"weights": weights, "state": state}, checkpoint_id=folder, no_dist=True)
+        else:
+            folder.mkdir()
+            torch.save((self.model.state_dict(), self.opt.state_dict()), folder / "file")
+
+    def load(self, form: str, folder: Path) -> None:
+        if form == "dcp":
+            weights, state = dcp.get_state_dict(self.model, self.opt)
+            found = {"weights": weights, "state": state}
+            checkpoint.load(found, checkpoint_id=folder, no_dist=True)
+            dcp.set_state_dict(self.model, self.opt, model_state_dict=found["weights"], optim_state_dict=found["state"])
+            return
+        weights, state = torch.load(folder / "file", weights_only=True)
+        self.model.load_state_dict(weights)
+        self.opt.load_state_dict(state)
+
+    def broadcast(self, form: str) -> None:
+        if form == "elastic":
+            hvd.elastic.TorchState(model=self.model, optimizer=self.opt).sync()
+            return
+        received = Exchange().object_of(0, flat(self.model.parameters()), "weights")
+        with torch.no_grad():
+            self.model.weight.copy_(torch.as_tensor(received).view_as(self.model.weight))
+        hvd.broadcast_optimizer_state(self.opt, root_rank=0)
+
+
+class KerasResuming(Resuming):
+    FORMS = ("get_state", ".keras", "BackupAndRestore", "ModelCheckpoint", "elastic")
+
+    def __init__(self, family: str, end: str, seed: int) -> None:
+        super().__init__(family, end, seed)
+        inputs = keras.Input((3,))
+        self.model = keras.Model(inputs, keras.layers.Dense(2, use_bias=False, name="dense")(inputs))
+        self.model.layers[1].kernel.assign(self.start)
+        opt = getattr(hvd_keras, self.wrapper)(keras.optimizers.SGD(0.1, momentum=self.momentum), **self.options)
+        opt.build(self.model.trainable_variables)
+        self.model.compile(optimizer=opt, jit_compile=False)
+
+    @property
+    def opt(self) -> Any:  # type: ignore[override]
+        return self.model.optimizer
+
+    def take(self, x: Any) -> None:
+        (kernel,) = self.model.trainable_variables
+        out = x @ np.asarray(kernel)
+        if self.wrapper == "LeaderOptimizer":
+            self.opt.record_loss(float(np.mean(out**2)))
+        self.opt.apply([tf.constant(x.T @ out * 2 / out.size)], [kernel])
+        self.opt.learning_rate = self.rate() * 0.9
+
+    def rate(self) -> float:
+        return float(self.opt.learning_rate)
+
+    def weights(self) -> Any:
+        return np.asarray(self.model.layers[1].kernel).reshape(-1)
+
+    def _callback(self, form: str, folder: Path) -> Any:
+        if form == "BackupAndRestore":
+            made: Any = keras.callbacks.BackupAndRestore(str(folder))
+        else:
+            made = keras.callbacks.ModelCheckpoint(str(folder / "model.keras"))
+        made.set_model(self.model)
+        return made
+
+    def save(self, form: str, folder: Path) -> None:
+        folder.mkdir()
+        if form in ("BackupAndRestore", "ModelCheckpoint"):
+            self._callback(form, folder).on_epoch_end(0, {})
+        elif form == ".keras":
+            self.model.save(folder / "model.keras")
+        else:
+            np.savez(folder / "state.npz", **self.opt.get_state())
+            np.save(folder / "weights.npy", self.weights())
+
+    def load(self, form: str, folder: Path) -> None:
+        if form == "BackupAndRestore":
+            self._callback(form, folder).on_train_begin()
+        elif form in (".keras", "ModelCheckpoint"):
+            self.model = hvd_keras.load_model(
+                folder / "model.keras", wrapper=getattr(hvd_keras, self.wrapper), **self.options
+            )
+        else:
+            with np.load(folder / "state.npz", allow_pickle=False) as arrays:
+                self.opt.set_state(dict(arrays))
+            self.model.layers[1].kernel.assign(np.load(folder / "weights.npy").reshape(3, 2))
+
+    def broadcast(self, form: str) -> None:
+        if form == "elastic":
+            hvd_keras.elastic.KerasState(self.model, self.opt).sync()
+            return
+        callback = hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0)
+        callback.set_model(self.model)
+        callback.on_train_begin()
+
+
+BINDINGS: dict[str, type[Resuming]] = {"torch": TorchResuming, "keras": KerasResuming}
+WHO = ("rank 0 with broadcasts", "all ranks", "another size")
+FORMS = [(name, form) for name, binding in BINDINGS.items() for form in binding.FORMS]
+CELLS = covering((tuple(FAMILIES), FORMS, ("drain", "cut"), WHO), 3 if LONG_RUN else 2)
+
+
+@pytest.fixture
+def over_collectives(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have broadcasts of ranks in threads go over a board."""
+
+    def object_of(root: int, value: Any, name: str = "") -> Any:
+        return Exchange().object_of(root, value, name)
+
+    monkeypatch.setattr(functions, "_object_of", object_of)
+    monkeypatch.setattr(functions, "_tensors_of", object_of)
+    monkeypatch.setattr(functions.hvd, "allgather_object", lambda value, name: Exchange().everyones(value, name))
+    monkeypatch.setattr(functions.hvd, "rank", lambda: Exchange().rank)
+    theirs = hvd_keras.callbacks
+    monkeypatch.setattr(theirs, "allgather_object", lambda value, name: Exchange().everyones(value, name))
+    monkeypatch.setattr(theirs, "broadcast_object", lambda value, root, name: object_of(root, value))
+
+    def broadcast_variables(variables: Any, root_rank: int) -> None:
+        received = object_of(root_rank, [np.asarray(v) for v in variables])
+        for variable, value in zip(variables, received, strict=True):
+            variable.assign(value)
+
+    monkeypatch.setattr(theirs, "broadcast_variables", broadcast_variables)
+    monkeypatch.setattr("horovod.tensorflow.rank", lambda: Exchange().rank)
+    monkeypatch.setattr("horovod.tensorflow.size", lambda: Exchange().size)
+    with over_a_board():
+        yield
+
+
+@pytest.mark.usefixtures("over_collectives")
+@pytest.mark.parametrize(("family", "form", "end", "who"), CELLS, ids=str)
+@pytest.mark.filterwarnings("ignore:after cut", "ignore:__array__:DeprecationWarning")
+def test_a_saved_state_resumes(family, form, end, who, tmp_path):
+    """After ``drain()`` rank 0's, after ``cut()`` each rank's own: weights, rate, rounds and all that the algorithm
+    keeps are those of the undisturbed run, which continues; the wrong use of a cut is an error."""
+    make, how = BINDINGS[form[0]], form[1]
+
+    def undisturbed(rank: int) -> Any:
+        one = make(family, end, 1).train(range(BEFORE))
+        getattr(one.opt, end)()
+        rounds = one.opt.rounds
+        one.save(how, tmp_path / str(rank))
+        saved = one.weights().copy(), one.rate(), one.share(), range(rounds, one.opt.rounds + 1)
+        one.train(range(BEFORE, BEFORE + AFTER)).opt.drain()
+        return saved, one.weights()
+
+    whole = Cluster(RANKS).run(undisturbed)
+    size = RANKS - 1 if who == "another size" else RANKS
+    Exchange.board = Board(size)
+
+    def resumed(rank: int) -> Any:
+        one, sends = make(family, end, 2), who == "rank 0 with broadcasts" or how == "elastic"
+        if rank == 0 or not sends:
+            one.load(how, tmp_path / str(rank if end == "cut" else 0))
+        if sends:
+            one.broadcast(how)
+        began = one.weights().copy(), one.rate(), one.share(), one.opt.rounds
+        one.train(range(BEFORE, BEFORE + AFTER)).opt.drain()
+        return began, one.weights()
+
+    needs_all = end == "cut" and FAMILIES[family][0] != "EagerOptimizer"
+    if needs_all and (who != "all ranks" or how == "elastic"):
+        outcomes = Cluster(size).outcomes(resumed)
+        assert all(isinstance(one, Exception) for one in outcomes)
+        assert any("after cut()" in str(one) for one in outcomes)
+        return
+    for rank, (began, ended) in enumerate(Cluster(size).run(resumed)):
+        weights, rate, share, rounds = whole[rank if end == "cut" else 0][0]
+        np.testing.assert_array_equal(began[0], weights)
+        assert began[1] == pytest.approx(rate)
+        assert began[2] == share
+        assert began[3] in rounds  # (the last exchanges may be counted while a file is written)
+        if size == RANKS and family in REPEATABLE:
+            np.testing.assert_allclose(ended, whole[rank][1], rtol=1e-5, atol=1e-6)

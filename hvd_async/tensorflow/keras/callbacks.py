@@ -18,10 +18,11 @@ import horovod.tensorflow.keras.callbacks as _horovods
 import keras
 import numpy as np
 import tensorflow as tf
-from horovod.tensorflow.functions import allgather_object
+from horovod.tensorflow.functions import allgather_object, broadcast_object
 from horovod.tensorflow.keras.callbacks import *  # noqa: F403  elastic's
 
 from hvd_async.optimizers.public_names import public_names
+from hvd_async.tensorflow.checkpoint import packed, take_share
 from hvd_async.tensorflow.eager_methods import EagerMethods
 from hvd_async.tensorflow.functions import broadcast_variables, notice_if_long
 from hvd_async.tensorflow.keras.fit import Draining, our_optimizer, our_optimizers
@@ -79,9 +80,13 @@ class BroadcastGlobalVariablesCallback(Draining):
             )
         self.drain_begun()
         variables = [*self.model.variables, *(v for one in self._optimizers() for v in one.variables)]
+        sent = [_share_sent(one, place, self.root_rank) for place, one in enumerate(our_optimizers(self.model))]
         unique = {id(raw(v)): v for v in variables}
         with tf.device(self.device):
             broadcast_variables([v for key, v in unique.items() if key not in self._local], root_rank=self.root_rank)
+        for one, share in sent:
+            if share:
+                take_share(one, share)
 
     def _optimizers(self) -> list[Any]:
         """Return the optimizers whose state is sent: the model's own, built; of several, those this library wraps."""
@@ -92,6 +97,20 @@ class BroadcastGlobalVariablesCallback(Draining):
             own.build(self.model.trainable_variables)
         others = [one for one in ours if one is not our_optimizer(self.model)]
         return [*([] if own is None else [own]), *others]
+
+
+def _share_sent(optimizer: Any, place: int, root_rank: int) -> tuple[Any, dict[str, Any]]:
+    """Return a wrapped optimizer and the share of ``root_rank`` that it takes; empty once the ranks have met. A
+    collective.
+
+    Raises:
+        ValueError: a rank has loaded a state that was saved after ``cut()``, which is its own.
+    """
+    driver, name = optimizer._async, f"hvd_async.broadcast_share.{place}"
+    driver.replica.prepare()
+    if not driver.sends_share(allgather_object(driver.resumed, name=f"{name}.resumed")):
+        return optimizer, {}
+    return optimizer, broadcast_object(packed(optimizer, driver.drained_share()), root_rank, name=name)
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
