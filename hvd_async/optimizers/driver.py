@@ -369,6 +369,9 @@ class Driver(abc.ABC):
     def drained_share(self) -> dict[str, Any]:
         """Return what ``share`` would return after a drain, without what is in flight."""
 
+    def warn_of_no_share(self) -> None:  # noqa: B027  most lack nothing
+        """Warn about what is lost with a loaded state that has no share of this library."""
+
     def share_for_file(self) -> dict[str, Any]:
         """Return the share for a file that Keras writes, in the middle of training too: with a warning."""
         if self.worker is not None and self.worker.in_consensus:

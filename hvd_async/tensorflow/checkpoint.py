@@ -68,7 +68,9 @@ def take_share(optimizer: Any, state: Mapping[str, Any]) -> None:
     replica = optimizer._async.replica
     replica.prepare()
     share = unpack(state, replica.dtypes)
-    if share is not None:
+    if share is None:
+        optimizer._async.warn_of_no_share()
+    else:
         optimizer._async.take_share(share)
     for place, lead in enumerate(replica.leads):
         lead.assign(state.get(f"{PREFIX}lead.{place}", tf.zeros_like(lead)))
@@ -100,14 +102,14 @@ def _of_bytes(data: Any) -> Arrays:
         return dict(arrays)
 
 
-def share_in_file(path: Any) -> Arrays | None:
-    """Return the share that a ``.keras`` file holds of the model's optimizer; None if it holds none."""
+def share_in_file(path: Any) -> Arrays:
+    """Return the share that a ``.keras`` file holds of the model's optimizer; empty if it holds none."""
     with zipfile.ZipFile(path) as archive:
         if "model.weights.h5" not in archive.namelist():  # (a large model's weights are in several files)
-            return None
+            return {}
         with h5py.File(io.BytesIO(archive.read("model.weights.h5")), "r") as file:
             found = [file[f"{group}/{BESIDE}"] for group in OPTIMIZERS if f"{group}/{BESIDE}" in file]
-            return _of_bytes(found[0]) if found else None
+            return _of_bytes(found[0]) if found else {}
 
 
 OPTIMIZERS = ("optimizer", "optimizer/inner_optimizer")
@@ -134,8 +136,8 @@ class StateMethods:
         """Load the variables and, before the ranks have met, the share, for Keras' ``load_weights()``."""
         self._wrapped_class.load_own_variables(self, store)
         beside = _beside(store)
-        if beside is not None and BESIDE in beside and self.built and self._async.worker is None:
-            take_share(self, _of_bytes(beside[BESIDE]))
+        if beside is not None and self.built and self._async.worker is None:
+            take_share(self, _of_bytes(beside[BESIDE]) if BESIDE in beside else {})
 
     def get_state(self: Any) -> Arrays:
         """Return the wrapped optimizer's variables (iterations, learning rate, velocities ...) by name, and this rank's

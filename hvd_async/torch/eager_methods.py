@@ -13,7 +13,7 @@ from hvd_async.optimizers import methods
 from hvd_async.optimizers.eager import EagerDriver
 from hvd_async.runtime.nested_calls import unfinished_until_it_returns
 from hvd_async.torch.gradient_replica import GradientReplica
-from hvd_async.torch.methods import SHARE, OptimizerMethods, is_for_state
+from hvd_async.torch.methods import OptimizerMethods, is_for_state
 from hvd_async.torch.update import make_state
 
 SCALING = ("grad_scale", "found_inf")
@@ -130,10 +130,6 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set the number of backward passes per later step. Call it on all ranks, as in Horovod."""
         self._async.replica.set_passes(passes)
-
-    def _own_state(self) -> dict[str, Any]:
-        replica = self._async.replica
-        return {SHARE: {**self._async.share(), "orders": replica.layout.orders}, **replica.extra_state()}
 
 
 @contextlib.contextmanager

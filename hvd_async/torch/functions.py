@@ -25,6 +25,7 @@ from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.runtime import time_limits
 from hvd_async.torch.collectives import LIFECYCLE, outside_inference_mode
 from hvd_async.torch.horovod_api import HorovodInternalError, horovods_broadcast, hvd
+from hvd_async.torch.methods import SHARE, own_state
 from hvd_async.torch.tensors import bytes_of, from_bytes, is_plain, write
 from hvd_async.traces.recorded import recorded
 from hvd_async.traces.recorder import Recorder
@@ -127,7 +128,7 @@ def receive_state(
         object_of, tensors_of: collectives that return a rank's value, and its tensors.
         with_share: whether the share of that rank belongs to it.
     """
-    own = optimizer._own_state() if with_share else optimizer._async.replica.extra_state()
+    own = own_state(optimizer) if with_share else {SHARE: None, **optimizer._async.replica.extra_state()}
     state = {**optimizer._wrapped_class.state_dict(optimizer), **own}
     tensors: list[torch.Tensor] = []
 

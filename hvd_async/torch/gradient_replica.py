@@ -530,6 +530,10 @@ class GradientReplica(eager.GradientReplica):
     def nbytes(self) -> tuple[int, ...]:
         return self.layout.nbytes
 
+    def described(self, share: dict[str, Any]) -> dict[str, Any]:
+        """Return a rank's share of a checkpoint, with the memory orders of its pending gradients."""
+        return {**share, "orders": self.layout.orders}
+
     def placed(self, share: dict[str, Any]) -> dict[str, Any]:
         """Return a rank's share of a checkpoint with its pending gradients on the devices of their buckets.
 

@@ -24,35 +24,45 @@ from hvd_async.torch.update import LEADS, StepHooks, make_state
 from hvd_async.torch.weight_replica import WeightReplica
 
 SHARE = "hvd_async"
-"""Key of this library's share in ``state_dict()``, and in its first parameter group for torch.distributed.checkpoint,
-which keeps nothing but ``state`` and ``param_groups``."""
+"""Key of this library's share in ``state_dict()`` (None: it comes otherwise), and in its first parameter group for
+torch.distributed.checkpoint, which keeps nothing but ``state`` and ``param_groups``."""
 
 
-def _is_checkpoints(frame: FrameType, name: str) -> bool:
-    """Return whether a frame is of this function of torch.distributed.checkpoint's state dicts."""
-    module = "torch.distributed.checkpoint.state_dict"
-    return frame.f_code.co_name == name and frame.f_globals.get("__name__") == module
+def own_state(optimizer: Any) -> dict[str, Any]:
+    """Return this library's entries of a wrapped optimizer's ``state_dict()``."""
+    replica = optimizer._async.replica
+    return {SHARE: replica.described(optimizer._async.share()), **replica.extra_state()}
+
+
+CHECKPOINT = "torch.distributed.checkpoint.state_dict"
+STATE_MAKERS = {"_init_optim_state": CHECKPOINT, "init_state": "torch.distributed.optim.named_optimizer"}
+"""Functions of torch that call ``step()`` to make an optimizer's state, with their modules."""
+
+
+def _module_of(frame: FrameType) -> str | None:
+    """Return the name of the module whose function a frame is of."""
+    return frame.f_globals.get("__name__")
 
 
 def is_for_state(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> bool:
     """Return whether a ``step()`` trains nothing: another library makes an optimizer's state by it.
 
-    So does torch.distributed.checkpoint. Any other step is one if the optimizer has no state, gradients are zeros, and
-    so are the learning rates.
+    torch's ``STATE_MAKERS`` do. Any other step is one if the optimizer has no state, gradients are zeros, and so are
+    the learning rates.
 
     Raises:
         ReplicaStateError: the caller is Horovod's own ``broadcast_optimizer_state``, which a script may have imported
             by name before this library replaced it.
     """
     frame = sys._getframe(2)
-    for _ in range(3):  # (a scheduler may have put a function of its own in between)
+    for _ in range(4):  # (a scheduler, and torch itself, may have put a function in between)
         if frame.f_code is horovods_broadcast.__code__:
             raise ReplicaStateError(
                 "horovod.torch's broadcast_optimizer_state makes an optimizer's state by a step, and a step of this "
                 "one is a round of all ranks. It was imported by its name before hvd_async.torch: write `from "
                 "hvd_async.torch import broadcast_optimizer_state`, or call hvd.broadcast_optimizer_state"
             )
-        if _is_checkpoints(frame, "_init_optim_state"):
+        if frame.f_code.co_name in STATE_MAKERS and _module_of(frame) == STATE_MAKERS[frame.f_code.co_name]:
             return True
         if frame.f_back is None:
             break
@@ -69,8 +79,6 @@ class OptimizerMethods(methods.OptimizerMethods, torch.optim.Optimizer):
     """Methods of every wrapped torch optimizer that differ from the plain one's."""
 
     _wrapped_class: ClassVar[type[torch.optim.Optimizer]]
-    _own_state: Callable[..., dict[str, Any]]
-    """Returns this library's entries of ``state_dict()``."""
 
     drain = outside_inference_mode(methods.OptimizerMethods.drain)
     cut = outside_inference_mode(methods.OptimizerMethods.cut)
@@ -102,8 +110,9 @@ class OptimizerMethods(methods.OptimizerMethods, torch.optim.Optimizer):
         Raises:
             ReplicaStateError: a step was taken since the last drain or cut.
         """
-        state, own = super().state_dict(), self._own_state()
-        if not _is_checkpoints(sys._getframe(1), "_get_optim_state_dict"):
+        state, own = super().state_dict(), own_state(self)
+        caller = sys._getframe(1)
+        if caller.f_code.co_name != "_get_optim_state_dict" or _module_of(caller) != CHECKPOINT:
             return {**state, **own}
         if own[SHARE].get("cut") or any(own[SHARE].get("versions", ())):
             warnings.warn(
@@ -125,6 +134,8 @@ class OptimizerMethods(methods.OptimizerMethods, torch.optim.Optimizer):
             ReplicaStateError: gradients or messages of this run are in flight.
         """
         state_dict, driver, groups = _with_own_state(state_dict), self._async, self.param_groups
+        if SHARE not in state_dict:
+            driver.warn_of_no_share()
         share, extra = state_dict.pop(SHARE, None), {LEADS: state_dict.pop(LEADS, None)}
         if share is not None:
             if driver.worker is None:
@@ -219,10 +230,6 @@ class WeightMethods(OptimizerMethods):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Do nothing, as gradients add up in ``p.grad`` until ``step()``; for scripts written for Horovod."""
-
-    def _own_state(self) -> dict[str, Any]:
-        replica: WeightReplica = self._async.replica  # type: ignore[assignment]
-        return {SHARE: replica.described(self._async.share())}
 
 
 class GossipMethods(WeightMethods, methods.GossipMethods):

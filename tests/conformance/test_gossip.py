@@ -276,6 +276,24 @@ def test_an_outer_momentum_ends_only_where_no_rank_moves_a_parameter(binding, ca
         np.testing.assert_allclose(weights[part], expected[part], rtol=1e-5)
 
 
+def test_slow_momentum_moves_a_group_beside_one_whose_rate_is_0():
+    """A head beside a backbone that rests; its units are of the group that moves."""
+    problem, options = TorchRank.least_squares(2, SGD), SLOWMO | {"outer_momentum": 0.6}
+
+    def groups(parameters: Any) -> Any:
+        return torch.optim.SGD([{"params": parameters[:1], "lr": 0.0}, {"params": parameters[1:]}], lr=0.1)
+
+    def work(rank: int) -> Any:
+        return np.frombuffer(TorchRank(problem, rank, make=groups, **options).train(17).drained())
+
+    weights = Cluster(2).run(work)
+    resting = dataclasses.replace(
+        problem, gradient=lambda z, rank, step: problem.gradient(z, rank, step) * (np.arange(6) > 1)
+    )
+    expected = outer_reference.train(resting, (17, 17), ranks.outer_of(2, options)).drained()
+    np.testing.assert_allclose(weights, [expected] * 2, rtol=0, atol=1e-5)
+
+
 def test_several_backward_passes_make_a_step_that_corrects_the_momentum_once():
     binding = KerasGraphRank
     problem = binding.least_squares(3)

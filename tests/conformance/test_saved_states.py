@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -13,10 +15,12 @@ import tensorflow as tf
 import torch
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.optim import named_optimizer
 
 import hvd_async.tensorflow.keras as hvd_keras
 import hvd_async.torch as hvd
 from hvd_async.runtime.lifecycle import local_engine
+from hvd_async.tensorflow.checkpoint import is_share
 from hvd_async.testing import Cluster
 from hvd_async.torch import functions
 from tests.conformance.elastic_board import Board, Exchange, over_a_board
@@ -69,7 +73,15 @@ def dummy_step(model: Any, opt: Any) -> None:
     opt.zero_grad()
 
 
+def named(model: Any, opt: Any) -> None:
+    """Make a state as torch does for optimizers that name their state by parameters."""
+    if not opt.state:
+        named_optimizer._NamedOptimizer(model.named_parameters(), lambda _: opt).init_state()
+        opt.zero_grad()
+
+
 CALLS: dict[str, Any] = {
+    "named": named,
     "get": dcp.get_optimizer_state_dict,
     "flat": get_flat,
     "set": get_and_set,
@@ -497,3 +509,35 @@ def test_a_saved_state_resumes(family, form, end, who, tmp_path):
         assert began[3] in rounds  # (the last exchanges may be counted while a file is written)
         if size == RANKS and family in REPEATABLE:
             np.testing.assert_allclose(ended, whole[rank][1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("family", "warns"), [("slowmo", True), ("sgp", False), ("all", False)])
+@pytest.mark.parametrize("binding", BINDINGS)
+def test_a_state_without_outer_momentum_is_loaded_with_a_warning(binding, family, warns):
+    """A plain optimizer's, and what is left of a state for pipelines by torch.distributed.checkpoint."""
+
+    def begin(rank: int) -> None:
+        one = BINDINGS[binding](family, "drain", 1)
+        state = one.opt.state_dict() if binding == "torch" else one.opt.get_state()
+        with pytest.warns(UserWarning, match="no outer momentum") if warns else contextlib.nullcontext():
+            if binding == "torch":
+                one.opt.load_state_dict({name: value for name, value in state.items() if name != "hvd_async"})
+            else:
+                one.opt.set_state({name: value for name, value in state.items() if not is_share(name)})
+
+    Cluster(1).run(begin)
+
+
+def test_a_keras_file_that_is_saved_in_mid_training_says_what_it_lacks(tmp_path):
+    taken = threading.Barrier(2)
+
+    def train(rank: int) -> None:
+        one = KerasResuming("slowmo", "drain", 1).train(range(3))
+        taken.wait(60)
+        if rank == 0:
+            with pytest.warns(UserWarning, match="saved is incomplete.*on their way.*drain"):
+                one.save(".keras", tmp_path / "file")
+        taken.wait(60)
+        one.opt.drain()
+
+    Cluster(2).run(train)

@@ -87,8 +87,8 @@ class OuterWorker(GossipWorker):
         self._count_step()
         now = self._base + self._step
         if self._state.momentum is not None:
-            rates = self.learning_rates()
-            self._rates.append(rates[0][1] if rates else 1.0)
+            # (of the group with the largest: a rate of 0 tells of its own group alone)
+            self._rates.append(max((rate for _, rate in self.learning_rates()), key=abs, default=1.0))
             pairs = zip(self.moving(), self._last_moves or [0] * len(self.sizes()), strict=True)
             self._last_moves = [now if moves else last for moves, last in pairs]
         last = self._rhythm.until(now) - 1

@@ -45,10 +45,9 @@ def load_model(
         options.setdefault("model", model)
         model.optimizer = wrapper(model.optimizer, **options)
         ours, share = _our_optimizer(model), _share_in_file(filepath)
-        if share is not None:
-            _take_share(ours, share)
-        elif isinstance(ours, _EagerMethods):
+        if isinstance(ours, _EagerMethods):
             ours._async.count_from(int(model.optimizer.iterations))
+        _take_share(ours, share)
     return model
 
 
