@@ -78,14 +78,14 @@ def take_share(optimizer: Any, state: Mapping[str, Any]) -> None:
 
 # -- files that Keras writes -------------------------------------------------------------------------------------------
 # Keras asks each optimizer for the variables of its group in an HDF5 file. A plain optimizer, for which the file must
-# load too, counts the entries of that group; so the share is a data set beside it.
+# load too, counts the entries of that group; so the share is a data set next to it.
 
 
-BESIDE = "hvd_async"
-"""Name of the data set beside an optimizer's group: the bytes of an ``.npz`` file."""
+SHARE = "hvd_async"
+"""Name of the data set next to an optimizer's group: the bytes of an ``.npz`` file."""
 
 
-def _beside(store: Any) -> Any:
+def _parent(store: Any) -> Any:
     """Return the HDF5 group around that of a Keras store; None if the store is none of a file."""
     group = getattr(store, "_h5_entry_group", None) or getattr(store, "group", None)
     return getattr(group, "parent", None)
@@ -104,11 +104,13 @@ def _of_bytes(data: Any) -> Arrays:
 
 def share_in_file(path: Any) -> Arrays:
     """Return the share that a ``.keras`` file holds of the model's optimizer; empty if it holds none."""
+    if not zipfile.is_zipfile(path):
+        return {}
     with zipfile.ZipFile(path) as archive:
         if "model.weights.h5" not in archive.namelist():  # (a large model's weights are in several files)
             return {}
         with h5py.File(io.BytesIO(archive.read("model.weights.h5")), "r") as file:
-            found = [file[f"{group}/{BESIDE}"] for group in OPTIMIZERS if f"{group}/{BESIDE}" in file]
+            found = [file[f"{group}/{SHARE}"] for group in OPTIMIZERS if f"{group}/{SHARE}" in file]
             return _of_bytes(found[0]) if found else {}
 
 
@@ -127,17 +129,17 @@ class StateMethods:
         """Save the variables and this rank's share, for Keras' ``save()`` and ``save_weights()``, with a warning if
         something is in flight."""
         self._wrapped_class.save_own_variables(self, store)
-        beside = _beside(store)
-        if beside is not None and self.built:
+        parent = _parent(store)
+        if parent is not None and self.built:
             self._async.replica.prepare()
-            beside.create_dataset(BESIDE, data=_in_bytes(packed(self, self._async.share_for_file())))
+            parent.create_dataset(SHARE, data=_in_bytes(packed(self, self._async.share_for_file())))
 
     def load_own_variables(self, store: Any) -> None:
         """Load the variables and, before the ranks have met, the share, for Keras' ``load_weights()``."""
         self._wrapped_class.load_own_variables(self, store)
-        beside = _beside(store)
-        if beside is not None and self.built and self._async.worker is None:
-            take_share(self, _of_bytes(beside[BESIDE]) if BESIDE in beside else {})
+        parent = _parent(store)
+        if parent is not None and self.built and self._async.worker is None:
+            take_share(self, _of_bytes(parent[SHARE]) if SHARE in parent else {})
 
     def get_state(self: Any) -> Arrays:
         """Return the wrapped optimizer's variables (iterations, learning rate, velocities ...) by name, and this rank's

@@ -276,8 +276,8 @@ def test_an_outer_momentum_ends_only_where_no_rank_moves_a_parameter(binding, ca
         np.testing.assert_allclose(weights[part], expected[part], rtol=1e-5)
 
 
-def test_slow_momentum_moves_a_group_beside_one_whose_rate_is_0():
-    """A head beside a backbone that rests; its units are of the group that moves."""
+def test_slow_momentum_moves_a_group_where_the_rate_of_another_is_0():
+    """A head over a backbone that rests; the momentum's unit is the rate of the group that moves."""
     problem, options = TorchRank.least_squares(2, SGD), SLOWMO | {"outer_momentum": 0.6}
 
     def groups(parameters: Any) -> Any:

@@ -129,7 +129,7 @@ def by_rounds(report: Report) -> None:
 
 
 def resumed(report: Report) -> None:
-    """``BackupAndRestore`` on rank 0 alone, whose state goes to all; next to a ``fit()`` that nothing has interrupted."""
+    """``BackupAndRestore`` on rank 0 alone, whose state goes to all; next to an undisturbed ``fit()``."""
     random = np.random.default_rng(hvd.rank())
     inputs = random.normal(size=(16, 8)).astype(np.float32)
 
