@@ -172,8 +172,8 @@ WAITS = {  # number in two steps, on the training thread, autograd's and the eng
     "dpsgd": (2, 0, 0),
     "adpsgd": (2, 0, 0),
     "local": (2, 0, 0),
-    "slowmo": (2 + 1, 0, 0),
-    "diloco": (2 + 1, 0, 0),
+    "slowmo": (2, 0, 0),
+    "diloco": (2, 0, 0),
     "lsgd": (2 + 2, 0, 0),
     "easgd": (2 + 2, 0, 1),
 }
