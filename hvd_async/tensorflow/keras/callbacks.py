@@ -80,13 +80,12 @@ class BroadcastGlobalVariablesCallback(Draining):
             )
         self.drain_begun()
         variables = [*self.model.variables, *(v for one in self._optimizers() for v in one.variables)]
-        sent = [_share_sent(one, place, self.root_rank) for place, one in enumerate(our_optimizers(self.model))]
         unique = {id(raw(v)): v for v in variables}
         with tf.device(self.device):
             broadcast_variables([v for key, v in unique.items() if key not in self._local], root_rank=self.root_rank)
-        for one, share in sent:
-            if share:
-                take_share(one, share)
+        for place, one in enumerate(our_optimizers(self.model)):
+            if one.built:  # (as on all ranks, which have the same variables)
+                _broadcast_share(one, self.root_rank, f"hvd_async.broadcast_share.{place}")
 
     def _optimizers(self) -> list[Any]:
         """Return the optimizers whose state is sent: the model's own, built; of several, those this library wraps."""
@@ -99,18 +98,16 @@ class BroadcastGlobalVariablesCallback(Draining):
         return [*([] if own is None else [own]), *others]
 
 
-def _share_sent(optimizer: Any, place: int, root_rank: int) -> tuple[Any, dict[str, Any]]:
-    """Return a wrapped optimizer and the share of ``root_rank`` that it takes; empty once the ranks have met. A
-    collective.
+def _broadcast_share(optimizer: Any, root_rank: int, name: str) -> None:
+    """Give a wrapped optimizer the share of ``root_rank``, unless the ranks have met. A collective.
 
     Raises:
         ValueError: a rank has loaded a state that was saved after ``cut()``, which is its own.
     """
-    driver, name = optimizer._async, f"hvd_async.broadcast_share.{place}"
+    driver = optimizer._async
     driver.replica.prepare()
-    if not driver.sends_share(allgather_object(driver.resumed, name=f"{name}.resumed")):
-        return optimizer, {}
-    return optimizer, broadcast_object(packed(optimizer, driver.drained_share()), root_rank, name=name)
+    if driver.sends_share(allgather_object(driver.resumed, name=f"{name}.resumed")):
+        take_share(optimizer, broadcast_object(packed(optimizer, driver.drained_share()), root_rank, name=name))
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
