@@ -81,6 +81,7 @@ class EagerDriver(Driver):
 
     worker: EagerWorker | None
     replica: GradientReplica
+    alike = True
 
     def __init__(
         self,
@@ -308,13 +309,21 @@ class EagerDriver(Driver):
             if not worker.settled and not synchronous:
                 raise ReplicaStateError(_would_be_lost(max((len(versions) for _, versions in held), default=0)))
         version = 0 if worker is None else worker.version
+        pending = {
+            "vectors": [vector for vector, _ in held],
+            "versions": [[v - version for v in versions] for _, versions in held],
+        }
+        return self.drained_share() | pending
+
+    def drained_share(self) -> dict[str, Any]:
+        nbytes = list(self.replica.nbytes)
         return {
             "size": self.size,
             "index": self.index,
             "rounds": self.rounds,
-            "nbytes": list(self.replica.nbytes),
-            "vectors": [vector for vector, _ in held],
-            "versions": [[v - version for v in versions] for _, versions in held],
+            "nbytes": nbytes,
+            "vectors": [],
+            "versions": [],
         }
 
     def take_share(self, share: Mapping[str, Any]) -> None:
@@ -346,6 +355,7 @@ class EagerDriver(Driver):
             )
         if self.worker is not None and lost:
             raise ReplicaStateError("a state with pending gradients must be loaded before the first step")
+        self.loads = True
         self.count_from(share["rounds"])
         if lost:
             pairs = zip(share["vectors"], share["versions"], strict=True)  # (copied: the worker adds to its vectors)

@@ -37,7 +37,7 @@ from hvd_async.torch.arrival import Arrivals, Lead
 from hvd_async.torch.gradient_format import MIB, Layout, differentiable, make_wire, memory_order, slots
 from hvd_async.torch.streams import record_ready
 from hvd_async.torch.tensors import NamedBuffers, checksum, flat_double, signature, take_over
-from hvd_async.torch.update import LEADS, Extrapolation, StepHooks
+from hvd_async.torch.update import LEADS, Extrapolation, StepHooks, drop_made_state
 
 if TYPE_CHECKING:
     from hvd_async.torch.factories import EagerArguments
@@ -549,6 +549,10 @@ class GradientReplica(eager.GradientReplica):
     def nbytes(self) -> tuple[int, ...]:
         return self.layout.nbytes
 
+    def described(self, share: dict[str, Any]) -> dict[str, Any]:
+        """Return a rank's share of a checkpoint, with the memory orders of its pending gradients."""
+        return {**share, "orders": self.layout.orders}
+
     def placed(self, share: dict[str, Any]) -> dict[str, Any]:
         """Return a rank's share of a checkpoint with its pending gradients on the devices of their buckets.
 
@@ -754,6 +758,7 @@ class GradientReplica(eager.GradientReplica):
 
     def fingerprint(self) -> tuple[list[str], list[int]]:
         optimizer, parameters = self.optimizer, self.parameters
+        drop_made_state(optimizer)
         every = self._names(parameters)
         names = [f"{signature(every[id(p)], p)} {memory_order(p)}".rstrip() for p in parameters]
         sizes = [len(group["params"]) for group in optimizer.param_groups]

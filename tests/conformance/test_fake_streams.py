@@ -175,8 +175,8 @@ WAITS = {  # number in two steps, on the training thread, autograd's and the eng
     "dpsgd": (0, 0, 0),
     "adpsgd": (0, 0, 0),
     "local": (0, 0, 0),
-    "slowmo": (1, 0, 0),
-    "diloco": (1, 0, 0),
+    "slowmo": (0, 0, 0),
+    "diloco": (0, 0, 0),
     "lsgd": (0, 0, 0),
     "easgd": (0, 0, 0),
 }
