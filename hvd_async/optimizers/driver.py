@@ -10,15 +10,17 @@ import abc
 import contextlib
 import functools
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from hvd_async.errors import NotInitializedError, ReplicaMismatchError, ReplicaStateError
 from hvd_async.optimizers.agreement import consensus_distance, unify_buffers
 from hvd_async.optimizers.replica import Replica
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.lifecycle import Lifecycle, local_engine
+from hvd_async.runtime.log import users_line
 from hvd_async.runtime.nested_calls import refuse_nested_drain
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.runtime.protocol import RegisterOptimizer
@@ -73,6 +75,20 @@ class Standing(NamedTuple):
     seen: int = 0
 
 
+class Resumed(NamedTuple):
+    """State with which a rank begins, as far as the other ranks must know it before one rank's state is sent to all.
+
+    Attributes:
+        trains: whether the ranks have met.
+        loads: whether this rank has loaded a state of this library.
+        cut: whether it was saved after ``cut()`` and holds what no other rank's state does.
+    """
+
+    trains: bool
+    loads: bool
+    cut: bool
+
+
 class Driver(abc.ABC):
     """Driver of one optimizer on one rank: registers it with the other ranks, replaces its worker, drains and ends it.
 
@@ -90,6 +106,7 @@ class Driver(abc.ABC):
         discarded: whether ``discard()`` was called.
         rounds_before: rounds of earlier workers and runs.
         stats_before: statistics of earlier workers.
+        loads: whether a state of this library was loaded.
         restored: state that an earlier run has left on this rank, until the ranks have registered; None if there is
             none.
         steps_ended: steps of the most advanced rank at the last membership change.
@@ -97,6 +114,8 @@ class Driver(abc.ABC):
     """
 
     make: Callable[[], Any]
+    alike: ClassVar[bool]
+    """Whether all ranks have the same weights and optimizer state."""
 
     def __init__(
         self, lifecycle: Lifecycle, rank_group: RankGroup, replica: Replica, buffers: str, nothing: Any
@@ -107,7 +126,7 @@ class Driver(abc.ABC):
         self.worker: Any = None
         self.restored: Any = None
         self.broken: str | None = None
-        self.discarded = False
+        self.discarded = self.loads = False
         self.rounds_before = self.steps_ended = 0
         self._lock = threading.RLock()
 
@@ -336,6 +355,56 @@ class Driver(abc.ABC):
 
         weakref.finalize(optimizer, forget).atexit = False
         return worker
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def share(self) -> dict[str, Any]:
+        """Return this rank's share of a checkpoint, in addition to the model's weights and the wrapped optimizer's
+        state.
+
+        Raises:
+            ReplicaStateError: something is in flight.
+        """
+
+    @abc.abstractmethod
+    def drained_share(self) -> dict[str, Any]:
+        """Return what ``share`` would return after a drain, without what is in flight."""
+
+    def warn_of_no_share(self) -> None:  # noqa: B027  most lack nothing
+        """Warn about what is lost with a loaded state that has no share of this library."""
+
+    def share_for_file(self) -> dict[str, Any]:
+        """Return the share for a file that Keras writes, in the middle of training too: with a warning."""
+        if self.worker is not None and self.worker.in_consensus:
+            return self.drained_share()
+        try:
+            return self.share()
+        except ReplicaStateError as error:
+            warnings.warn(f"the file that is saved is incomplete: {error}", stacklevel=users_line())
+            return self.drained_share()
+
+    @property
+    def resumed(self) -> Resumed:
+        """What this rank has loaded."""
+        return Resumed(self.worker is not None, self.loads, self.restored is not None)
+
+    def sends_share(self, everyones: Sequence[Resumed]) -> bool:
+        """Return whether a broadcast of one rank's state includes its share, given what all ranks have loaded.
+
+        Raises:
+            ValueError: a rank's own state would be lost.
+        """
+        if not any(one.cut for one in everyones):
+            return not any(one.trains for one in everyones)
+        if self.alike and all(one.loads for one in everyones):
+            return False  # (every rank keeps its pending gradients)
+        rank = next(place for place, one in enumerate(everyones) if one.cut)
+        raise ValueError(
+            f"rank {rank} has loaded a state that was saved after cut(), which is its own, and one rank's state is "
+            f"about to be sent to all. Load each rank's own file on every rank, without the broadcast; or save after "
+            f"drain()"
+        )
 
     # -- ends ---------------------------------------------------------------------------------------------------
 

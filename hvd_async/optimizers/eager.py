@@ -11,7 +11,7 @@ from typing import Any
 
 from hvd_async.algorithms.eager.config import EagerConfig, EagerOptions
 from hvd_async.algorithms.eager.gradient_format import SAMPLE_DIGITS, GradientFormat, PendingGradient, ReducedRound
-from hvd_async.algorithms.eager.rank import EagerWorker, Emptied, Remains
+from hvd_async.algorithms.eager.rank import Arrives, EagerWorker, Emptied, Remains
 from hvd_async.errors import RankLostError, ReplicaStateError
 from hvd_async.optimizers.driver import Driver, GradientCounts, Standing
 from hvd_async.optimizers.replica import Replica
@@ -26,10 +26,11 @@ class GradientReplica(Replica):
     """Replica under partial allreduce: all ranks have the same weights after the same rounds.
 
     Attributes:
-        emptied: as in ``EagerWorker``. (It holds no parameters, since the worker may outlive the model.)
+        emptied, arrives: as in ``EagerWorker``. (They hold no parameters, since the worker may outlive the model.)
     """
 
     emptied: Emptied = staticmethod(lambda wait: ())
+    arrives: Arrives | None = None
 
     @property
     @abc.abstractmethod
@@ -80,6 +81,7 @@ class EagerDriver(Driver):
 
     worker: EagerWorker | None
     replica: GradientReplica
+    alike = True
 
     def __init__(
         self,
@@ -207,8 +209,9 @@ class EagerDriver(Driver):
             if optimizer is not None:  # (else its weights are gone, and only the other ranks still need the round)
                 optimizer._async.replica.apply(round_)
 
-        wire = self.replica.gradient_format()
-        return EagerWorker(engine, self.config_for(wire.nbytes), wire, finish, apply, self.replica.emptied)
+        wire, replica = self.replica.gradient_format(), self.replica
+        config = self.config_for(wire.nbytes)
+        return EagerWorker(engine, config, wire, finish, apply, replica.emptied, replica.arrives)
 
     def register_worker(self, worker: EagerWorker, number: int | None) -> None:
         if self.remains is not None:
@@ -306,13 +309,21 @@ class EagerDriver(Driver):
             if not worker.settled and not synchronous:
                 raise ReplicaStateError(_would_be_lost(max((len(versions) for _, versions in held), default=0)))
         version = 0 if worker is None else worker.version
+        pending = {
+            "vectors": [vector for vector, _ in held],
+            "versions": [[v - version for v in versions] for _, versions in held],
+        }
+        return self.drained_share() | pending
+
+    def drained_share(self) -> dict[str, Any]:
+        nbytes = list(self.replica.nbytes)
         return {
             "size": self.size,
             "index": self.index,
             "rounds": self.rounds,
-            "nbytes": list(self.replica.nbytes),
-            "vectors": [vector for vector, _ in held],
-            "versions": [[v - version for v in versions] for _, versions in held],
+            "nbytes": nbytes,
+            "vectors": [],
+            "versions": [],
         }
 
     def take_share(self, share: Mapping[str, Any]) -> None:
@@ -344,6 +355,7 @@ class EagerDriver(Driver):
             )
         if self.worker is not None and lost:
             raise ReplicaStateError("a state with pending gradients must be loaded before the first step")
+        self.loads = True
         self.count_from(share["rounds"])
         if lost:
             pairs = zip(share["vectors"], share["versions"], strict=True)  # (copied: the worker adds to its vectors)

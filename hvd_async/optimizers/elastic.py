@@ -229,6 +229,10 @@ class Exchange(abc.ABC):
     def put_state(self, optimizer: Any, state: Any) -> None:
         """Load a state into the wrapped optimizer."""
 
+    def placed(self, optimizer: Any, share: dict[str, Any]) -> dict[str, Any]:
+        """Return a share of another rank with its vectors where an optimizer's are."""
+        return share
+
     @abc.abstractmethod
     def hyperparameters(self, optimizer: Any) -> Any:
         """Return what user code and schedules set on an optimizer, such as learning rates; it can be pickled."""
@@ -238,7 +242,9 @@ class Exchange(abc.ABC):
         """Set the hyperparameters that ``hyperparameters`` returned on another rank."""
 
 
-def _receive(exchange: Exchange, optimizer: Any, agreed: Agreed, position: int, name: str) -> Callable[[], None]:
+def _receive(
+    exchange: Exchange, optimizer: Any, agreed: Agreed, position: int, name: str, begins: bool
+) -> Callable[[], None]:
     """Receive the state of an optimizer from its source. A collective.
 
     Args:
@@ -248,6 +254,7 @@ def _receive(exchange: Exchange, optimizer: Any, agreed: Agreed, position: int, 
         position: the rank whose settings and hyperparameters all ranks take. They belong to its position in the data,
             as do the schedules that ranks take from it.
         name: prefix of the collectives' names.
+        begins: whether no rank has trained in this job before; then ranks may have loaded checkpoints.
 
     Returns:
         A function that loads the state, as far as this rank lacks it. It does not communicate.
@@ -260,6 +267,9 @@ def _receive(exchange: Exchange, optimizer: Any, agreed: Agreed, position: int, 
     if agreed.takers:
         weights = exchange.tensors_of(agreed.source, exchange.weights(optimizer), f"{name}.weights")
         state = exchange.state_of(agreed.source, optimizer, f"{name}.state")
+    share: dict[str, Any] | None = None
+    if begins and driver.sends_share(exchange.everyones(driver.resumed, f"{name}.resumed")):
+        share = exchange.object_of(agreed.source, driver.drained_share(), f"{name}.share")
     shared: dict[str, Vector] = {}
     if agreed.shared:
         driver.replica.prepare()
@@ -273,6 +283,8 @@ def _receive(exchange: Exchange, optimizer: Any, agreed: Agreed, position: int, 
         if lacks:
             exchange.put(exchange.weights(optimizer), weights)
             exchange.put_state(optimizer, state)
+            if share is not None:
+                driver.take_share(exchange.placed(optimizer, share))
         exchange.put_hyperparameters(optimizer, hyperparameters)
         if lacks:
             driver.count_from(agreed.seen)
@@ -306,13 +318,14 @@ def sync(
     report = Report(survivor, [optimizer._async.standing() for optimizer in optimizers])
     reports = exchange.everyones(report, "hvd_async.elastic.reports")
     found = plan(reports)
+    begins = not any(report.survivor for report in reports)
     received = [
-        _receive(exchange, optimizer, agreed, found.position, f"hvd_async.elastic.{number}")
+        _receive(exchange, optimizer, agreed, found.position, f"hvd_async.elastic.{number}", begins)
         for number, (optimizer, agreed) in enumerate(zip(optimizers, found.optimizers, strict=True))
     ]
     values = exchange.tensors_of(found.position, others, "hvd_async.elastic.others") if found.newcomers else []
     attributes = exchange.object_of(found.position, attributes, "hvd_async.elastic.attributes")
-    if exchange.rank == 0 and any(report.survivor for report in reports):
+    if exchange.rank == 0 and not begins:
         _warn_of_change(found, exchange.size)
 
     def take() -> None:

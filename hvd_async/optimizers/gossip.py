@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from hvd_async.optimizers.local import LocalDriver, StepEnd, StepStart
 from hvd_async.optimizers.replica import WeightReplica
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.lifecycle import Lifecycle
+from hvd_async.runtime.log import users_line
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.stats import GossipStats
 
@@ -243,6 +245,7 @@ class GossipDriver(LocalDriver):
         worker: GossipWorker = rank_class(config)(engine, plan, post, finish)
         worker.learning_rates = lambda: self._rates
         worker.inertia, worker.frozen, worker.sizes = self.replica.inertia, self.replica.frozen, self.replica.sizes
+        worker.moving = self.replica.moving
         worker.take_common_state(self._common)
         if self.restored is not None:
             worker.restore(self.restored)
@@ -297,6 +300,17 @@ class GossipDriver(LocalDriver):
         self._is_velocity = CORRECTION in share.get("copies", {}) and UNITS not in share
         if self.corrects_momentum and CORRECTION in share.get("copies", {}):
             self._correction.vector, self._correction.rates = share["copies"][CORRECTION], list(share[RATES])
+
+    def warn_of_no_share(self) -> None:
+        name = self.plan.config.algorithm
+        has_momentum = ALGORITHMS[name].outer is not None and "outer_momentum" in ALGORITHMS[name].options
+        if has_momentum and self.worker is None:
+            warnings.warn(
+                f"the state that is loaded has no outer momentum, so {name} begins with 0: it is of a plain optimizer, "
+                f"or a tool has kept only torch's entries. Save all of state_dict(); with Keras get_state(), or a file "
+                f"of the model",
+                stacklevel=users_line(),
+            )
 
     def unpack(self, share: Mapping[str, Any]) -> SavedState:
         copies = {name: copy for name, copy in share["copies"].items() if name != CORRECTION}

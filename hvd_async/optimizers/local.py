@@ -72,6 +72,7 @@ class LocalDriver(Driver):
     """
 
     replica: WeightReplica
+    alike = False
     lr_factor = 1.0
     corrects_momentum = False
 
@@ -381,7 +382,12 @@ class LocalDriver(Driver):
                 "Call drain() on every rank first and save rank 0's state, or call cut() on every rank and save every "
                 "rank's."
             )
-        kept = self.restored if worker is None else worker.saved_state()
+        return self._share_of(self.restored if worker is None else worker.saved_state())
+
+    def drained_share(self) -> dict[str, Any]:
+        return self._share_of(None)
+
+    def _share_of(self, kept: Any) -> dict[str, Any]:
         common = {"size": self.size, "index": self.index, "rounds": self.rounds, "cut": kept is not None}
         return common | self.pack(kept)
 
@@ -414,4 +420,4 @@ class LocalDriver(Driver):
                 f"this state after cut() is of another kind of optimizer (it has no {error}): save it after drain()"
             ) from None
         self.replace_worker()
-        self.rounds_before, self.begun, self.restored = share["rounds"], False, restored
+        self.rounds_before, self.begun, self.restored, self.loads = share["rounds"], False, restored, True

@@ -177,6 +177,10 @@ class WeightReplica(Replica):
         """Return the slices of the vector that hold frozen parameters."""
         return []
 
+    def moving(self) -> list[bool]:
+        """Return for each parameter whether the present step's update moves it: it has a gradient and is not frozen."""
+        return [True] * len(self.sizes())
+
     # -- state other than the weights -------------------------------------------------------------------------
 
     @abc.abstractmethod

@@ -18,7 +18,7 @@ from hvd_async.algorithms.eager.extrapolation import factor, momentum_of
 from hvd_async.algorithms.eager.gradient_format import ReducedRound
 from hvd_async.errors import ReplicaMismatchError
 from hvd_async.tensorflow.gradient_format import Layout, has_gradients
-from hvd_async.tensorflow.variables import constant, own_name, raw
+from hvd_async.tensorflow.variables import SCHEDULE_FREE, constant, own_name, raw
 
 # -- clipping ----------------------------------------------------------------------------------------------------------
 # The result is the same, bit for bit, on ranks with different numbers of threads.
@@ -58,10 +58,6 @@ def _sum(values: tf.Tensor) -> tf.Tensor:
 
 
 # -- extrapolation -----------------------------------------------------------------------------------------------------
-
-
-SCHEDULE_FREE = getattr(keras.optimizers, "ScheduleFreeAdamW", ())
-"""Optimizers whose ``beta_1`` is no momentum: they derive averages from the weights (Keras 3.13 and later)."""
 
 
 class Extrapolation:

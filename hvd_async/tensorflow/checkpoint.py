@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import zipfile
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+import h5py  # type: ignore[import-untyped]
 import numpy as np
 import tensorflow as tf
 
@@ -55,8 +58,88 @@ def unpack(state: Mapping[str, Any], dtypes: Sequence[tf.DType] = ()) -> dict[st
     return share
 
 
+def packed(optimizer: Any, share: Mapping[str, Any]) -> Arrays:
+    """Return a share of a wrapped optimizer as arrays, with the leads of its updates."""
+    return pack(share) | {f"{PREFIX}lead.{i}": lead.numpy() for i, lead in enumerate(optimizer._async.replica.leads)}
+
+
+def take_share(optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Load the share in a state, if it has one, into a built optimizer, and its leads; raises as the driver."""
+    replica = optimizer._async.replica
+    replica.prepare()
+    share = unpack(state, replica.dtypes)
+    if share is None:
+        optimizer._async.warn_of_no_share()
+    else:
+        optimizer._async.take_share(share)
+    for place, lead in enumerate(replica.leads):
+        lead.assign(state.get(f"{PREFIX}lead.{place}", tf.zeros_like(lead)))
+
+
+# -- files that Keras writes -------------------------------------------------------------------------------------------
+# Keras asks each optimizer for the variables of its group in an HDF5 file. A plain optimizer, for which the file must
+# load too, counts the entries of that group; so the share is a data set next to it.
+
+
+SHARE = "hvd_async"
+"""Name of the data set next to an optimizer's group: the bytes of an ``.npz`` file."""
+
+
+def _parent(store: Any) -> Any:
+    """Return the HDF5 group around that of a Keras store; None if the store is none of a file."""
+    group = getattr(store, "_h5_entry_group", None) or getattr(store, "group", None)
+    return getattr(group, "parent", None)
+
+
+def _in_bytes(arrays: Arrays) -> np.ndarray[Any, Any]:
+    file = io.BytesIO()
+    np.savez(file, allow_pickle=False, **arrays)
+    return np.frombuffer(file.getvalue(), np.uint8)
+
+
+def _of_bytes(data: Any) -> Arrays:
+    with np.load(io.BytesIO(np.asarray(data).tobytes()), allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+def share_in_file(path: Any) -> Arrays:
+    """Return the share that a ``.keras`` file holds of the model's optimizer; empty if it holds none."""
+    if not zipfile.is_zipfile(path):
+        return {}
+    with zipfile.ZipFile(path) as archive:
+        if "model.weights.h5" not in archive.namelist():  # (a large model's weights are in several files)
+            return {}
+        with h5py.File(io.BytesIO(archive.read("model.weights.h5")), "r") as file:
+            found = [file[f"{group}/{SHARE}"] for group in OPTIMIZERS if f"{group}/{SHARE}" in file]
+            return _of_bytes(found[0]) if found else {}
+
+
+OPTIMIZERS = ("optimizer", "optimizer/inner_optimizer")
+"""Groups of a model's optimizer, and of the one in a ``LossScaleOptimizer``."""
+
+
 class StateMethods:
     """Methods of every wrapped Keras optimizer that save and restore its state."""
+
+    _async: Any
+    _wrapped_class: ClassVar[type[Any]]
+    built: bool
+
+    def save_own_variables(self, store: Any) -> None:
+        """Save the variables and this rank's share, for Keras' ``save()`` and ``save_weights()``, with a warning if
+        something is in flight."""
+        self._wrapped_class.save_own_variables(self, store)
+        parent = _parent(store)
+        if parent is not None and self.built:
+            self._async.replica.prepare()
+            parent.create_dataset(SHARE, data=_in_bytes(packed(self, self._async.share_for_file())))
+
+    def load_own_variables(self, store: Any) -> None:
+        """Load the variables and, before the ranks have met, the share, for Keras' ``load_weights()``."""
+        self._wrapped_class.load_own_variables(self, store)
+        parent = _parent(store)
+        if parent is not None and self.built and self._async.worker is None:
+            take_share(self, _of_bytes(parent[SHARE]) if SHARE in parent else {})
 
     def get_state(self: Any) -> Arrays:
         """Return the wrapped optimizer's variables (iterations, learning rate, velocities ...) by name, and this rank's
@@ -71,9 +154,7 @@ class StateMethods:
         """
         replica = self._async.replica
         replica.prepare()
-        own = {own_name(v): raw(v).numpy() for v in self.variables}
-        leads = {f"{PREFIX}lead.{place}": lead.numpy() for place, lead in enumerate(replica.leads)}
-        return own | pack(self._async.share()) | leads
+        return {own_name(v): raw(v).numpy() for v in self.variables} | packed(self, self._async.share())
 
     def set_state(self: Any, state: Arrays) -> None:
         """Restore what ``get_state`` returned, before the first step or after a ``drain()``; the optimizer must be
@@ -90,10 +171,6 @@ class StateMethods:
         if own.keys() != names:
             differing = ", ".join(sorted(own.keys() ^ names)[:3])
             raise ValueError(f"the state is of another optimizer, or this one is not built: {differing} ...")
-        share = unpack(state, replica.dtypes)
-        if share is not None:
-            self._async.take_share(share)
+        take_share(self, state)
         for name, variable in own.items():
             variable.assign(state[name])
-        for place, lead in enumerate(replica.leads):
-            lead.assign(state.get(f"{PREFIX}lead.{place}", tf.zeros_like(lead)))

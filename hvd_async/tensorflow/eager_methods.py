@@ -68,10 +68,10 @@ class EagerMethods(StateMethods, methods.EagerMethods):
 
     def load_own_variables(self: Any, store: Any) -> None:
         """Load variables, for Keras' ``load_weights()`` and ``load_model()``, and reset the leads, which belong to the
-        weights before."""
-        self._wrapped_class.load_own_variables(self, store)
+        weights before, unless the file has some."""
         if self._async.replica.extrapolation is not None:
             self._async.replica.extrapolation.forget_leads()
+        super().load_own_variables(store)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         if name == "loss_scale_factor" and value is None:

@@ -253,7 +253,9 @@ def _step(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
             before = tf.cond(begun[1] > 0, flat.joined, lambda: before)
         with (
             contextlib.nullcontext() if eager else tf.control_dependencies([begun]),
-            _multiplied(flat, weight) if scaled else contextlib.nullcontext(),
+            _multiplied([*flat.variables, *map(raw, replica.iterates())], weight)
+            if scaled
+            else contextlib.nullcontext(),
             _updating(replica, None if not scaled or (eager and float(weight) == 1.0) else weight),
         ):
             if eager and begun[2] > 0:
@@ -261,8 +263,10 @@ def _step(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
             elif not eager:
                 _apply_unless_done(optimizer, grads, variables, begun[2])
         corrected = [replica.velocities()] if driver.corrects_momentum else []
+        given = {id(raw(v)) for gradient, v in zip(grads, variables, strict=True) if gradient is not None}
+        indices = {i for i, v in enumerate(flat.variables) if id(v) in given}
         results = call_or_op(
-            functools.partial(_end, driver, written),
+            functools.partial(_end, driver, written, indices),
             [before, *(value for one in written for value in one.values())],
             [one.dtype for one in (*written, *corrected)],
             [one.elements for one in (*written, *corrected)],
@@ -270,8 +274,7 @@ def _step(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
         for one, vector in zip(written, results, strict=False):
             one.write(vector)
         if corrected:  # (not in Python: nothing would order it after the update, which has written them too)
-            given = {id(raw(v)) for gradient, v in zip(grads, variables, strict=True) if gradient is not None}
-            replica.add_to_momentum(results[-1], {i for i, v in enumerate(flat.variables) if id(v) in given})
+            replica.add_to_momentum(results[-1], indices)
 
 
 def _apply_unless_done(optimizer: Any, grads: list[Any], variables: list[Any], due: tf.Tensor) -> None:
@@ -287,12 +290,13 @@ def _apply_unless_done(optimizer: Any, grads: list[Any], variables: list[Any], d
 
 
 @contextlib.contextmanager
-def _multiplied(flat: Flat, weight: tf.Tensor) -> Iterator[None]:
-    """Multiply the variables by ``weight`` inside the context, and divide them by it at the end; eagerly also after an
+def _multiplied(variables: Sequence[tf.Variable], weight: tf.Tensor) -> Iterator[None]:
+    """Multiply variables by ``weight`` inside the context, and divide them by it at the end; eagerly also after an
     error."""
 
     def scale(factor: tf.Tensor) -> tf.Tensor:
-        flat.scale(factor)
+        for variable in variables:
+            variable.assign(variable * tf.cast(factor, variable.dtype))
         return _done()
 
     tf.cond(tf.not_equal(weight, 1.0), lambda: scale(weight), _done)
@@ -364,12 +368,15 @@ def _begin(driver: LocalDriver, rate: tf.Tensor) -> tf.Tensor:
     return constant((float(start.scale), float(start.needs_pre_update), float(start.updates)), tf.float64)
 
 
-def _end(driver: LocalDriver, flats: Sequence[Flat], before: tf.Tensor, *values: tf.Tensor) -> list[tf.Tensor]:
+def _end(
+    driver: LocalDriver, flats: Sequence[Flat], given: set[int], before: tf.Tensor, *values: tf.Tensor
+) -> list[tf.Tensor]:
     """End a step.
 
     Args:
         driver: of the optimizer.
         flats: the weights, and the batch-norm statistics if they travel.
+        given: the indices of the weights that have a gradient.
         before: the weights before the update, shape (n,); empty if they are not needed.
         values: of the variables of ``flats`` after it, one after the other.
 
@@ -378,6 +385,7 @@ def _end(driver: LocalDriver, flats: Sequence[Flat], before: tf.Tensor, *values:
     """
     rest = iter(values)
     after, *own = (flat.vector(list(itertools.islice(rest, len(flat.variables)))) for flat in flats)
+    driver.replica.given = given  # type: ignore[attr-defined]
     with driver.updating():
         end = driver.end_step(before.numpy(), after, with_finite(own[0], flats[1].sizes) if own else None)
         weights = driver.replica.constrained(end.weights)

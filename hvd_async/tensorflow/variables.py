@@ -50,6 +50,8 @@ def is_finite(vector: tf.Tensor) -> bool:
 # -- variables ---------------------------------------------------------------------------------------------------------
 
 
+SCHEDULE_FREE = getattr(keras.optimizers, "ScheduleFreeAdamW", ())
+"""Optimizers whose ``beta_1`` is no momentum: they derive averages from the weights (Keras 3.13 and later)."""
 STATISTICS = ("moving_mean", "moving_variance")
 """Names that Keras' batch norm gives its running statistics."""
 SEED = "seed_generator_state"

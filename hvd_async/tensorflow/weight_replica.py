@@ -16,6 +16,7 @@ from hvd_async.optimizers import replica
 from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.memory import ReusedBlocks
 from hvd_async.tensorflow.variables import (
+    SCHEDULE_FREE,
     Flat,
     buffers_of,
     build,
@@ -51,6 +52,7 @@ class WeightReplica(replica.WeightReplica):
         flat: the weights that are mixed; None until they are known.
         averaged: the batch-norm statistics that pulls average.
         rate: the learning rate of the step that has begun.
+        given: the indices of the weights that have a gradient in the step that ends.
         weight: the push-sum weight by which the variables are multiplied while the wrapped optimizer works on them.
         updates: whether the wrapped optimizer's update is being traced, or made.
         sums: gradients of backward passes before the last, by the variable's index; none if a pass is a step.
@@ -86,6 +88,7 @@ class WeightReplica(replica.WeightReplica):
         self._mixed: list[Any] | None = None
         """The Keras variables that are mixed; None until they are known."""
         self.rate = 1.0
+        self.given: set[int] = set()
         self.weight: tf.Tensor | None = None
         self.updates = False
         self.sums: dict[int, tf.Variable] = {}
@@ -189,6 +192,9 @@ class WeightReplica(replica.WeightReplica):
         triples = zip(self._trained(), sizes, itertools.accumulate(sizes), strict=True)
         return [slice(end - size, end) for v, size, end in triples if not v.trainable and size]
 
+    def moving(self) -> list[bool]:
+        return [v.trainable and index in self.given for index, v in enumerate(self._trained())]
+
     def fingerprint(self, resumed: bool) -> tuple[list[str], list[int]]:
         """(Hyperparameters and the optimizer's state are each rank's own.)"""
         optimizer = self.optimizer
@@ -290,13 +296,22 @@ class WeightReplica(replica.WeightReplica):
         return float(loss)
 
     def _moving_averages(self) -> Flat | None:
-        """Return Keras' moving averages of the variables that are mixed."""
+        """Return Keras' moving averages of the variables that are mixed, and the iterates of a schedule-free optimizer,
+        which derives its averages from them."""
         optimizer = self.optimizer
-        if not optimizer.use_ema:
-            return None
-        pairs = zip(optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True)
-        averages = [average for variable, average in pairs if not self.is_local(variable)]
+        averages = self.iterates()
+        if optimizer.use_ema:
+            pairs = zip(optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True)
+            averages += [average for variable, average in pairs if not self.is_local(variable)]
         return Flat(averages, self._memory) if averages else None
+
+    def iterates(self) -> list[Any]:
+        """Return the variable z of each variable that is mixed, for a schedule-free optimizer."""
+        optimizer = self.optimizer
+        if not isinstance(optimizer, SCHEDULE_FREE):
+            return []
+        pairs = zip(optimizer._trainable_variables, optimizer._momentums, strict=True)
+        return [iterate for variable, iterate in pairs if not self.is_local(variable)]
 
     def moving_averages(self) -> Array | None:
         with tf.init_scope():

@@ -13,7 +13,8 @@ from hvd_async.optimizers import methods
 from hvd_async.optimizers.eager import EagerDriver
 from hvd_async.runtime.nested_calls import unfinished_until_it_returns
 from hvd_async.torch.gradient_replica import GradientReplica
-from hvd_async.torch.methods import OptimizerMethods, refuse_a_step_for_state
+from hvd_async.torch.methods import OptimizerMethods, is_for_state
+from hvd_async.torch.update import make_state
 
 SCALING = ("grad_scale", "found_inf")
 """Attributes by which a GradScaler passes its scale and overflows to ``step()``."""
@@ -43,7 +44,7 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
         replica.overlap.disarm()
         if (met := self._async.met) is not None:
             replica.bind(met.engine)
-            replica.overlap.arm(met.gone)
+            replica.begin_step(met)
             replica.watch.clear()
         super().zero_grad(set_to_none)
 
@@ -64,7 +65,9 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
             FloatingPointError: a gradient is not finite, and ``nonfinite="raise"``.
             HorovodInternalError: Horovod failed, or a rank is lost (the message names it).
         """
-        refuse_a_step_for_state()
+        if not self._async.replica.overlap.passed and is_for_state(self, closure):
+            make_state(self)
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -127,19 +130,6 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set the number of backward passes per later step. Call it on all ranks, as in Horovod."""
         self._async.replica.set_passes(passes)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state, and under "hvd_async" this rank's pending gradients.
-
-        After ``drain()`` the state of rank 0 is complete and resumes at any number of ranks; after ``cut()`` each
-        rank's state is its own share, for the same number of ranks.
-
-        Raises:
-            ReplicaStateError: gradients are in flight.
-        """
-        replica = self._async.replica
-        share = {**self._async.share(), "orders": replica.layout.orders}
-        return {**super().state_dict(), "hvd_async": share, **replica.extra_state()}
 
 
 @contextlib.contextmanager

@@ -151,6 +151,10 @@ class _Exchange(elastic.Exchange):
     def state_of(self, root: int, optimizer: Any, name: str) -> Any:
         return receive_state(optimizer, self.rank, root, name, self.object_of, self.tensors_of)
 
+    def placed(self, optimizer: Any, share: dict[str, Any]) -> dict[str, Any]:
+        placed: dict[str, Any] = optimizer._async.replica.placed(share)
+        return placed
+
     def put_state(self, optimizer: Any, state: Any) -> None:
         optimizer.load_state_dict(state)
 

@@ -25,6 +25,7 @@ from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.runtime import time_limits
 from hvd_async.torch.collectives import LIFECYCLE, outside_inference_mode
 from hvd_async.torch.horovod_api import HorovodInternalError, forwarded, hvd
+from hvd_async.torch.methods import SHARE, own_state
 from hvd_async.torch.tensors import bytes_of, from_bytes, is_plain, write
 from hvd_async.traces.recorded import recorded
 from hvd_async.traces.recorder import Recorder
@@ -74,22 +75,29 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     """Send the optimizer state of ``root_rank`` to every rank.
 
     Horovod's own creates missing state by calling ``step()``, which would start a round here; this one sends the state
-    as it is, so all ranks may call it before the first step.
+    as it is, so all ranks may call it before the first step. Before the first step it also sends what a loaded state
+    holds of this library's: outer momentum, and the counts of rounds and steps.
 
     Args:
         optimizer: a wrapped optimizer, or any torch optimizer (then Horovod's function is called).
         root_rank: the rank whose state is sent.
         model: as in Horovod; not needed.
+
+    Raises:
+        ValueError: a rank has loaded a state that was saved after ``cut()``, which is its own.
     """
     if not isinstance(optimizer, OptimizerMethods):
         hvd.horovods_broadcast(optimizer, root_rank, model)
         return
-    if optimizer._async.worker is not None:
+    driver = optimizer._async
+    if driver.worker is not None:
         optimizer.drain()  # (no round may be in flight)
+    resumed = hvd.allgather_object(driver.resumed, name="hvd_async.resumed")
     rounds = _object_of(root_rank, optimizer.rounds, "hvd_async.optimizer_rounds")
-    state = receive_state(optimizer, hvd.rank(), root_rank, "hvd_async.optimizer_state", _object_of, _tensors_of)
+    with_share, name = driver.sends_share(resumed), "hvd_async.optimizer_state"
+    state = receive_state(optimizer, hvd.rank(), root_rank, name, _object_of, _tensors_of, with_share)
     optimizer.load_state_dict(state)
-    optimizer._async.count_from(rounds)
+    driver.count_from(rounds)
 
 
 def _object_of(root_rank: int, value: Any, name: str) -> Any:
@@ -108,6 +116,7 @@ def receive_state(
     name: str,
     object_of: Callable[[int, Any, str], Any],
     tensors_of: Callable[[int, list[torch.Tensor], str], list[torch.Tensor]],
+    with_share: bool = False,
 ) -> dict[str, Any]:
     """Return the state of the wrapped optimizer on ``root_rank``. A collective.
 
@@ -117,8 +126,10 @@ def receive_state(
         root_rank: the rank whose state is returned.
         name: prefix of the collectives' names.
         object_of, tensors_of: collectives that return a rank's value, and its tensors.
+        with_share: whether the share of that rank belongs to it.
     """
-    state = {**optimizer._wrapped_class.state_dict(optimizer), **optimizer._async.replica.extra_state()}
+    own = own_state(optimizer) if with_share else {SHARE: None, **optimizer._async.replica.extra_state()}
+    state = {**optimizer._wrapped_class.state_dict(optimizer), **own}
     tensors: list[torch.Tensor] = []
 
     def hollow(value: Any) -> Any:

@@ -349,6 +349,11 @@ def make_wire(layout: Layout, compression: Any, tail: Tail, rank_group: RankGrou
         decompressed: torch.Tensor = compression.decompress(tail_there, contexts[bucket])
         return decompressed
 
+    def add(total: torch.Tensor, late: torch.Tensor) -> torch.Tensor:
+        with streams.on_engine_stream_after(total, late):
+            total += late
+            return streams.record_ready(total)
+
     return GradientFormat(
         zeros=zeros_of(layout.nbytes, [b.device for b in layout.buckets], [b.dtype for b in layout.buckets]),
         nbytes=layout.nbytes,
@@ -358,6 +363,7 @@ def make_wire(layout: Layout, compression: Any, tail: Tail, rank_group: RankGrou
         read_tail=read_tail if compression in (Compression.none, Compression.fp16, BF16Compressor) else None,
         narrow=bool(narrowed),
         peek=lambda sums, count: streams.copy_to_host(sums[-count:]).tolist(),
+        add=add,
         recount=lambda vector, count, elements: torch.cat([vector[:-count], vector.new_tensor(elements)]),
         sent=tuple((b.elements + len(tail)) * d.itemsize for b, d in zip(layout.buckets, travelling, strict=True)),
         release=layout.memory.clear,

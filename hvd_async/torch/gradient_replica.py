@@ -33,10 +33,11 @@ from hvd_async.runtime.machine import STATE
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.runtime.protocol import Hyper
 from hvd_async.torch import hyperparameters, shared_models, streams
+from hvd_async.torch.arrival import Arrivals, Lead
 from hvd_async.torch.gradient_format import MIB, Layout, differentiable, make_wire, memory_order, slots
 from hvd_async.torch.streams import record_ready
 from hvd_async.torch.tensors import NamedBuffers, checksum, flat_double, signature, take_over
-from hvd_async.torch.update import LEADS, Extrapolation, StepHooks
+from hvd_async.torch.update import LEADS, Extrapolation, StepHooks, drop_made_state
 
 if TYPE_CHECKING:
     from hvd_async.torch.factories import EagerArguments
@@ -64,6 +65,7 @@ class Overlap:
         self._hand_over = weakref.WeakMethod(hand_over)
         self._parameters = layout.parameters
         self._bucket = [layout.bucket_of[id(p)] for p in self._parameters]
+        self._place = {id(p): place for place, p in enumerate(self._parameters)}
         self._handles: list[Any] = []
         self._hooked: set[int] = set()
         """Indices of the parameters that have a hook."""
@@ -88,6 +90,10 @@ class Overlap:
         self._passes = passes
         self._all_due = [passes if due else 0 for due in self._all_due]
         self._due[:] = [passes if due else 0 for due in self._due]
+
+    def in_last_pass(self, parameter: torch.Tensor) -> bool:
+        """Return, in a later hook of a parameter, whether its gradient of this step is complete."""
+        return self._armed and self._passed[self._place[id(parameter)]] == self._passes
 
     @property
     def passed(self) -> int:
@@ -466,7 +472,7 @@ class GradientReplica(eager.GradientReplica):
 
     def detach(self) -> None:
         super().detach()
-        self.overlap.remove()
+        self._remove_hooks()
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -521,7 +527,7 @@ class GradientReplica(eager.GradientReplica):
         scaled = self.scaler is not None and self.scaler.is_enabled()
         groups = 0 if given.grouping is None else given.grouping
         layout = Layout(parameters, given.bucket_cap_mb * MIB, groups, self.tail)
-        self.overlap.remove()
+        self._remove_hooks()
         self._use(layout, early=not scaled and given.nonfinite == "skip")
 
     def _use(self, layout: Layout, early: bool) -> None:
@@ -530,10 +536,22 @@ class GradientReplica(eager.GradientReplica):
         self.watch.use(layout)
         self.overlap = Overlap(layout, self.passes, early, self._bucket_ready)
         self.emptied = self.checks.emptied
+        on_gpu = any(streams.gpu.holds(bucket.parameters[0]) for bucket in layout.buckets)
+        self.arrivals, lead = Arrivals(), self._given.arrival_lead
+        self.arrives = self.arrivals.when if on_gpu and self._given.quorum != "all" else None
+        self.lead: Lead | None = None
+        if self.arrives is not None and lead != 0:
+            last = layout.buckets[-1].device
+            parameters = [p for bucket in layout.buckets for p in bucket.parameters if bucket.device == last]
+            self.lead = Lead(self.arrivals, parameters, lead, self.overlap.in_last_pass)
 
     @property
     def nbytes(self) -> tuple[int, ...]:
         return self.layout.nbytes
+
+    def described(self, share: dict[str, Any]) -> dict[str, Any]:
+        """Return a rank's share of a checkpoint, with the memory orders of its pending gradients."""
+        return {**share, "orders": self.layout.orders}
 
     def placed(self, share: dict[str, Any]) -> dict[str, Any]:
         """Return a rank's share of a checkpoint with its pending gradients on the devices of their buckets.
@@ -595,12 +613,15 @@ class GradientReplica(eager.GradientReplica):
             overflow = None
         vectors = {i: self._finite(i, self.layout.vector(i, scale, samples), overflow) for i in left}
         self.checks.send()
+        if self.lead is not None:
+            self.lead.end_step()
         return vectors
 
     def handed_over(self) -> None:
         """Forget a step whose gradients have all been handed over."""
         self.watch.clear()
         self.recorded.clear()
+        self.arrivals.marker = None
 
     def record_samples(self, samples: int) -> None:
         """Record the samples of a backward pass that follows.
@@ -645,11 +666,8 @@ class GradientReplica(eager.GradientReplica):
 
     @property
     def _empties_on_device(self) -> bool:
-        """Whether vectors on a GPU are emptied there if they must not be seen, so that the host waits for nothing.
-
-        Not with other quorums: there a rank arrives when its gradients are computed, not when their kernels are queued.
-        """
-        return self._given.nonfinite == "skip" and self._given.quorum == "all"
+        """Whether vectors on a GPU are emptied there if they must not be seen, so that the host waits for nothing."""
+        return self._given.nonfinite == "skip"
 
     def _finite(self, index: int, vector: torch.Tensor, overflow: torch.Tensor | None = None) -> torch.Tensor | None:
         """Return a bucket's vector, or None if it holds NaN or an infinity, which other ranks must not see.
@@ -740,6 +758,7 @@ class GradientReplica(eager.GradientReplica):
 
     def fingerprint(self) -> tuple[list[str], list[int]]:
         optimizer, parameters = self.optimizer, self.parameters
+        drop_made_state(optimizer)
         every = self._names(parameters)
         names = [f"{signature(every[id(p)], p)} {memory_order(p)}".rstrip() for p in parameters]
         sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -789,8 +808,19 @@ class GradientReplica(eager.GradientReplica):
             self.overlap.disarm()  # (until zero_grad() the next backward pass may belong to another optimizer)
 
     def stop_hooks(self) -> None:
-        self.overlap.remove()
+        self._remove_hooks()
         self.overlap.disarm()
+
+    def _remove_hooks(self) -> None:
+        self.overlap.remove()
+        if self.lead is not None:
+            self.lead.remove()
+
+    def begin_step(self, worker: EagerWorker) -> None:
+        """Expect the backward passes of a step, after ``zero_grad()``."""
+        self.overlap.arm(worker.gone)
+        if self.lead is not None:
+            self.lead.begin_step()
 
     def _take_over(self, worker: EagerWorker, rank: int) -> None:
         """Take over a rank's weights and optimizer state. A collective."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
+import warnings
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, ClassVar
 
 import torch
@@ -12,32 +15,64 @@ import torch
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import methods
 from hvd_async.optimizers.local import LocalDriver
+from hvd_async.runtime.log import users_line
 from hvd_async.runtime.nested_calls import unfinished_until_it_returns
 from hvd_async.torch.collectives import EnteredOutside, outside_inference_mode
 from hvd_async.torch.horovod_api import hvd
-from hvd_async.torch.hyperparameters import noting_counters
-from hvd_async.torch.update import LEADS, StepHooks
+from hvd_async.torch.hyperparameters import PLAIN, noting_counters
+from hvd_async.torch.update import LEADS, StepHooks, make_state
 from hvd_async.torch.weight_replica import WeightReplica
 
+SHARE = "hvd_async"
+"""Key of this library's share in ``state_dict()`` (None: it comes otherwise), and in its first parameter group for
+torch.distributed.checkpoint, which keeps nothing but ``state`` and ``param_groups``."""
 
-def refuse_a_step_for_state() -> None:
-    """Refuse a ``step()`` by Horovod's own ``broadcast_optimizer_state``, which a script may have imported by name
-    before this library replaced it.
+
+def own_state(optimizer: Any) -> dict[str, Any]:
+    """Return this library's entries of a wrapped optimizer's ``state_dict()``."""
+    replica = optimizer._async.replica
+    return {SHARE: replica.described(optimizer._async.share()), **replica.extra_state()}
+
+
+CHECKPOINT = "torch.distributed.checkpoint.state_dict"
+STATE_MAKERS = {"_init_optim_state": CHECKPOINT, "init_state": "torch.distributed.optim.named_optimizer"}
+"""Functions of torch that call ``step()`` to make an optimizer's state, with their modules."""
+
+
+def _module_of(frame: FrameType) -> str | None:
+    """Return the name of the module whose function a frame is of."""
+    return frame.f_globals.get("__name__")
+
+
+def is_for_state(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> bool:
+    """Return whether a ``step()`` trains nothing: another library makes an optimizer's state by it.
+
+    torch's ``STATE_MAKERS`` do. Any other step is one if the optimizer has no state, gradients are zeros, and so are
+    the learning rates.
 
     Raises:
-        ReplicaStateError: it is such a step.
+        ReplicaStateError: the caller is Horovod's own ``broadcast_optimizer_state``, which a script may have imported
+            by name before this library replaced it.
     """
     frame = sys._getframe(2)
-    for _ in range(3):  # (a scheduler may have put a function of its own in between)
+    for _ in range(4):  # (a scheduler, and torch itself, may have put a function in between)
         if frame.f_code is hvd.horovods_broadcast.__code__:
             raise ReplicaStateError(
                 "horovod.torch's broadcast_optimizer_state makes an optimizer's state by a step, and a step of this "
                 "one is a round of all ranks. It was imported by its name before hvd_async.torch: write `from "
                 "hvd_async.torch import broadcast_optimizer_state`, or call hvd.broadcast_optimizer_state"
             )
+        if frame.f_code.co_name in STATE_MAKERS and _module_of(frame) == STATE_MAKERS[frame.f_code.co_name]:
+            return True
         if frame.f_back is None:
-            return
+            break
         frame = frame.f_back
+    groups = optimizer.param_groups
+    rates = [group.get("lr") for group in groups]
+    if closure is not None or optimizer.state or any(type(rate) not in PLAIN or rate for rate in rates):
+        return False
+    gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+    return bool(gradients) and not any(gradient.is_sparse or gradient.any() for gradient in gradients)
 
 
 class OptimizerMethods(methods.OptimizerMethods, torch.optim.Optimizer):
@@ -66,6 +101,30 @@ class OptimizerMethods(methods.OptimizerMethods, torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state, and under "hvd_async" what this rank needs to resume.
+
+        After ``drain()`` the state of rank 0 is complete and resumes at any number of ranks; after ``cut()`` each
+        rank's state is its own share, for the same number of ranks, to be saved with the model's weights on that rank.
+
+        Raises:
+            ReplicaStateError: a step was taken since the last drain or cut.
+        """
+        state, own = super().state_dict(), own_state(self)
+        caller = sys._getframe(1)
+        if caller.f_code.co_name != "_get_optim_state_dict" or _module_of(caller) != CHECKPOINT:
+            return {**state, **own}
+        if own[SHARE].get("cut") or any(own[SHARE].get("versions", ())):
+            warnings.warn(
+                "after cut() each rank's state is its own, and torch.distributed.checkpoint.save() keeps one rank's: "
+                "call drain() before, or save each rank's state_dict() by torch.save()",
+                stacklevel=users_line(),
+            )
+        file = io.BytesIO()
+        torch.save(own, file)
+        state["param_groups"][0][SHARE] = file.getvalue()
+        return state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, also a plain optimizer's; on every rank, before the first step or after a ``drain()``.
 
@@ -74,8 +133,10 @@ class OptimizerMethods(methods.OptimizerMethods, torch.optim.Optimizer):
                 pending gradients that this rank cannot load (the message gives their number).
             ReplicaStateError: gradients or messages of this run are in flight.
         """
-        state_dict, driver, groups = dict(state_dict), self._async, self.param_groups
-        share, extra = state_dict.pop("hvd_async", None), {LEADS: state_dict.pop(LEADS, None)}
+        state_dict, driver, groups = _with_own_state(state_dict), self._async, self.param_groups
+        if SHARE not in state_dict:
+            driver.warn_of_no_share()
+        share, extra = state_dict.pop(SHARE, None), {LEADS: state_dict.pop(LEADS, None)}
         if share is not None:
             if driver.worker is None:
                 driver.replica.prepare()  # groups may have been added since the wrapper was made
@@ -92,6 +153,16 @@ class OptimizerMethods(methods.OptimizerMethods, torch.optim.Optimizer):
             "a wrapped optimizer cannot be copied or pickled, it belongs to this process's engine: save its "
             "state_dict()"
         )
+
+
+def _with_own_state(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state as ``state_dict()`` returns it, given that or the form for torch.distributed.checkpoint."""
+    state_dict, packed = dict(state_dict), None
+    groups = state_dict["param_groups"] = [dict(group) for group in state_dict["param_groups"]]
+    for group in groups:
+        packed = group.pop(SHARE, packed)
+    own = {} if packed is None else torch.load(io.BytesIO(packed), weights_only=True, map_location="cpu")
+    return {**own, **state_dict}
 
 
 class WeightMethods(OptimizerMethods):
@@ -123,7 +194,9 @@ class WeightMethods(OptimizerMethods):
             FloatingPointError: the step has made a weight NaN or infinite; it was not sent.
             HorovodInternalError: Horovod failed, or a rank is lost (the message names it).
         """
-        refuse_a_step_for_state()
+        if is_for_state(self, closure):
+            make_state(self)
+            return None
         hooks = StepHooks(self, closure)
         hooks.run_pre_hooks()
         loss = None
@@ -157,18 +230,6 @@ class WeightMethods(OptimizerMethods):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Do nothing, as gradients add up in ``p.grad`` until ``step()``; for scripts written for Horovod."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state, and under "hvd_async" what this rank needs to resume.
-
-        After ``drain()`` the state of rank 0 is complete and resumes at any number of ranks; after ``cut()`` each
-        rank's state is its own share, for the same number of ranks, to be saved with the model's weights on that rank.
-
-        Raises:
-            ReplicaStateError: a step was taken since the last drain or cut.
-        """
-        replica: WeightReplica = self._async.replica  # type: ignore[assignment]
-        return {**super().state_dict(), "hvd_async": replica.described(self._async.share())}
 
 
 class GossipMethods(WeightMethods, methods.GossipMethods):

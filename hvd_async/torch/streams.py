@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -34,6 +36,43 @@ _followed: WeakKeyDictionary[RankRuntime, dict[torch.device, Any]] = WeakKeyDict
 """The streams of each engine's kernels, by device."""
 
 
+LINGERS = 5.0
+"""Seconds after which a watcher that has nothing to do ends."""
+
+
+class Watcher:
+    """A thread that waits for events in the order in which it gets them. It begins with the first one, and ends when
+    none has come for ``LINGERS``."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._events: deque[tuple[Any, Callable[[], None]]] = deque()
+        self._runs = False
+
+    def add(self, event: Any, action: Callable[[], None]) -> None:
+        """Call ``action`` once ``event`` is done."""
+        with self._changed:
+            self._events.append((event, action))
+            if self._runs:
+                self._changed.notify()
+            else:
+                self._runs = True
+                threading.Thread(target=self._run, name="hvd_async-watcher", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(lambda: bool(self._events), LINGERS):
+                    self._runs = False
+                    return
+                event, action = self._events.popleft()
+            # If the device has failed, so does what the action begins, on a thread that reports it.
+            with contextlib.suppress(RuntimeError):
+                event.synchronize()
+            action()
+            del event, action  # (which may hold tensors)
+
+
 class Gpu:
     """The operations on a GPU that the torch bindings use.
 
@@ -49,6 +88,7 @@ class Gpu:
         self._reading_streams: dict[torch.device, Any] = {}
         self.free_numbers: dict[tuple[torch.dtype, tuple[int]], list[torch.Tensor]] = {}
         """Free pinned memory for ``Later``, by dtype and shape: allocating it would take longer than the copy."""
+        self._watcher = Watcher()
 
     def has_allocator(self, device: torch.device) -> bool:
         """Return whether torch caches freed memory of the device."""
@@ -83,6 +123,19 @@ class Gpu:
         """Return the default stream, which a thread's kernels go to unless it selects another."""
         return torch.cuda.default_stream(device)
 
+    def record(self, device: torch.device, timed: bool = False) -> Any:
+        """Record an event on this thread's stream: one for which a thread can sleep, or also take the time."""
+        return self.current_stream(device).record_event(torch.cuda.Event(enable_timing=timed, blocking=True))
+
+    def seconds(self, first: Any, last: Any) -> float:
+        """Return the seconds between two timed events, which are done."""
+        milliseconds: float = first.elapsed_time(last)
+        return milliseconds / 1e3
+
+    def when_done(self, event: Any, action: Callable[[], None]) -> None:
+        """Call ``action`` once ``event``, of ``record``, is done: on another thread, in the order of the calls."""
+        self._watcher.add(event, action)
+
     def set_stream(self, stream: Any) -> None:
         """Send this thread's later kernels to ``stream``."""
         torch.cuda.set_stream(stream)
@@ -115,8 +168,13 @@ _NOTHING = contextlib.nullcontext()
 def record_ready(vector: torch.Tensor) -> torch.Tensor:
     """Mark a vector as computed by the work queued on this thread's stream so far; return it."""
     if gpu.holds(vector):
-        _mark(vector, gpu.current_stream(vector.device).record_event())
+        _mark(vector, gpu.record(vector.device))
     return vector
+
+
+def event_of(vector: torch.Tensor) -> Any:
+    """Return the event after which a vector is computed; None if it is."""
+    return getattr(vector, READY, (None, None))[0]
 
 
 def record_received(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,24 +193,25 @@ def _mark(tensor: torch.Tensor, event: Any) -> None:
     setattr(tensor, READY, (event, tensor._version))
 
 
-def on_engine_stream_after(vector: torch.Tensor) -> AbstractContextManager[None]:
-    """Return ``on_engine_stream`` for kernels that read a vector: they wait only for the vector, unless it was changed
-    since it was marked. On a CPU the context does nothing."""
-    return _on_engine_stream_after(vector) if gpu.holds(vector) else _NOTHING
+def on_engine_stream_after(*vectors: torch.Tensor) -> AbstractContextManager[None]:
+    """Return ``on_engine_stream`` for kernels that use vectors of a device: they wait only for these, unless one was
+    changed since it was marked. On a CPU the context does nothing."""
+    return _on_engine_stream_after(vectors) if gpu.holds(vectors[0]) else _NOTHING
 
 
 @contextlib.contextmanager
-def _on_engine_stream_after(vector: torch.Tensor) -> Iterator[None]:
-    own = gpu.engine_stream(vector.device)
-    event, version = getattr(vector, READY, (None, None))
-    if version != vector._version:
-        own.wait_stream(gpu.current_stream(vector.device))
-    elif event is not None:
-        own.wait_event(event)
-    gpu.record_stream(vector, own)
-    if EARLY:  # (Horovod releases it before NCCL has read it; by then the default stream waits for NCCL)
-        gpu.record_stream(vector, gpu.default_stream(vector.device))
-    with on_engine_stream(vector.device):
+def _on_engine_stream_after(vectors: Sequence[torch.Tensor]) -> Iterator[None]:
+    own = gpu.engine_stream(vectors[0].device)
+    for vector in vectors:
+        event, version = getattr(vector, READY, (None, None))
+        if version != vector._version:
+            own.wait_stream(gpu.current_stream(vector.device))
+        elif event is not None:
+            own.wait_event(event)
+        gpu.record_stream(vector, own)
+        if EARLY:  # (Horovod releases it before NCCL has read it; by then the default stream waits for NCCL)
+            gpu.record_stream(vector, gpu.default_stream(vector.device))
+    with on_engine_stream(vectors[0].device):
         yield
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,15 @@ class FakeGpu(streams.Gpu):
 
     def default_stream(self, device: torch.device) -> Any:
         return self._default
+
+    def record(self, device: torch.device, timed: bool = False) -> Any:
+        return self.current_stream(device).record_event()
+
+    def seconds(self, first: Any, last: Any) -> float:
+        return 0.0
+
+    def when_done(self, event: Any, action: Callable[[], None]) -> None:
+        action()
 
     def set_stream(self, stream: Any) -> None:
         self._current.stream = stream

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -60,6 +61,7 @@ class StepHooks:
 
     def run_update(self, wrapped_class: type[torch.optim.Optimizer]) -> None:
         """Run the wrapped class's own ``step``, without hooks."""
+        drop_made_state(self._optimizer)
         step: Any = wrapped_class.step
         update = step.__wrapped__ if getattr(step, "__code__", None) is _HOOK_RUNNER else step
         own = vars(self._optimizer)
@@ -81,6 +83,51 @@ class StepHooks:
     def _post_hooks(self) -> list[Callable[..., Any]]:
         own = getattr(self._optimizer, "_optimizer_step_post_hooks", {})
         return [*own.values(), *torch_optimizer._global_optimizer_post_hooks.values()]
+
+
+# -- state that is made without a step ---------------------------------------------------------------------------------
+
+
+_made = weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[torch.Tensor, int]]]()
+"""The tensors of optimizers whose state was made, and their version counters then."""
+
+
+def make_state(optimizer: Any) -> None:
+    """Make the state of a wrapped optimizer that has none, for a library that saves it or loads into it: the wrapped
+    class takes a step at learning rates of 0, in which nothing else changes. Gradients are zeros.
+
+    The next update drops this state if nothing was loaded into it, so that a rank which has saved continues as others.
+    """
+    groups = optimizer.param_groups
+    before = [{key: _copied(value) for key, value in group.items() if key != "params"} for group in groups]
+    for group in groups:
+        if group.get("lr") is not None:
+            group["lr"] = group["lr"] * 0.0
+    try:
+        with torch.no_grad():
+            StepHooks(optimizer, None).run_update(optimizer._wrapped_class)
+    finally:
+        for group, entries in zip(groups, before, strict=True):
+            group.update(entries)
+    for own in optimizer.state.values():
+        if "step" in own:
+            own["step"] = own["step"] * 0
+    _made[optimizer] = [(tensor, tensor._version) for tensor in _tensors_of(optimizer)]
+
+
+def drop_made_state(optimizer: torch.optim.Optimizer) -> None:
+    """Drop the state that ``make_state`` has made, unless something was loaded into it."""
+    made = _made.pop(optimizer, None)
+    if made and [(id(t), t._version) for t in _tensors_of(optimizer)] == [(id(t), version) for t, version in made]:
+        optimizer.state.clear()
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [value for own in optimizer.state.values() for value in own.values() if isinstance(value, torch.Tensor)]
 
 
 # -- extrapolation -----------------------------------------------------------------------------------------------------

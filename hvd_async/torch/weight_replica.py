@@ -426,13 +426,13 @@ class WeightReplica(replica.WeightReplica):
 
     @contextlib.contextmanager
     def scaled(self, factor: float, lr_factor: float) -> Iterator[None]:
-        """Return a context for the wrapped optimizer's update: weights are multiplied by ``factor``, and learning rates
-        are this rank's own, ``lr_factor`` times those of all ranks, which schedulers see. At the end, also after an
-        error, both are undone."""
+        """Return a context for the wrapped optimizer's update: weights, and what a schedule-free optimizer averages
+        with them, are multiplied by ``factor``, and learning rates are this rank's own, ``lr_factor`` times those of
+        all ranks, which schedulers see. At the end, also after an error, both are undone."""
         groups = self.optimizer.param_groups if lr_factor != 1.0 else []
         rates = [group["lr"] for group in groups]
         if factor != 1.0:
-            torch._foreach_mul_(self.parameters, factor)
+            torch._foreach_mul_([*self.parameters, *self._iterates()], factor)
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate * lr_factor
         try:
@@ -441,7 +441,7 @@ class WeightReplica(replica.WeightReplica):
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
             if factor != 1.0:
-                torch._foreach_mul_(self.parameters, 1.0 / factor)
+                torch._foreach_mul_([*self.parameters, *self._iterates()], 1.0 / factor)
 
     def fingerprint(self, resumed: bool) -> tuple[list[str], list[int]]:
         parameters, named = self.parameters, self.named or {}
@@ -516,6 +516,9 @@ class WeightReplica(replica.WeightReplica):
         pairs = zip(self.parameters, sizes, itertools.accumulate(sizes), strict=True)
         return [slice(end - n, end) for p, n, end in pairs if not p.requires_grad and n]
 
+    def moving(self) -> list[bool]:
+        return [p.requires_grad and p.grad is not None for p in self.parameters]
+
     def check_momentum(self) -> None:
         groups = self.optimizer.param_groups
         if not isinstance(self.optimizer, torch.optim.SGD) or not all(group["momentum"] > 0 for group in groups):
@@ -551,6 +554,30 @@ class WeightReplica(replica.WeightReplica):
     def _with_parts(self, vector: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]:
         """Return each parameter, its momentum, and its part of a vector."""
         return list(zip(self.parameters, self._momenta(), self._vectors.parts(vector), strict=True))
+
+    @property
+    def _is_schedule_free(self) -> bool:
+        """Whether the optimizer is a schedule-free one, whose ``eval()`` computes averages from z and the weights."""
+        optimizer = self.optimizer
+        return callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None))
+
+    def _iterates(self) -> list[torch.Tensor]:
+        """Return the z of each parameter that has one, for a schedule-free optimizer."""
+        state = self.optimizer.state
+        return [state[p]["z"] for p in self.parameters if "z" in state.get(p, ())] if self._is_schedule_free else []
+
+    @torch.no_grad()
+    def moving_averages(self) -> torch.Tensor | None:
+        if not self._is_schedule_free:
+            return None
+        state = self.optimizer.state  # (a rank that has not stepped has no z, and would begin with the weights)
+        return self._vectors.read([state.get(p, {}).get("z", p) for p in self.parameters])
+
+    @torch.no_grad()
+    def write_moving_averages(self, averages: torch.Tensor) -> None:
+        for p, part in zip(self.parameters, self._vectors.parts(averages), strict=True):
+            if "z" in self.optimizer.state.get(p, ()):
+                self.optimizer.state[p]["z"].copy_(part)
 
     def buffers(self) -> Buffers | None:
         return self.named_buffers.buffers()

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 import hvd_async.torch as hvd
+from hvd_async.algorithms.eager.gradient_format import Tail
+from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.testing import Cluster
 from hvd_async.torch import gradient_format, streams, tensor_collectives, testing
 from hvd_async.torch import horovod_collectives as collectives
@@ -166,15 +168,15 @@ BUCKETS = PARAMETERS = 4
 """Number of parameters of the model, each in a bucket of its own."""
 WAITS = {  # number in two steps, on the training thread, autograd's and the engine's
     "all": (0, 0, 2 * BUCKETS),
-    "solo": (0, 2 * BUCKETS, 2 * BUCKETS),
-    "majority": (0, 2 * BUCKETS, 2 * BUCKETS),
+    "solo": (0, 0, 2 * BUCKETS),
+    "majority": (0, 0, 2 * BUCKETS),
     "sgp": (0, 0, 0),
     "osgp": (0, 0, 0),
     "dpsgd": (0, 0, 0),
     "adpsgd": (0, 0, 0),
     "local": (0, 0, 0),
-    "slowmo": (1, 0, 0),
-    "diloco": (1, 0, 0),
+    "slowmo": (0, 0, 0),
+    "diloco": (0, 0, 0),
     "lsgd": (0, 0, 0),
     "easgd": (0, 0, 0),
 }
@@ -280,6 +282,20 @@ def a_number_is_read_later(gpu: RacyGpu) -> None:
     streams.Later(ones().sum()).numbers()
 
 
+def a_late_gradient_is_added(gpu: RacyGpu) -> None:
+    parameter = torch.nn.Parameter(ones())
+    layout, compression = gradient_format.Layout([parameter]), hvd.Compression.none
+    wire = gradient_format.make_wire(layout, compression, Tail(), RankGroup(None, (0,), 0, 0, 1))
+    pending = streams.record_ready(torch.ones(4, device=CPU))
+    with gpu.on(gpu.stream("another")):
+        late = streams.record_ready(torch.ones(4, device=CPU))
+    with gpu.on(gpu.stream("engine's current")):
+        total = wire.add(pending, late)
+        del pending, late
+        with streams.on_engine_stream_after(total):
+            total.sum()
+
+
 def the_engine_works_after_training(gpu: RacyGpu) -> None:
     engine = Engine(gpu)
     with gpu.on(gpu.stream("user's")):
@@ -315,7 +331,8 @@ class Fault(NamedTuple):
 
 RACE, FREED, EARLY = "race: ", "freed too early", "pinned memory too early"
 WAITS_FOR_ALL = "waits for all"
-EVENT = "gpu.current_stream(vector.device).record_event()"
+EVENT = "gpu.record(vector.device)"
+LATE = "streams.on_engine_stream_after(total, late)"
 FAULTS = [
     Fault(streams.record_ready, f"_mark(vector, {EVENT})", "pass", ("all", 1, "plain"), WAITS_FOR_ALL),
     Fault(streams.record_received, "current.wait_event(event)", "pass", ("lsgd", 1, "queued"), RACE),
@@ -433,6 +450,10 @@ FAULTS = [
         ("all, fp16", 1, "plain"),
         WAITS_FOR_ALL,
     ),
+    Fault(gradient_format.make_wire, LATE, LATE.replace(", late", ""), a_late_gradient_is_added, RACE),
+    Fault(gradient_format.make_wire, LATE, LATE.replace("total, ", ""), a_late_gradient_is_added, RACE),
+    Fault(gradient_format.make_wire, f"with {LATE}:", "if True:", a_late_gradient_is_added, RACE),
+    Fault(gradient_format.make_wire, "streams.record_ready(total)", "total", a_late_gradient_is_added, WAITS_FOR_ALL),
     Fault(
         gradient_format.make_wire, "streams.use_here(decompressed)", "decompressed", ("all, fp16", 1, "plain"), FREED
     ),

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import hvd_async.tensorflow.keras as hvd
+from hvd_async.algorithms.gossip.message_format import NumpyMessageFormat
 from hvd_async.testing import Cluster
 from tests.conformance import gossip_ranks as ranks
 from tests.conformance import gossip_reference as reference
@@ -232,6 +233,65 @@ def test_a_learning_rate_that_changes(binding):
     expected = outer_reference.train(scaled, (13, 13), outer).drained()
     for weights in Cluster(2).run(work):
         np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-5)
+
+
+@by_options(SLOWMO | {"outer_momentum": 0.6}, DILOCO)
+@pytest.mark.parametrize("case", ["cancels", "tiny", "frozen", "frozen on a rank"])
+@pytest.mark.parametrize("binding", [TorchRank, KerasRank, KerasGraphRank])
+def test_an_outer_momentum_ends_only_where_no_rank_moves_a_parameter(binding, case, options):
+    """Not where the ranks' changes cancel, where 8 bits leave nothing of them, or where one rank has none."""
+    problem, frozen = binding.least_squares(2, SGD), range(16, 31)
+    index, part = (0, slice(0, 2)) if binding is TorchRank else (1, slice(4, 6))
+    compression, whole = "int8" if case == "tiny" else "none", {"fragments": 1} if case in ("tiny", "frozen") else {}
+    options = options | {"compression": compression} | whole
+
+    def gradient(z: Any, rank: int, step: int) -> Any:
+        own = np.ones(6)
+        if case == "tiny":
+            own[part] = 1e-3
+        elif step in frozen:
+            own[part] = {"cancels": 1 - 2 * rank, "frozen": 0, "frozen on a rank": 1 - rank}[case]
+        return own
+
+    def work(rank: int) -> Any:
+        one = binding(problem, rank, **options)
+        for step in range(1, 46):
+            one.freeze(index, step in frozen and case in ("frozen", ("", "frozen on a rank")[rank]))
+            one.train(1)
+        one.opt.drain()
+        return one.weights()
+
+    problem = dataclasses.replace(problem, gradient=gradient)
+    seen = Cluster(2).run(work)
+    outer = ranks.outer_of(2, options)
+    post = NumpyMessageFormat(6, np.float64, compression, 2, parts=2)
+    stages = outer_reference.TwoStages(6, 1, 2, lambda part: post.decode(post.encode(part)))
+    end = outer_reference.train(problem, (45, 45), outer, stages if case == "tiny" else None)
+    expected = (end.x - stages.errors).mean(axis=0)
+    if case == "frozen":  # as if the frozen steps were not there
+        without = outer_reference.train(problem, (15, 15), ranks.outer_of(2, options))
+        begun = dataclasses.replace(problem, start=np.array(without.x))
+        expected = outer_reference.train(begun, (15, 15), ranks.outer_of(2, options)).drained()
+    for weights in seen:
+        np.testing.assert_allclose(weights[part], expected[part], rtol=1e-5)
+
+
+def test_slow_momentum_moves_a_group_where_the_rate_of_another_is_0():
+    """A head over a backbone that rests; the momentum's unit is the rate of the group that moves."""
+    problem, options = TorchRank.least_squares(2, SGD), SLOWMO | {"outer_momentum": 0.6}
+
+    def groups(parameters: Any) -> Any:
+        return torch.optim.SGD([{"params": parameters[:1], "lr": 0.0}, {"params": parameters[1:]}], lr=0.1)
+
+    def work(rank: int) -> Any:
+        return np.frombuffer(TorchRank(problem, rank, make=groups, **options).train(17).drained())
+
+    weights = Cluster(2).run(work)
+    resting = dataclasses.replace(
+        problem, gradient=lambda z, rank, step: problem.gradient(z, rank, step) * (np.arange(6) > 1)
+    )
+    expected = outer_reference.train(resting, (17, 17), ranks.outer_of(2, options)).drained()
+    np.testing.assert_allclose(weights, [expected] * 2, rtol=0, atol=1e-5)
 
 
 def test_several_backward_passes_make_a_step_that_corrects_the_momentum_once():

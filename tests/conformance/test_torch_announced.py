@@ -58,7 +58,7 @@ def two_buckets(lr: float = 1.0) -> TorchVectors:
 def has_started(one: Any, step: int) -> None:
     """Wait until this rank's engine has seen the round of an announced step start."""
     in_flight = one.opt._async.worker._in_flight
-    engine().wait(lambda: in_flight.started == step)
+    engine().wait(lambda: in_flight.announced_start == step)
 
 
 # -- the same rounds ---------------------------------------------------------------------------------------------------

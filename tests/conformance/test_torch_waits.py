@@ -147,14 +147,16 @@ ARRIVALS: dict[str, Callable[[random.Random], bool]] = {
 }
 
 
-@pytest.mark.parametrize("end", ["drain", "cut"])
+@pytest.mark.parametrize(("end", "quorum"), [("drain", "all"), ("cut", "all"), ("drain", "solo"), ("cut", "majority")])
 @pytest.mark.parametrize("arrives", ARRIVALS)
-def test_vectors_that_are_not_finite_are_counted_when_the_host_hears_of_them_and_exactly_at_an_end(arrives, end):
+def test_vectors_that_are_not_finite_are_counted_when_the_host_hears_of_them_and_exactly_at_an_end(
+    arrives, end, quorum
+):
     drawn = random.Random(5)
     gpu = SlowGpu(lambda: ARRIVALS[arrives](drawn))
 
     def train(rank: int) -> tuple[list[int], Any]:
-        one = TorchVectors([2, 2], Case("unit", "sgd", 1.0), quorum="all", bucket_cap_mb=TINY)
+        one = TorchVectors([2, 2], Case("unit", "sgd", 1.0), quorum=quorum, bucket_cap_mb=TINY)
         one.opt._async.worker_now()
         known = []
         for buckets in SPOILT:
@@ -173,7 +175,8 @@ def test_vectors_that_are_not_finite_are_counted_when_the_host_hears_of_them_and
     assert all(seen <= there for seen, there in zip(known, exact, strict=True))
     assert (first.gradients_skipped, second.gradients_skipped) == (0, exact[-1])
     assert (first.gradients_produced, second.gradients_produced) == (len(SPOILT), 4)
-    assert first.gradients_applied == second.gradients_applied == len(SPOILT) + 4
+    if end == "drain" or quorum == "all":  # (a cut leaves late gradients pending)
+        assert first.gradients_applied == second.gradients_applied == len(SPOILT) + 4
 
 
 def test_flags_of_a_step_that_come_from_two_streams_are_one_step():

@@ -324,6 +324,14 @@ class VirtualGpu(testing.FakeGpu):
     def default_stream(self, device: torch.device) -> Stream:
         return self._machine().stream("training")
 
+    def seconds(self, first: virtual_machine.Event, last: virtual_machine.Event) -> float:
+        assert first.when is not None
+        assert last.when is not None
+        return (last.when - first.when) / 1e3
+
+    def when_done(self, event: virtual_machine.Event, action: Callable[[], None]) -> None:
+        self._machine().watched.append((self._world.me.clock, event, action))
+
     def set_stream(self, stream: Any) -> None:
         self._world.me.current = stream
 
@@ -338,6 +346,27 @@ class VirtualGpu(testing.FakeGpu):
             copy: Any = tensor.clone()
         copy.copied_to_host = True
         return copy
+
+
+def watch(world: World, machine: Machine) -> None:
+    """Be the rank's watcher (``streams.Watcher``)."""
+    actor, price = world.enter(f"W{machine.rank}", machine), machine.price
+
+    def ready() -> float | None:
+        if not machine.watched:
+            return None
+        begun, event, _ = machine.watched[0]
+        known = event.known()
+        return None if known is None else max(begun + price.wake / 1e3, known + price.block / 1e3)
+
+    with contextlib.suppress(SystemExit), Meter(actor).running():
+        while True:
+            world.pause(actor, ready)
+            actor.host(price.glance, "looks")
+            actor.counts["wake-ups"] += 1
+            with charged(actor):
+                while machine.watched and machine.watched[0][1].query():
+                    machine.watched.popleft()[2]()
 
 
 class Handle:
@@ -694,6 +723,7 @@ class Setup(NamedTuple):
         scaler: whether it uses a ``GradScaler``.
         slow_device: factor of the device's times on the last of several ranks.
         slow_host: more milliseconds of the host in each of its steps.
+        lead: ``arrival_lead`` of quorums.
     """
 
     mode: str
@@ -703,6 +733,7 @@ class Setup(NamedTuple):
     scaler: bool = False
     slow_device: float = 1.0
     slow_host: float = 0.0
+    lead: float | str = "auto"
 
 
 class Cost(NamedTuple):
@@ -836,7 +867,8 @@ class Rank:
             for parameter, number in zip(reversed(parameters), numbers, strict=True):
                 buckets[number].append(parameter)
             groups = [bucket[::-1] for bucket in reversed(buckets)]
-            return hvd.EagerOptimizer(optimizer, quorum=mode, groups=groups, scaler=scaler)
+            lead = self._setup.lead
+            return hvd.EagerOptimizer(optimizer, quorum=mode, groups=groups, scaler=scaler, arrival_lead=lead)
         if mode in ("lsgd", "easgd"):
             own: dict[str, Any] = {"group": [list(range(self._setup.ranks))]} if mode == "lsgd" else {}
             return hvd.LeaderOptimizer(optimizer, algorithm=mode, **own)
@@ -849,7 +881,7 @@ class Rank:
 
     def _snapshot(self, step: int, actor: Actor) -> _Snapshot:
         stream = self.machine.stream("training")
-        threads = {"T": actor, "E": self._world.actor(f"E{self.machine.rank}")}
+        threads = {"T": actor, **{name: self._world.actor(f"{name}{self.machine.rank}") for name in "EW"}}
         spent = {f"{name} {what}": ms for name, one in threads.items() if one for what, ms in one.spent.items()}
         counts = {f"{name} {what}": float(n) for name, one in threads.items() if one for what, n in one.counts.items()}
         stream.advance()
@@ -898,7 +930,8 @@ def run(setup: Setup) -> list[Cost]:
     plain = setup.mode == "plain"
     ranks = range(1 if plain else setup.ranks)
     names = [f"T{rank}" for rank in ranks]
-    world = World(names if plain else ["C", *(f"E{rank}" for rank in ranks), *names])
+    watchers = [] if plain else [f"W{rank}" for rank in ranks]
+    world = World(names if plain else ["C", *(f"E{rank}" for rank in ranks), *watchers, *names])
     machines = [Machine(world, rank, setup.price) for rank in ranks]
     collects = gc.isenabled()
     gc.collect()
@@ -911,6 +944,8 @@ def run(setup: Setup) -> list[Cost]:
             engines = [] if plain else _engines(setup, world, machines)
             workers = [Rank(setup, world, rank, machines[rank], None if plain else engines[rank]) for rank in ranks]
             threads = [threading.Thread(target=worker.train, name=f"rank-{i}") for i, worker in enumerate(workers)]
+            watched = [] if plain else machines
+            threads += [threading.Thread(target=watch, args=(world, one), name="watcher") for one in watched]
             for thread in threads:
                 thread.start()
             world.run()
@@ -998,6 +1033,7 @@ def main() -> None:
     parser.add_argument("--floor", action="store_true", help="a device that takes no time: a step is the host's")
     parser.add_argument("--slow-device", type=float, default=1.0, metavar="FACTOR", help="rank 1's device is slower")
     parser.add_argument("--slow-host", type=float, default=0.0, metavar="MS", help="rank 1's host is slower")
+    parser.add_argument("--lead", type=float, metavar="S", help="arrival_lead in seconds, instead of auto")
     parser.add_argument("--spent", action="store_true", help="also what the threads do, ms a step, and the counts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
     args = parser.parse_args()
@@ -1005,7 +1041,8 @@ def main() -> None:
     print("prices    mode      ranks  ratio  step ms  T ms  lock  T waits  for E  wake-ups  polls  idle ms")
     for prices in PRICE_SETS if args.prices == "all" else [args.prices]:
         price = _price(PRICE_SETS[prices], args.price, args.floor)
-        setup = Setup("plain", price, args.ranks, args.item, args.scaler, args.slow_device, args.slow_host)
+        lead = "auto" if args.lead is None else args.lead
+        setup = Setup("plain", price, args.ranks, args.item, args.scaler, args.slow_device, args.slow_host, lead)
         (base,) = run(setup)
         for mode in ("plain", *args.modes):
             one = row(setup._replace(mode=mode), base, prices)

@@ -52,6 +52,8 @@ class Price(NamedTuple):
     """To let a stream wait for a collective. Estimate."""
     sync: float = 25.0
     """To notice that the device has done what a thread waits for, after it has. Estimate."""
+    block: float = 60.0
+    """From an event until a thread that sleeps on it in the driver runs (cudaEventBlockingSync). Estimate."""
     wake: float = 90.0
     """From a notification until the other thread runs. Estimate."""
     glance: float = 40.0
@@ -102,7 +104,7 @@ class Actor:
     """A thread in virtual time.
 
     Args:
-        name: "T", "E" or "C": training, engine or coordinator, and the rank.
+        name: "T", "E", "W" or "C": training, engine, watcher or coordinator, and the rank.
         machine: of its rank; None for the coordinator.
 
     Attributes:
@@ -518,12 +520,14 @@ class Machine:
         training: its training thread, once it has begun.
         phase: of its step; idle times of the device are counted by it.
         metered: whether calls and operators cost time.
+        watched: for the rank's watcher, when it got each event, the event and what follows.
     """
 
     def __init__(self, world: World, rank: int, price: Price) -> None:
         self.world, self.rank, self.price = world, rank, price
         self.training: Actor | None = None
         self.phase, self.metered = "step", False
+        self.watched: deque[tuple[float, Event, Callable[[], None]]] = deque()
         self._streams: dict[str, Stream] = {}
 
     def stream(self, name: str) -> Stream:

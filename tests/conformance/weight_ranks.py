@@ -60,8 +60,9 @@ class Rank:
     """One rank; each framework's subclass makes the model (``_wrap``), and has one vector of its weights.
 
     ``take(gradient, loss, mean)`` is a step with a given gradient, after a loss is recorded and, of a normed rank, the
-    running mean of its statistics is set, and their variance to ten times as much. ``moments()`` is the optimizer's
-    state in the reference's form; ``through_a_file()`` a state as it comes back from a file without pickled code.
+    running mean of its statistics is set, and their variance to ten times as much. ``freeze(index, frozen)`` takes the
+    gradient away from one of the two tensors, or gives it back. ``moments()`` is the optimizer's state in the
+    reference's form; ``through_a_file()`` a state as it comes back from a file without pickled code.
 
     Args:
         problem: its weights, data and optimizer: of ``least_squares``.
@@ -93,6 +94,7 @@ class Rank:
     assign: Any
     statistics: Any
     set_statistics: Any
+    freeze: Any
     state: Any
     load: Any
     through_a_file: Any
@@ -232,7 +234,7 @@ class TorchRank(Rank):
     def take(self, gradient: Any, loss: Any = None, mean: Any = None) -> None:
         parts = torch.as_tensor(np.asarray(gradient, np.float64)).split((2, 4))
         for parameter, part in zip(self.parameters, parts, strict=True):
-            parameter.grad = part.view_as(parameter).to(parameter.dtype)
+            parameter.grad = part.view_as(parameter).to(parameter.dtype) if parameter.requires_grad else None
         if mean is not None:
             self.set_statistics(mean, 10 * np.asarray(mean))
         if loss is not None:
@@ -249,6 +251,9 @@ class TorchRank(Rank):
 
     def set_rate(self, rate: float) -> None:
         self.opt.param_groups[0]["lr"] = rate
+
+    def freeze(self, index: int, frozen: bool) -> None:
+        self.parameters[index].requires_grad_(not frozen)
 
     def statistics(self) -> Array:
         return torch_ranks.flat(self._counted) if self._counted else np.zeros(0)
@@ -313,7 +318,8 @@ class KerasRank(Rank):
     def take(self, gradient: Any, loss: Any = None, mean: Any = None) -> None:
         given = tf.constant(loss, tf.float64) if self.graph and loss is not None else loss
         moved = None if mean is None else tf.constant(mean, tf.float32, [2])
-        self._apply(given, moved, *map(tf.constant, _split(gradient)))
+        pairs = zip(_split(gradient), self.parameters, strict=True)
+        self._apply(given, moved, *(tf.constant(part) if p.trainable else None for part, p in pairs))
 
     def weights(self) -> Array:
         return keras_ranks.flat(self.parameters)
@@ -324,6 +330,9 @@ class KerasRank(Rank):
 
     def set_rate(self, rate: float) -> None:
         self.opt.learning_rate = rate
+
+    def freeze(self, index: int, frozen: bool) -> None:
+        self.parameters[index].trainable = not frozen
 
     def statistics(self) -> Array:
         return keras_ranks.flat(self._counted) if self._counted else np.zeros(0)

@@ -27,6 +27,12 @@ def test_process_sets_average_over_their_ranks(features: Job) -> None:
     assert len({str(rank["every"]) for rank in ranks}) == 1
 
 
+def test_rank_0s_state_of_an_outer_optimizer_is_sent_to_all(features: Job) -> None:
+    for rank in features.case("resumed"):
+        assert rank["again"] == rank["whole"]
+        assert rank["began"] == rank["rounds"]
+
+
 def test_a_rank_outside_the_process_set_steps_separately(features: Job) -> None:
     for index, rank in enumerate(features.case("process set of others")):
         assert (rank["last"], rank["rounds"], rank["distance"]) == (index, 3, 0.0)

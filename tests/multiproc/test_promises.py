@@ -116,6 +116,13 @@ def test_fit_weights_batches_of_different_sizes_and_numbers(job: RunJob) -> None
         assert rank["applied"] == 28
 
 
+def test_fit_resumes_from_rank_0s_backup(job: RunJob) -> None:
+    """With outer momentum and the count of rounds, which Keras' files do not hold themselves."""
+    for rank in TENSORFLOW.case(job, "resumed"):
+        assert rank["difference"] < 1e-6
+        assert rank["rounds"][0] == rank["rounds"][1]
+
+
 def test_fit_that_ends_by_rounds_meets_at_its_end(job: RunJob) -> None:
     """Metrics are averaged and weights equal, whatever number of steps a rank took."""
     ranks = TENSORFLOW.case(job, "fitted by rounds")

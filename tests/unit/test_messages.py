@@ -76,6 +76,7 @@ FIRING = st.builds(
 )
 WHOLE = st.builds(eager.HostSteps, most=NUMBERS, others=st.dictionaries(NUMBERS, NUMBERS))
 KINDS = {int: NUMBERS, float: st.floats(0, 9), bool: st.booleans(), str: TEXT, eager.RoundTrigger: FIRING,
+         bytes: st.binary(max_size=9),
          protocol.Hyper: HYPER, protocol.Hyper | None: st.none() | HYPER,
          protocol.C: CONFIG | GOSSIP | LEADER, protocol.D | None: st.none() | PROGRESS,
          leader.PullProgress | None: st.none() | PROGRESS, float | None: st.none() | st.floats(allow_nan=False),

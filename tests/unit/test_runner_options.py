@@ -12,7 +12,7 @@ from hvd_async.algorithms.option import options_of
 from hvd_async.algorithms.registry import ALGORITHMS, OPTIONS
 from hvd_async.runner.options import build_parser, parse
 
-WITHOUT_FLAG = {"algorithm", "seed", "bucket_cap_mb", "late_cap_mb", "nonfinite", "buffers"}
+WITHOUT_FLAG = {"algorithm", "seed", "arrival_lead", "bucket_cap_mb", "late_cap_mb", "nonfinite", "buffers"}
 """Options that have no flag of their own: two are flags of every run, the others are left at their defaults."""
 
 

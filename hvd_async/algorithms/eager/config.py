@@ -70,8 +70,8 @@ class StepEntered(OptimizerEvent, frozen=True, tag=True, omit_defaults=True):
 
 
 class GradientReady(OptimizerEvent, frozen=True, tag=True, omit_defaults=True):
-    """The engine of this rank has the gradients of ``buckets`` of step ``step``; those of ``empty`` hold nothing. On
-    this engine ``landed`` rounds are complete."""
+    """The engine of this rank has the gradients of ``buckets`` of step ``step``; those of ``empty`` hold nothing, as do
+    some others that a GPU has emptied. On this engine ``landed`` rounds are complete."""
 
     buckets: list[int]
     step: int
@@ -238,6 +238,15 @@ class EagerOptions:
         "usually arrive right after it, at most 5% of the time between two rounds",
         read=_AutoOr(Real(0, what='"auto" or a number of seconds, at least 0')),
         metavar="S",
+    )
+    arrival_lead: float | str = option(
+        AUTO,
+        "on a GPU, seconds by which a rank arrives before its device has computed the step's last gradients, so that "
+        "the host need not wait for it: a grace for ranks that are nearly there. 0: it arrives when they are "
+        'computed; "auto": 0.008, at most a quarter of a step. Of no effect with ``quorum="all"``, on a CPU, and where '
+        "rounds are applied only once they are complete",
+        read=_AutoOr(Real(0, what='"auto" or a number of seconds, at least 0')),
+        flags=(),
     )
     weight_prediction: float | str = option(
         AUTO,

@@ -11,6 +11,7 @@ if all n_j are.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -166,6 +167,7 @@ class GradientFormat:
         read_tail: returns the decoded tail of a bucket's sum that is complete; None if that takes the whole sum.
         narrow: whether gradients x samples may exceed the range in which they travel (float16).
         peek: returns the last elements of a received sum, in order, given their number.
+        add: returns the sum of two vectors, the first of which it may overwrite (engine thread).
         recount: returns a vector with other counting elements, given its present number of them.
         sent: size of each bucket's vector on the wire, bytes; empty: as ``nbytes``.
         release: frees memory that is reserved for vectors of later steps.
@@ -183,6 +185,7 @@ class GradientFormat:
     read_tail: Callable[[Vector, int], Vector] | None = lambda vector, bucket: vector
     narrow: bool = False
     peek: Callable[[Vector, int], Sequence[float]] = lambda sums, count: [float(sums[i]) for i in range(-count, 0)]
+    add: Callable[[Vector, Vector], Vector] = operator.iadd
     recount: Callable[[Vector, int, Sequence[float]], Vector] = lambda vector, count, elements: np.concatenate(
         [vector[:-count], np.asarray(elements, vector.dtype)]
     )

@@ -72,6 +72,14 @@ class HandedOver(NamedTuple):
     in_step: bool = False
 
 
+class _Entered(NamedTuple):
+    """Place, behind a step's buckets, at which this rank reports that it is in ``step()``; ``hyper`` as in the
+    event."""
+
+    step: int
+    hyper: Hyper | None
+
+
 @dataclass
 class _Pending:
     """Sum of the gradients of a bucket that no round has carried yet, and the versions they were computed at."""
@@ -147,6 +155,12 @@ class RoundsInFlight:
         self._buckets = len(wire.nbytes)
         self._queue: deque[HandedOver] = deque()
         """Buckets on their way from the training thread."""
+        self._later: deque[HandedOver | _Entered] = deque()
+        """What the training thread has handed over and its device may not have computed; the first ``arrived`` since
+        the start have arrived, and ``_reported`` of them are taken out."""
+        self.given_later = self.arrived = self._reported = 0
+        self.started = [0] * self._buckets
+        """By bucket, the last round that the coordinator has started."""
         self._pending = [_Pending() for _ in range(self._buckets)]
         self._host_queues = [_HostQueue() for _ in range(self._buckets)]
         self._units: dict[str, float] = {}
@@ -161,7 +175,7 @@ class RoundsInFlight:
         """Buckets of that step that have not come: their rounds start later, with all collectives after them."""
         self._unanswered: ReportReceived | None = None
         """A roll call to be answered when they have."""
-        self.started = 0
+        self.announced_start = 0
         """The last announced step whose round has started in a bucket; the training thread reads it."""
         self._last_hyper: Hyper | None = None
         """Hyperparameters that the coordinator sent last."""
@@ -189,6 +203,14 @@ class RoundsInFlight:
         if one.vector is not None:
             self.count_bytes(self._wire.nbytes[one.bucket])
         self._queue.append(one)
+
+    def give_later(self, one: HandedOver | _Entered) -> None:
+        """Give a bucket, or the place of a report, that arrives once ``arrived`` counts it: ``report_arrived`` takes
+        it."""
+        if isinstance(one, HandedOver) and one.vector is not None:
+            self.count_bytes(self._wire.nbytes[one.bucket])
+        self._later.append(one)
+        self.given_later += 1
 
     def count_bytes(self, nbytes: int) -> None:
         """Add ``nbytes``, which may be negative, to the number of bytes in use by gradients."""
@@ -225,8 +247,36 @@ class RoundsInFlight:
         taken = [one for one in self._queue.copy() if one.step == step]
         if not in_step and (not taken or any(one.in_step for one in taken)):
             return
-        for one in taken:
+        for _ in taken:
             self._queue.popleft()
+        self._report(number, step, taken, in_step, hyper)
+
+    def report_arrived(self, number: int, everything: bool = False) -> None:
+        """Take in what has arrived, or ``everything``, of what was given by ``give_later``, and report it.
+
+        Args:
+            number: number of the optimizer.
+        """
+        taken: list[HandedOver] = []
+        while self._later and (everything or self._reported < self.arrived):
+            one = self._later.popleft()
+            self._reported += 1
+            if taken and taken[0].step != one.step:
+                self._report(number, taken[0].step, taken)
+                taken = []
+            if isinstance(one, HandedOver):
+                taken.append(one)
+            else:
+                self._report(number, one.step, taken, True, one.hyper)
+                taken = []
+        if taken:
+            self._report(number, taken[0].step, taken)
+
+    def _report(
+        self, number: int, step: int, taken: list[HandedOver], in_step: bool = False, hyper: Hyper | None = None
+    ) -> None:
+        """Take in the buckets of a step, and send one event that covers them; arguments as in ``report``."""
+        for one in taken:
             self.arrive(one.bucket, one.vector, one.version)
         buckets, empty = [one.bucket for one in taken], [one.bucket for one in taken if one.vector is None]
         complete = min(self.landed)
@@ -275,7 +325,7 @@ class RoundsInFlight:
 
     def answer(self, call: ReportReceived) -> None:
         """Answer a roll call, once this rank has submitted all that has started."""
-        is_late = bool(self._lacking) and self.started == self._announced
+        is_late = bool(self._lacking) and self.announced_start == self._announced
         self._unanswered = call if is_late else None
         if not is_late:
             self._engine.send(RoundsReceived(call.optimizer, call.call, list(self.landed)))
@@ -306,9 +356,11 @@ class RoundsInFlight:
 
     def take_in_all(self) -> None:
         """Make all queued gradients pending, after the engine has ended."""
-        while self._queue:
-            bucket, vector, version, *_ = self._queue.popleft()
-            self.arrive(bucket, vector, version)
+        for one in [*self._queue, *self._later]:
+            if isinstance(one, HandedOver):
+                self.arrive(one.bucket, one.vector, one.version)
+        self._queue.clear()
+        self._later.clear()
         for bucket in range(self._buckets):
             self.release(bucket, None)
 
@@ -333,7 +385,7 @@ class RoundsInFlight:
         if pending.vector is None:
             pending.vector = vector
         else:
-            pending.vector += vector
+            pending.vector = self._wire.add(pending.vector, vector)
             self.count_bytes(-self._wire.nbytes[bucket])
         pending.versions.append(version)
 
@@ -388,6 +440,8 @@ class RoundsInFlight:
         self._held_s[go.by] += go.held
         if go.settled:
             self._set_hyper(go.round, go.hyper)
+        for bucket in go.buckets:
+            self.started[bucket] = go.round
         flight, whole = self._flight(go.round), None
         if self._host is not None and go.whole is not None:
             whole = go.whole.of(self._host)
@@ -398,7 +452,9 @@ class RoundsInFlight:
             self._wake_if_started(go.round)
             return
         if go.round == self._announced:
-            self.started = go.round  # (first: the training thread wakes the engine for what it hands over from now on)
+            self.announced_start = (
+                go.round
+            )  # (first: the training thread wakes the engine for what it hands over from now on)
             self.take_in(go.round)
             if self._lacking:
                 self._engine.expect_posts()
@@ -657,6 +713,9 @@ def _sum(gradients: Iterable[PendingGradient]) -> PendingGradient:
 
 Apply = Callable[[ReducedRound], None]
 Emptied = Callable[[bool], Sequence[Sequence[int]]]
+Arrives = Callable[[Vector | None, bool, Callable[[], None]], None]
+"""Calls an action, on any thread, once the device has computed a vector (None: the last one) or, if True, is about to.
+Actions are called in the order in which they were given."""
 
 
 class EagerWorker(Worker):
@@ -670,6 +729,7 @@ class EagerWorker(Worker):
         apply: applies a round that completes while this rank drains.
         emptied: returns, for each step about which this is known since the last call, the buckets that have turned out
             to hold no gradient. True: wait until it is known of all that were handed over.
+        arrives: tells when vectors arrive; None if they are computed when they are handed over, or need not be.
 
     Attributes:
         version: number of rounds that this rank's weights include.
@@ -687,9 +747,11 @@ class EagerWorker(Worker):
         finish: Callable[[bool], object],
         apply: Apply = lambda round_: None,
         emptied: Emptied = lambda wait: (),
+        arrives: Arrives | None = None,
     ) -> None:
         super().__init__(engine, config, wire.members, wire.process_set, wire.process_set_id, finish)
         self.config, self.wire, self.apply, self._emptied = config, wire, apply, emptied
+        self._arrives = arrives
         ranks = wire.members or range(engine.size)
         self._host = ranks.index(engine.rank) // config.local_size if config.local_size > 1 else None
         # Elastic ranks continue from their weights after a loss; with samples, a sum says how to apply it.
@@ -699,6 +761,7 @@ class EagerWorker(Worker):
         # names do not change, can submit some ranks' part)
         names = 1 if config.quorum == "all" and hasattr(engine.collectives, "sum_in_graph") else NAMES_IN_RING
         self._in_flight = RoundsInFlight(engine, wire, self._deliver, ranks, self._host, self._settle, confirms, names)
+        self._confirms = confirms
         self._records_timeline = self._in_flight.timeline is not None
         # Set by the engine thread, under ``engine.changed``:
         self._rounds: deque[ReducedRound] = deque()
@@ -714,6 +777,8 @@ class EagerWorker(Worker):
         self.whole = Uninterrupted(self._raise_failure)
         self._steps = self._base = 0  # steps in total; round number minus step number, re-based by drains and cuts
         self._settled_at = 0  # steps at the last drain or cut
+        self._near = 0  # steps that the device has computed, or is about to; set by the thread that ``arrives`` uses
+        self._last_given: tuple[int, Vector | None] = 0, None  # bucket and vector, until the step is reported
         self._ended = 0  # steps that all ranks of the host have handed over, as far as this rank has waited for them
         self._handed: dict[int, None] = {}
         """Buckets of the current step that were handed over, in order."""
@@ -817,9 +882,11 @@ class EagerWorker(Worker):
                 self._announced_step = step
                 unsent = self._unsent(self._foreseen)
                 self.engine.notify(partial(in_flight.announce, number, step, unsent, self._order))
+            elif self._arrives is not None:
+                self._await_arrival(number, bucket, vector, step)
             elif self._announced_step != step:
                 self.engine.notify(partial(in_flight.report, number, step, False), hurry=False)
-            elif in_flight.started == step:  # (else the engine takes it in when the round starts)
+            elif in_flight.announced_start == step:  # (else the engine takes it in when the round starts)
                 is_last = len(self._handed) == self.config.buckets
                 self.engine.notify(partial(in_flight.take_in, step), hurry=is_last)
 
@@ -844,7 +911,47 @@ class EagerWorker(Worker):
             self._lacks = self._lacks or vector is None
             self.produced[bucket] += vector is not None
         self._handed[bucket] = None
-        self._in_flight.give(HandedOver(bucket, vector, self.version, step, in_step))
+        give = self._in_flight.give if self._arrives is None else self._in_flight.give_later
+        give(HandedOver(bucket, vector, self.version, step, in_step))
+
+    # -- gradients that the device may not have computed when they are handed over (quorums on a GPU) -------------
+    # A round may start as soon as a rank's gradient has arrived, and all ranks then wait for it. So it arrives when the
+    # device is about to have it. If its round has started without it by then, it arrives when it is computed: a later
+    # round that takes it does not wait. This thread stays as close to its device in any case: otherwise gradients would
+    # be computed at old weights.
+
+    def _await_arrival(self, number: int, bucket: int, vector: Vector | None, step: int, in_step: int = 0) -> None:
+        """Report what was given so far, up to this bucket, once it has arrived.
+
+        Args:
+            in_step: this thread's number of steps, this one included, if that is all of the step; else 0.
+        """
+        assert self._arrives is not None
+        arrives, given = self._arrives, self._in_flight.given_later
+
+        def arrived() -> None:  # (any thread)
+            self._in_flight.arrived = max(self._in_flight.arrived, given)
+            report = self._report_near if in_step else self._in_flight.report_arrived
+            self.engine.notify(partial(report, number), hurry=in_step > 0)
+
+        def is_near() -> None:
+            self._near = max(self._near, in_step)
+            if self._in_flight.started[bucket] < step or self.config.pace != "steps":
+                arrived()
+                return
+            if in_step:
+                self.engine.notify(partial(self._report_near, number))
+            arrives(vector, False, arrived)
+
+        self._last_given = bucket, vector
+        arrives(vector, not self._confirms, is_near)
+
+    def _report_near(self, number: int) -> None:
+        """Report what has arrived, and wake the training thread if the rounds of its step are there (engine thread)."""
+        self._in_flight.report_arrived(number)
+        with self.engine.changed:
+            if self._rounds:
+                self.engine.changed.notify_all()
 
     def _take_back_empty(self, wait: bool) -> None:
         """Subtract the buckets that have turned out to hold no gradient; ``wait``: until all is known."""
@@ -915,6 +1022,8 @@ class EagerWorker(Worker):
         step = self._steps + 1 + self._base
         for bucket, vector in vectors.items():
             self._give(bucket, vector, step, in_step=True)
+            if self._arrives is not None:
+                self._await_arrival(number, bucket, vector, step)
         self._in_flight.forget_cut()
         self._steps += 1
         self._skipped, self._lacks = self._skipped + self._lacks, False
@@ -924,9 +1033,13 @@ class EagerWorker(Worker):
         if self._foreseen is not None:
             self.steady = self.steady + 1 if hyper == self._foreseen else 0
             self._foreseen = None
-        if self._announced_step != step:
+        if self._arrives is not None:
+            self._in_flight.give_later(_Entered(step, self._unsent(hyper)))
+            self._await_arrival(number, *self._last_given, step, self._steps)
+            self._last_given = 0, None
+        elif self._announced_step != step:
             self.engine.notify(partial(self._in_flight.report, number, step, True, self._unsent(hyper)))
-        elif self._in_flight.started == step and not self._in_flight.has_announced(step):
+        elif self._in_flight.announced_start == step and not self._in_flight.has_announced(step):
             self.engine.notify(partial(self._in_flight.take_in, step))
 
     # -- steps whose buckets the training graph submits (training thread) -----------------------------------------
@@ -994,7 +1107,7 @@ class EagerWorker(Worker):
 
         At most ``UNSETTLED`` rounds are incomplete, so that the training thread is not far ahead of its device.
         """
-        if self._incomplete > UNSETTLED:
+        if self._incomplete > UNSETTLED or (self._arrives is not None and self._near < self._steps):
             return False
         if len(self._rounds) < self._behind or self._host is None:
             return len(self._rounds) >= self._behind
@@ -1128,6 +1241,9 @@ class EagerWorker(Worker):
             self.engine.check()
             with self.whole("a drain could not be begun"):
                 self._end_announced()
+                if self._arrives is not None:
+                    self._take_back_empty(wait=True)  # (and all is computed)
+                    self.engine.notify(partial(self._in_flight.report_arrived, self._registered_number(), True))
                 super().announce_finished(flush)
             if flush:
                 self.wire.release()
@@ -1158,6 +1274,8 @@ class EagerWorker(Worker):
         yield from self._finish(drained.flushed)
 
     def discard_results(self) -> None:
+        if self._number is not None:
+            self._in_flight.report_arrived(self._number, True)  # (they count as produced)
         self._discards = True  # (without the lock: ``_deliver`` runs on this thread too)
         self._rounds.clear()
         self._in_flight.give_up()

@@ -102,10 +102,12 @@ class GlobalAverages:
 
 
 class Average(NamedTuple):
-    """A completed average: the mean of the vectors, and the mean of the numbers sent with them."""
+    """A completed average: the mean of the vectors, the mean of the numbers sent with them, and the set of parameters
+    that a rank has moved (``outer.packed``)."""
 
     mean: Vector
     number: float
+    moved: bytes
 
 
 class DifferenceAverages:
@@ -156,13 +158,16 @@ class DifferenceAverages:
 
     # -- training thread --------------------------------------------------------------------------------------
 
-    def contribute(self, optimizer: int, average: int, fragment: int, vector: Vector, number: float) -> None:
-        """Enter the next average with a fragment's vector, taking ownership of it, and a number."""
+    def contribute(
+        self, optimizer: int, average: int, fragment: int, vector: Vector, number: float, moved: bytes
+    ) -> None:
+        """Enter the next average with a fragment's vector, taking ownership of it, a number, and the set of parameters
+        that this rank has moved."""
         index = average - self._first + 1
 
         def send() -> None:
             self._contributed[index] = vector
-            self._engine.send(AverageEntered(optimizer, index, [number], fragment))
+            self._engine.send(AverageEntered(optimizer, index, [number], fragment, moved))
 
         self._engine.call_soon(send)
 
@@ -331,6 +336,6 @@ class DifferenceAverages:
         with self._engine.changed:
             if not self._discards:
                 number, average = command.weights[0] / len(command.ranks), self._first + command.index - 1
-                self._results[average] = Average(mean, number)
+                self._results[average] = Average(mean, number, command.moved)
                 self.newest = max(self.newest, average)
             self._engine.changed.notify_all()

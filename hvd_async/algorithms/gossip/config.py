@@ -104,12 +104,14 @@ class AverageEntered(OptimizerEvent, frozen=True, tag=True):
     """This rank has entered its average number ``index`` over all ranks, and waits for it.
 
     ``weights`` is its push-sum weight, or one for each part of its weights (push-sum of hosts). Under an outer
-    optimizer the rank does not wait, ``part`` is the fragment, and ``weights`` is the learning rate.
+    optimizer the rank does not wait, ``part`` is the fragment, ``weights`` is the learning rate, and ``moved`` is the
+    set of parameters that this rank has moved (``outer.packed``); empty if the optimizer has no momentum.
     """
 
     index: int
     weights: list[float]
     part: int = 0
+    moved: bytes = b""
 
 
 class ExchangeDone(OptimizerEvent, frozen=True, tag=True):
@@ -157,12 +159,14 @@ class StartAverage(OptimizerCommand, frozen=True, tag=True):
         spans: the ranks, as (first, last) of each run.
         weights: sums of these ranks' push-sum weights.
         part: the fragment that is averaged.
+        moved: the set of parameters that at least one of these ranks has moved.
     """
 
     index: int
     spans: list[tuple[int, int]]
     weights: list[float]
     part: int = 0
+    moved: bytes = b""
 
     @property
     def ranks(self) -> list[int]:

@@ -44,6 +44,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from hvd_async.algorithms.gossip import outer
 from hvd_async.algorithms.gossip.config import (
     ALGORITHMS,
     STAGES,
@@ -784,7 +785,8 @@ class GossipStateMachine(StateMachine[GossipConfig]):
         for rank, _ in there if not self._overlaps_averages else ():
             self._readiness.drop(rank, Reason.AVERAGE)
         weights = [sum(part) for part in zip(*(own.weights for _, own in there), strict=True)]
-        return StartAverage(self._optimizer, index, spans_of(rank for rank, _ in there), weights, there[0][1].part)
+        spans, moved = spans_of(rank for rank, _ in there), outer.union(own.moved for _, own in there)
+        return StartAverage(self._optimizer, index, spans, weights, there[0][1].part, moved)
 
     def _next(self, until: float = math.inf) -> StartExchange | None:
         """Return the next exchange, of queued messages of steps up to ``until`` and of pairs; None if it would be

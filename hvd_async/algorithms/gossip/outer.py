@@ -6,8 +6,9 @@ Each rank i starts from the anchor x and takes H steps, to x_i. Then, with d = m
     SlowMo (Wang et al., ICLR 2020, Algorithm 1):  u <- beta u + d / gamma;  x <- x - alpha gamma u
     DiLoCo (Douillard et al., 2023, Algorithm 1, Nesterov):  b <- mu b + d;  x <- x - lr (d + mu b)
 
-A parameter that no rank has moved since the last average (d = 0) keeps its value, and its u or b is set to 0. So a
-parameter that all ranks have frozen does not move by momentum, and starts without momentum when it is unfrozen.
+A parameter that no rank has moved since the last average keeps its value, and its u or b is set to 0. So a parameter
+that all ranks have frozen does not move by momentum, and starts without momentum when it is unfrozen. Each rank reports
+which parameters it has moved; d = 0 does not tell, since changes may cancel, or be lost to compression.
 
 gamma is the learning rate of the ranks' own steps, averaged over the H steps: at the end of a schedule the last rate
 may differ much from the others. The inner optimizers' momentum stays on the ranks. A rank takes the new anchor D steps
@@ -18,7 +19,7 @@ mix x_i with the new x).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 Vector: TypeAlias = Any
@@ -71,21 +72,39 @@ def diloco(state: State, d: Vector, gamma: float, constants: Constants) -> State
     return State(state.anchor - (d + b * constants.momentum) * constants.lr, b)
 
 
-def hold_unmoved(old: State, new: State, d: Vector, parameters: Iterable[slice]) -> None:
+def hold_unmoved(old: State, new: State, d: Vector, unmoved: Iterable[slice]) -> None:
     """Undo, in place, an outer step of parameters that no rank has moved: restore the anchor, and set momentum to 0.
 
     Args:
         old, new: the states before and after the step.
         d: the mean difference, shape (n,).
-        parameters: the elements of each parameter.
+        unmoved: the elements of each parameter that no rank's optimizer has moved. Where d is not 0, user code has
+            changed the weights, or an earlier compression error arrives: the step holds.
     """
     if new.momentum is None or new.momentum is old.momentum:  # (SlowMo's, at a learning rate of 0)
         return
-    if (d != 0).all():  # (the usual case: one GPU synchronization instead of one per parameter)
-        return
-    for part in parameters:
+    for part in unmoved:
         if not d[part].any():
             new.anchor[part], new.momentum[part] = old.anchor[part], 0.0
+
+
+def packed(flags: Sequence[bool]) -> bytes:
+    """Return a set of parameters, given whether each is in it, with a bit per parameter."""
+    bits = sum(1 << place for place, flag in enumerate(flags) if flag)
+    return bits.to_bytes(-(-len(flags) // 8), "little")
+
+
+def contains(packed_set: bytes, place: int) -> bool:
+    """Return whether a packed set contains a parameter, given its place among all parameters."""
+    return bool(packed_set[place // 8] >> place % 8 & 1)
+
+
+def union(packed_sets: Iterable[bytes]) -> bytes:
+    """Return the union of packed sets."""
+    bits = length = 0
+    for one in packed_sets:
+        bits, length = bits | int.from_bytes(one, "little"), max(length, len(one))
+    return bits.to_bytes(length, "little")
 
 
 def merged(anchor: Vector, weights: Vector, sent: Vector) -> Vector:

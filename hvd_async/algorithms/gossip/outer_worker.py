@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from hvd_async.algorithms.gossip import outer, push_sum
 from hvd_async.algorithms.gossip.averages import Average, DifferenceAverages
@@ -29,8 +29,8 @@ from hvd_async.runtime.interfaces import Program, RankRuntime, Vector, Wait
 from hvd_async.runtime.protocol import Hyper
 from hvd_async.stats import GossipStats
 
-ANCHOR, ERROR, RATES = "outer anchor", "outer error", "inner learning rates"
-SENT, MEAN_OF, NUMBER = "outer sent ", "outer mean ", "outer learning rate "
+ANCHOR, ERROR, RATES, LAST_MOVES = "outer anchor", "outer error", "inner learning rates", "steps of the last moves"
+SENT, MEAN_OF, NUMBER, MOVED = "outer sent ", "outer mean ", "outer learning rate ", "outer moved "
 """Names of saved vectors; a name that ends with a space is followed by an average's number."""
 
 
@@ -56,6 +56,9 @@ class OuterWorker(GossipWorker):
         """Whether the outer momentum is from an earlier worker."""
         self._rates: deque[float] = deque(maxlen=config.average_every)
         """Learning rates of this rank's last steps since a drain, at most a period's; empty without momentum."""
+        self._last_moves: list[int] = []
+        """The step since a drain in which this rank's optimizer last moved each parameter, 0 if in none; empty without
+        momentum."""
         self._next = 0
         """The number, since the last drain, of the next average to take."""
         self._sent: dict[int, Vector] = {}
@@ -85,8 +88,10 @@ class OuterWorker(GossipWorker):
         self._count_step()
         now = self._base + self._step
         if self._state.momentum is not None:
-            rates = self.learning_rates()
-            self._rates.append(rates[0][1] if rates else 1.0)
+            # (of the group with the largest: a rate of 0 tells of its own group alone)
+            self._rates.append(max((rate for _, rate in self.learning_rates()), key=abs, default=1.0))
+            pairs = zip(self.moving(), self._last_moves or [0] * len(self.sizes()), strict=True)
+            self._last_moves = [now if moves else last for moves, last in pairs]
         last = self._rhythm.until(now) - 1
         if last >= 0 and self._rhythm.step(last) == now:
             self._enter(last, after)
@@ -104,7 +109,9 @@ class OuterWorker(GossipWorker):
         if self.flag is not None:  # (weights that are not finite count as ones that have not moved)
             difference = self.flag.choose(difference, self._post.zeros()[where])
         gamma = sum(self._rates) / len(self._rates) if self._rates else 1.0
-        self._averages.contribute(self._registered_number(), average, fragment, difference, gamma)
+        since = max(0, self._rhythm.step(average) - self._rhythm.period)
+        moved = outer.packed([last > since for last in self._last_moves])
+        self._averages.contribute(self._registered_number(), average, fragment, difference, gamma, moved)
 
     def _take(self, weights: Vector, now: int) -> None:
         """Take the next average: move the anchor and, in place, the weights."""
@@ -121,19 +128,19 @@ class OuterWorker(GossipWorker):
         where = self._averages.slice_of(self._rhythm.fragment(average))
         old = outer.State(state.anchor[where], None if state.momentum is None else state.momentum[where])
         new = self._outer_step(old, result.mean, result.number, self._constants)
-        outer.hold_unmoved(old, new, result.mean, self._parameters_in(where))
+        outer.hold_unmoved(old, new, result.mean, self._unmoved(where, result.moved))
         # A rank that had finished before, and so was not in the average, keeps its difference from the anchor.
         weights[where] = outer.merged(new.anchor, weights[where], self._sent.get(average, old.anchor))
         state.anchor[where] = new.anchor
         if state.momentum is not None:
             state.momentum[where] = new.momentum
 
-    def _parameters_in(self, fragment: slice) -> Iterator[slice]:
-        """Yield the elements of each parameter in a fragment, counted from its start."""
+    def _unmoved(self, fragment: slice, moved: bytes) -> Iterator[slice]:
+        """Yield the elements, counted from the fragment's start, of each of its parameters that no rank has moved."""
         start = 0
-        for size in self.sizes():
+        for place, size in enumerate(self.sizes() if moved else ()):
             first, last = max(start, fragment.start), min(start + size, fragment.stop)
-            if first < last:
+            if first < last and not outer.contains(moved, place):
                 yield slice(first - fragment.start, last - fragment.start)
             start += size
 
@@ -181,6 +188,7 @@ class OuterWorker(GossipWorker):
         self._state, self._next = self._state._replace(anchor=z + 0), 0
         self._averages.error[:] = 0.0
         self._rates.clear()
+        self._last_moves.clear()
         return z
 
     def consensus_program(self, x: Vector) -> Program[Vector]:
@@ -229,10 +237,11 @@ class OuterWorker(GossipWorker):
 
     def _estimates(self) -> dict[str, Vector]:
         saved = {ANCHOR: self._state.anchor + 0, ERROR: self._averages.error + 0, **self.common_state()}
-        if self._rates:
-            saved[RATES] = self._post.concatenate([self._post.scalar(rate) for rate in self._rates])
-        for average, (mean, gamma) in self._averages.results().items():
-            saved |= {f"{MEAN_OF}{average}": mean + 0, f"{NUMBER}{average}": self._post.scalar(gamma)}
+        lists: dict[str, Sequence[float]] = {RATES: self._rates, LAST_MOVES: self._last_moves}
+        for average, (mean, gamma, moved) in self._averages.results().items():
+            saved[f"{MEAN_OF}{average}"] = mean + 0
+            lists |= {f"{NUMBER}{average}": [gamma], f"{MOVED}{average}": list(moved)}
+        saved |= {name: self._post.concatenate([*map(self._post.scalar, own)]) for name, own in lists.items() if own}
         return saved | {f"{SENT}{average}": sent + 0 for average, sent in self._sent.items()}
 
     def restore(self, kept: SavedState) -> None:
@@ -255,13 +264,22 @@ class OuterWorker(GossipWorker):
                 f"this state was saved after cut() while averages of other fragments or another average_every were "
                 f"in flight: continue with the values of {name} that it was saved with, or save after drain()"
             )
-        results = {average: Average(mean, float(copies[f"{NUMBER}{average}"][0])) for average, mean in means.items()}
+        results = {
+            average: Average(
+                mean, float(copies[f"{NUMBER}{average}"][0]), bytes(map(int, copies.get(f"{MOVED}{average}", ())))
+            )
+            for average, mean in means.items()
+        }
         error = copies[ERROR] if ERROR in copies else copies[ANCHOR] * 0.0
         self._averages.restore(error + 0, results, first)
         self._next = min(means, default=first)
         self._state = self._state._replace(anchor=copies[ANCHOR] + 0)
         self._sent = {int(key.removeprefix(SENT)): own + 0 for key, own in copies.items() if key.startswith(SENT)}
         self._rates.extend(float(rate) for rate in copies.get(RATES, ()))
+        if self._state.momentum is not None:
+            # (Version 0.2.0 saved no moves: for a period, parameters count as moved.)
+            unknown = [kept.base] * len(self.sizes())
+            self._last_moves = [int(step) for step in copies.get(LAST_MOVES, unknown)]
         self.take_common_state(copies)
         super().restore(kept)
 

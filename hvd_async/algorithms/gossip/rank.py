@@ -440,6 +440,7 @@ class GossipWorker(Worker):
         inertia: returns how an update depends on learning rates of earlier steps; see ``WeightReplica.inertia``.
         sizes: returns the number of elements of each parameter, in the order of the vector of weights.
         frozen: returns the elements of parameters that are currently frozen on this rank.
+        moving: returns for each parameter whether the update of this step moves it.
         defers_sends: whether constraints or post-step hooks may change the weights that ``mix`` returns.
         can_be_late: whether it can do with weights of which it is not known yet whether they are finite.
         flags_late: whether it gets such weights.
@@ -504,6 +505,7 @@ class GossipWorker(Worker):
         self.inertia: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
         self.sizes: Callable[[], Sequence[int]] = tuple
         self.frozen: Callable[[], Sequence[slice]] = tuple
+        self.moving: Callable[[], Sequence[bool]] = lambda: [True] * len(self.sizes())
         self.defers_sends = self.can_be_late = self.flags_late = False
         self.flag: FiniteFlag | None = None
         self.check_weights: Callable[[], None] = lambda: None

@@ -10,6 +10,8 @@ from horovod.tensorflow.keras import *  # noqa: F403
 from hvd_async.monitor import Monitor
 from hvd_async.optimizers.public_names import public_names as _public_names
 from hvd_async.tensorflow.apply_round import clip_by_global_norm
+from hvd_async.tensorflow.checkpoint import share_in_file as _share_in_file
+from hvd_async.tensorflow.checkpoint import take_share as _take_share
 from hvd_async.tensorflow.eager_methods import EagerMethods as _EagerMethods
 from hvd_async.tensorflow.factories import DistributedOptimizer, EagerOptimizer, GossipOptimizer, LeaderOptimizer
 from hvd_async.tensorflow.functions import broadcast_variables, init, join, shutdown
@@ -29,7 +31,8 @@ def load_model(
 ) -> Any:
     """Load a Keras model and wrap its optimizer, with the state that was saved.
 
-    Rounds of an ``EagerOptimizer`` continue from ``iterations``; the counts of exchanges and pulls start at 0.
+    Rounds and, after a drain, all that the algorithm keeps continue; see ``set_state`` for a file after ``cut()``. From
+    the file of a plain optimizer, rounds of an ``EagerOptimizer`` continue from ``iterations``.
 
     Args:
         filepath: a ``.keras`` file.
@@ -41,9 +44,10 @@ def load_model(
     if getattr(model, "optimizer", None) is not None:
         options.setdefault("model", model)
         model.optimizer = wrapper(model.optimizer, **options)
-        ours = _our_optimizer(model)
+        ours, share = _our_optimizer(model), _share_in_file(filepath)
         if isinstance(ours, _EagerMethods):
             ours._async.count_from(int(model.optimizer.iterations))
+        _take_share(ours, share)
     return model
 
 

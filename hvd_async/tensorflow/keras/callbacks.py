@@ -18,10 +18,11 @@ import horovod.tensorflow.keras.callbacks as _horovods
 import keras
 import numpy as np
 import tensorflow as tf
-from horovod.tensorflow.functions import allgather_object
+from horovod.tensorflow.functions import allgather_object, broadcast_object
 from horovod.tensorflow.keras.callbacks import *  # noqa: F403  elastic's
 
 from hvd_async.optimizers.public_names import public_names
+from hvd_async.tensorflow.checkpoint import packed, take_share
 from hvd_async.tensorflow.eager_methods import EagerMethods
 from hvd_async.tensorflow.functions import broadcast_variables, notice_if_long
 from hvd_async.tensorflow.keras.fit import Draining, our_optimizer, our_optimizers, when_built
@@ -81,6 +82,9 @@ class BroadcastGlobalVariablesCallback(Draining):
         unique = {id(raw(v)): v for v in variables}
         with tf.device(self.device):
             broadcast_variables([v for key, v in unique.items() if key not in self._local], root_rank=self.root_rank)
+        for place, one in enumerate(our_optimizers(self.model)):
+            if one.built:  # (as on all ranks, which have the same variables)
+                _broadcast_share(one, self.root_rank, f"hvd_async.broadcast_share.{place}")
 
     def _optimizers(self) -> list[Any]:
         """Return the optimizers whose state is sent: the model's own, built; of several, those this library wraps."""
@@ -91,6 +95,18 @@ class BroadcastGlobalVariablesCallback(Draining):
             own.build(self.model.trainable_variables)
         others = [one for one in ours if one is not our_optimizer(self.model)]
         return [*([] if own is None else [own]), *others]
+
+
+def _broadcast_share(optimizer: Any, root_rank: int, name: str) -> None:
+    """Give a wrapped optimizer the share of ``root_rank``, unless the ranks have met. A collective.
+
+    Raises:
+        ValueError: a rank has loaded a state that was saved after ``cut()``, which is its own.
+    """
+    driver = optimizer._async
+    driver.replica.prepare()
+    if driver.sends_share(allgather_object(driver.resumed, name=f"{name}.resumed")):
+        take_share(optimizer, broadcast_object(packed(optimizer, driver.drained_share()), root_rank, name=name))
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):

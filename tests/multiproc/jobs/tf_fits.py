@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import keras
@@ -127,8 +128,46 @@ def by_rounds(report: Report) -> None:
     )
 
 
+def resumed(report: Report) -> None:
+    """``BackupAndRestore`` on rank 0 alone, whose state goes to all; next to an undisturbed ``fit()``."""
+    random = np.random.default_rng(hvd.rank())
+    inputs = random.normal(size=(16, 8)).astype(np.float32)
+
+    def fit(model: Any, first: int, last: int, *callbacks: Any) -> Any:
+        meeting = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.GossipEpochCallback(drain=True)]
+        model.fit(
+            inputs, inputs[:, :1], batch_size=8, initial_epoch=first, epochs=last, shuffle=False, verbose=0,
+            callbacks=[*meeting, *callbacks],
+        )  # fmt: skip
+        return model
+
+    def make() -> Any:
+        outer = {"algorithm": "diloco", "average_every": 2, "outer_momentum": 0.5}
+        model = network()
+        optimizer = hvd.GossipOptimizer(keras.optimizers.SGD(0.02), model=model, **outer)
+        model.compile(optimizer=optimizer, loss="mse", jit_compile=False)
+        return model
+
+    whole = fit(make(), 0, 4)
+    with tempfile.TemporaryDirectory() as folder:
+        backup = keras.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
+        fit(make(), 0, 2, *([backup] if hvd.rank() == 0 else []))
+        again = make()
+        if hvd.rank() == 0:
+            backup.set_model(again)
+            backup.on_train_begin()
+    fit(again, 2, 4)
+    ends, other = (np.concatenate([array.ravel() for array in values(one.weights)]) for one in (whole, again))
+    report.put(
+        "resumed",
+        difference=float(np.abs(ends - other).max()),
+        rounds=(whole.optimizer.rounds, again.optimizer.rounds),
+    )
+
+
 def run(_: Any, report: Report, _part: Part) -> None:
     """All cases."""
+    resumed(report)
     gossip(report)
     by_samples(report)
     by_rounds(report)

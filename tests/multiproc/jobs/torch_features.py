@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from common import Part, Report, integers, whole_expected
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch_common import Whole
 
 import hvd_async.torch as hvd
@@ -59,7 +61,36 @@ def process_sets(report: Report, sets: list[Any]) -> None:
     report.put("process set of others", own=alone.weights(), own_expected=set_expected((rank,), 3), **ends)
 
 
+def resumed(report: Report) -> None:
+    """Rank 0's state after a drain, sent to all; and a state dict that rank 0 alone takes in between."""
+
+    def make() -> tuple[Whole, Any]:
+        whole = Whole()
+        return whole, hvd.GossipOptimizer(whole.sgd(), algorithm="slowmo", average_every=2, outer_momentum=0.5)
+
+    whole, optimizer = make()
+    whole_steps(optimizer, whole, 0, 5)
+    optimizer.drain()
+    state, weights, rounds = optimizer.state_dict(), [p.detach().clone() for p in whole.parameters], optimizer.rounds
+    whole_steps(optimizer, whole, 5, 5)
+    optimizer.drain()
+    again, other = make()
+    with torch.no_grad():
+        for parameter, value in zip(again.parameters, weights, strict=True):
+            parameter.copy_(value)
+    if hvd.rank() == 0:
+        other.load_state_dict(state)
+        other.zero_grad()
+        get_optimizer_state_dict(torch.nn.ParameterList(again.parameters), other)
+    hvd.broadcast_optimizer_state(other, root_rank=0)
+    began = other.rounds
+    whole_steps(other, again, 5, 5)
+    other.drain()
+    report.put("resumed", whole=whole.weights(), again=again.weights(), rounds=rounds, began=began)
+
+
 def run(_: Any, report: Report, part: Part) -> None:
     """All cases."""
     sets = [hvd.add_process_set(list(ranks)) for ranks in SETS]
     process_sets(report, sets)
+    resumed(report)

@@ -1,0 +1,543 @@
+"""States that are saved and resumed in every way, and steps by which other libraries make a state."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import torch
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.optim import named_optimizer
+
+import hvd_async.tensorflow.keras as hvd_keras
+import hvd_async.torch as hvd
+from hvd_async.runtime.lifecycle import local_engine
+from hvd_async.tensorflow.checkpoint import is_share
+from hvd_async.testing import Cluster
+from hvd_async.torch import functions
+from tests.conformance.elastic_board import Board, Exchange, over_a_board
+from tests.conformance.torch_ranks import flat
+from tests.conformance.weight_ranks import KerasRank, TorchRank, both, values
+from tests.conftest import LONG_RUN
+from tests.covering import covering
+
+# -- steps that train nothing -------------------------------------------------------------------------------------
+
+MODES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "all": (hvd.EagerOptimizer, {"quorum": "all"}),
+    "solo": (hvd.EagerOptimizer, {"quorum": "solo", "max_staleness": 0}),
+    "sgp": (hvd.GossipOptimizer, {"algorithm": "sgp"}),
+    "adpsgd": (hvd.GossipOptimizer, {"algorithm": "adpsgd", "topology": "ring"}),
+    "diloco": (hvd.GossipOptimizer, {"algorithm": "diloco", "average_every": 2}),
+    "noloco": (hvd.GossipOptimizer, {"algorithm": "noloco", "topology": "random-pairs", "gossip_every": 2}),
+    "lsgd": (hvd.LeaderOptimizer, {"algorithm": "lsgd", "group": 2, "global_period": 2}),
+    "easgd": (hvd.LeaderOptimizer, {"algorithm": "easgd", "global_period": 2}),
+}
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "dampened": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, dampening=0.5),
+    "adam": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+}
+
+
+def get_and_set(model: Any, opt: Any) -> None:
+    """Load what the state is again."""
+    weights, state = dcp.get_state_dict(model, opt)
+    dcp.set_state_dict(model, opt, model_state_dict=weights, optim_state_dict=state)
+
+
+def get_flat(model: Any, opt: Any) -> None:
+    """Get the states for a pipeline."""
+    dcp.get_state_dict(model, opt, options=dcp.StateDictOptions(flatten_optimizer_state_dict=True))
+
+
+def dummy_step(model: Any, opt: Any) -> None:
+    """Make a state as a library does that knows no other way."""
+    if opt.state:
+        return
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    rate, opt.param_groups[0]["lr"] = opt.param_groups[0]["lr"], 0.0
+    opt.step()
+    opt.param_groups[0]["lr"] = rate
+    opt.zero_grad()
+
+
+def named(model: Any, opt: Any) -> None:
+    """Make a state as torch does for optimizers that name their state by parameters."""
+    if not opt.state:
+        named_optimizer._NamedOptimizer(model.named_parameters(), lambda _: opt).init_state()
+        opt.zero_grad()
+
+
+CALLS: dict[str, Any] = {
+    "named": named,
+    "get": dcp.get_optimizer_state_dict,
+    "flat": get_flat,
+    "set": get_and_set,
+    "step": dummy_step,
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "optimizer", "call", "ranks", "before"),
+    [
+        (mode, optimizer, call, (0, 1) if call == "set" else ranks, before)
+        for mode, optimizer, call, ranks, before in covering(
+            (tuple(MODES), tuple(OPTIMIZERS), tuple(CALLS), ((0,), (0, 1)), (True, False)), 2
+        )
+        if call != "set" or optimizer not in ("rprop", "dampened")  # (what a first step makes is not torch's zeros)
+    ],
+    ids=str,
+)
+def test_a_step_that_makes_a_state_is_none(mode, optimizer, call, ranks, before):
+    """Weights and counts are those of a run in which no rank saves, also before the ranks have met."""
+    make, options = MODES[mode]
+
+    def train(rank: int, saves: bool) -> Any:
+        model = torch.nn.Linear(3, 1)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(0.5)
+        opt = make(OPTIMIZERS[optimizer](model.parameters()), model.named_parameters(), **options)
+
+        def save() -> None:
+            if saves and rank in ranks:
+                CALLS[call](model, opt)
+
+        if before:
+            save()
+        for step in range(6):
+            if step == 4:
+                opt.drain()
+                opt.zero_grad()
+                save()
+            opt.zero_grad()
+            loss = model(torch.full((2, 3), 0.5 + 0.1 * step)).square().mean()
+            loss.backward()
+            if hasattr(opt, "record_loss"):
+                opt.record_loss(loss)
+            opt.step()
+        opt.drain()
+        return flat(model.parameters()), opt.stats().steps, opt.rounds
+
+    whole = Cluster(2).run(lambda rank: train(rank, False))
+    for own, saved in zip(whole, Cluster(2).run(lambda rank: train(rank, True)), strict=True):
+        assert saved[1] == own[1] == 6
+        assert mode != "all" or saved[2] == own[2]
+        if mode not in ("solo", "adpsgd", "lsgd", "easgd"):  # (which rank leads, or meets which one, varies)
+            np.testing.assert_allclose(saved[0], own[0], rtol=1e-5)
+
+
+# -- averages of schedule-free optimizers -------------------------------------------------------------------------
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD without a schedule (Defazio et al., 2024, with beta = 0.9), as its authors' package has it: the weights are y
+    while it trains, and x in between."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05, "k": 0})
+
+    def eval(self) -> None:
+        self._move(1 - 1 / 0.9)
+
+    def train(self) -> None:
+        self._move(0.1)
+
+    @torch.no_grad()
+    def _move(self, weight: float) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "z" in self.state[p]:
+                    p.lerp_(self.state[p]["z"], weight)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, 1 / group["k"])
+                p.add_(p.grad, alpha=group["lr"] * (0.9 * (1 - 1 / group["k"]) - 1))
+                z.sub_(p.grad, alpha=group["lr"])
+
+
+MIXED = [mode for mode in MODES if mode not in ("all", "solo")]
+
+
+@pytest.mark.parametrize("mode", MIXED)
+def test_averages_of_a_schedule_free_optimizer_agree_after_a_drain(mode):
+    make, options = MODES[mode]
+
+    def train(rank: int) -> Any:
+        p = torch.nn.Parameter(torch.zeros(3))
+        opt = make(ScheduleFree([p]), **options)
+        for step in range(4 + rank):
+            opt.zero_grad()
+            loss = (p - 1.0 - rank - step).square().sum()
+            loss.backward()
+            if hasattr(opt, "record_loss"):
+                opt.record_loss(loss)
+            opt.step()
+        opt.drain()
+        opt.eval()
+        return flat([p]).tobytes()
+
+    one, other = Cluster(2).run(train)
+    assert one == other
+
+
+@pytest.mark.parametrize("mode", MIXED)
+def test_averages_of_keras_schedule_free_optimizer_agree_after_a_drain(mode):
+    wrapper, options = MODES[mode][0].__name__, MODES[mode][1]
+
+    def train(rank: int) -> Any:
+        v = keras.Variable(np.zeros(3, np.float32))
+        opt = getattr(hvd_keras, wrapper)(keras.optimizers.ScheduleFreeAdamW(0.1), **options)
+        opt.build([v])
+        for step in range(4 + rank):
+            if hasattr(opt, "record_loss"):
+                opt.record_loss(float(rank))
+            opt.apply([tf.convert_to_tensor(v) - 1.0 - rank - step], [v])
+        opt.drain()
+        return np.asarray(v).tobytes(), np.asarray(opt._momentums[0]).tobytes()
+
+    one, other = Cluster(2).run(train)
+    assert one == other
+
+
+@both
+def test_schedule_free_optimizers_work_on_biased_weights(binding):
+    """On a star the push-sum weights are not 1. Without gradients nothing moves."""
+
+    def make(parameters: Any) -> Any:
+        return ScheduleFree(parameters) if binding is TorchRank else keras.optimizers.ScheduleFreeAdamW(0.1)
+
+    def train(rank: int) -> Any:
+        one = binding(binding.least_squares(3), rank, make=make, algorithm="sgp", topology="star")
+        one.assign(np.ones(6))
+        if binding is KerasRank:
+            for v, z in zip(one.parameters, one.opt._momentums, strict=True):
+                z.assign(v)
+        for _ in range(5):
+            one.take(np.zeros(6))
+        assert one.opt.stats().push_sum_weight != 1.0
+        return one.weights()
+
+    for weights in Cluster(3).run(train):
+        np.testing.assert_allclose(weights, 1.0, rtol=1e-5)
+
+
+# -- states in every form -----------------------------------------------------------------------------------------
+
+
+def by_step(step: int) -> float:
+    """Return a strength that depends on the step."""
+    return 0.5 / (1 + step)
+
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "all": ("EagerOptimizer", {"quorum": "all"}),
+    "predicted": ("EagerOptimizer", {"quorum": "all", "weight_prediction": 2, "max_staleness": 2}),
+    "sgp": ("GossipOptimizer", {"algorithm": "sgp"}),
+    "dpsgd": ("GossipOptimizer", {"algorithm": "dpsgd", "topology": "ring", "quasi_global": True}),
+    "osgp": ("GossipOptimizer", {"algorithm": "osgp", "max_staleness": 1}),
+    "adpsgd": ("GossipOptimizer", {"algorithm": "adpsgd", "topology": "ring"}),
+    "exact-diffusion": ("GossipOptimizer", {"algorithm": "exact-diffusion", "topology": "ring"}),
+    "noloco": ("GossipOptimizer", {"algorithm": "noloco", "topology": "random-pairs", "gossip_every": 2}),
+    "local": ("GossipOptimizer", {"algorithm": "local", "average_every": 2}),
+    "slowmo": ("GossipOptimizer", {"algorithm": "slowmo", "average_every": 2, "outer_momentum": 0.5}),
+    "diloco": ("GossipOptimizer", {"algorithm": "diloco", "average_every": 3, "max_staleness": 0, "fragments": 2}),
+    "lsgd": ("LeaderOptimizer", {"algorithm": "lsgd", "group": 1, "global_period": 2, "global_pull": by_step}),
+    "easgd": ("LeaderOptimizer", {"algorithm": "easgd", "global_period": 2}),
+}
+REPEATABLE = ("all", "sgp", "dpsgd", "exact-diffusion", "noloco", "local", "slowmo", "diloco")
+"""Families in which a run is the same each time."""
+RANKS, BEFORE, AFTER = 3, 5, 5
+"""Ranks that save, and steps before and after that."""
+
+
+class Resuming:
+    """One rank's script, which saves and resumes.
+
+    Attributes:
+        opt: wrapped.
+        FORMS: how its state is saved.
+    """
+
+    opt: Any
+    FORMS: ClassVar[tuple[str, ...]]
+    weights: Any
+    take: Any
+    save: Any
+    load: Any
+    broadcast: Any
+    rate: Any
+
+    def __init__(self, family: str, end: str, seed: int) -> None:
+        self.wrapper, self.options = FAMILIES[family]
+        # (After a drain the momentum of a rank with weights of its own is not in rank 0's state.)
+        alone = self.wrapper != "EagerOptimizer" and not self.options.get("quasi_global")
+        self.momentum = 0.0 if alone and end == "drain" else 0.5
+        self.start = np.random.default_rng(seed).normal(size=(3, 2)).astype(np.float32)
+
+    def train(self, steps: range) -> Self:
+        """Take steps; the rate falls, and a state brings it back."""
+        rank = local_engine().rank  # type: ignore[union-attr]
+        for step in steps:
+            x = np.random.default_rng([rank, step]).normal(size=(4, 3)).astype(np.float32)
+            self.take(x)
+        return self
+
+    def share(self) -> Any:
+        """Return what this library's share of a checkpoint holds."""
+        own = self.opt._async.share()
+        pending = {"pending": sum(map(len, own.pop("versions", ())))}
+        return pending | {name: values(own[name]) for name in own.keys() - {"size", "index", "rounds", "vectors"}}
+
+
+class TorchResuming(Resuming):
+    FORMS = ("state_dict", "dcp", "elastic")
+
+    def __init__(self, family: str, end: str, seed: int) -> None:
+        super().__init__(family, end, seed)
+        self.model = torch.nn.Linear(3, 2, bias=False)
+        with torch.no_grad():
+            self.model.weight.copy_(torch.as_tensor(self.start.T))
+        plain = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=self.momentum)
+        self.opt = getattr(hvd, self.wrapper)(plain, self.model.named_parameters(), **self.options)
+
+    def take(self, x: Any) -> None:
+        self.opt.zero_grad()
+        loss = self.model(torch.as_tensor(x)).square().mean()
+        loss.backward()
+        if self.wrapper == "LeaderOptimizer":
+            self.opt.record_loss(loss)
+        self.opt.step()
+        self.opt.param_groups[0]["lr"] *= 0.9
+
+    def rate(self) -> float:
+        return float(self.opt.param_groups[0]["lr"])
+
+    def weights(self) -> Any:
+        return flat(self.model.parameters())
+
+    def save(self, form: str, folder: Path) -> None:
+        if form == "dcp":
+            weights, state = dcp.get_state_dict(self.model, self.opt)
+            checkpoint.save({"weights": weights, "state": state}, checkpoint_id=folder, no_dist=True)
+        else:
+            folder.mkdir()
+            torch.save((self.model.state_dict(), self.opt.state_dict()), folder / "file")
+
+    def load(self, form: str, folder: Path) -> None:
+        if form == "dcp":
+            weights, state = dcp.get_state_dict(self.model, self.opt)
+            found = {"weights": weights, "state": state}
+            checkpoint.load(found, checkpoint_id=folder, no_dist=True)
+            dcp.set_state_dict(self.model, self.opt, model_state_dict=found["weights"], optim_state_dict=found["state"])
+            return
+        weights, state = torch.load(folder / "file", weights_only=True)
+        self.model.load_state_dict(weights)
+        self.opt.load_state_dict(state)
+
+    def broadcast(self, form: str) -> None:
+        if form == "elastic":
+            hvd.elastic.TorchState(model=self.model, optimizer=self.opt).sync()
+            return
+        received = Exchange().object_of(0, flat(self.model.parameters()), "weights")
+        with torch.no_grad():
+            self.model.weight.copy_(torch.as_tensor(received).view_as(self.model.weight))
+        hvd.broadcast_optimizer_state(self.opt, root_rank=0)
+
+
+class KerasResuming(Resuming):
+    FORMS = ("get_state", ".keras", "BackupAndRestore", "ModelCheckpoint", "elastic")
+
+    def __init__(self, family: str, end: str, seed: int) -> None:
+        super().__init__(family, end, seed)
+        inputs = keras.Input((3,))
+        self.model = keras.Model(inputs, keras.layers.Dense(2, use_bias=False, name="dense")(inputs))
+        self.model.layers[1].kernel.assign(self.start)
+        opt = getattr(hvd_keras, self.wrapper)(keras.optimizers.SGD(0.1, momentum=self.momentum), **self.options)
+        opt.build(self.model.trainable_variables)
+        self.model.compile(optimizer=opt, jit_compile=False)
+
+    @property
+    def opt(self) -> Any:  # type: ignore[override]
+        return self.model.optimizer
+
+    def take(self, x: Any) -> None:
+        (kernel,) = self.model.trainable_variables
+        out = x @ np.asarray(kernel)
+        if self.wrapper == "LeaderOptimizer":
+            self.opt.record_loss(float(np.mean(out**2)))
+        self.opt.apply([tf.constant(x.T @ out * 2 / out.size)], [kernel])
+        self.opt.learning_rate = self.rate() * 0.9
+
+    def rate(self) -> float:
+        return float(self.opt.learning_rate)
+
+    def weights(self) -> Any:
+        return np.asarray(self.model.layers[1].kernel).reshape(-1)
+
+    def _callback(self, form: str, folder: Path) -> Any:
+        if form == "BackupAndRestore":
+            made: Any = keras.callbacks.BackupAndRestore(str(folder))
+        else:
+            made = keras.callbacks.ModelCheckpoint(str(folder / "model.keras"))
+        made.set_model(self.model)
+        return made
+
+    def save(self, form: str, folder: Path) -> None:
+        folder.mkdir()
+        if form in ("BackupAndRestore", "ModelCheckpoint"):
+            self._callback(form, folder).on_epoch_end(0, {})
+        elif form == ".keras":
+            self.model.save(folder / "model.keras")
+        else:
+            np.savez(folder / "state.npz", **self.opt.get_state())
+            np.save(folder / "weights.npy", self.weights())
+
+    def load(self, form: str, folder: Path) -> None:
+        if form == "BackupAndRestore":
+            self._callback(form, folder).on_train_begin()
+        elif form in (".keras", "ModelCheckpoint"):
+            self.model = hvd_keras.load_model(
+                folder / "model.keras", wrapper=getattr(hvd_keras, self.wrapper), **self.options
+            )
+        else:
+            with np.load(folder / "state.npz", allow_pickle=False) as arrays:
+                self.opt.set_state(dict(arrays))
+            self.model.layers[1].kernel.assign(np.load(folder / "weights.npy").reshape(3, 2))
+
+    def broadcast(self, form: str) -> None:
+        if form == "elastic":
+            hvd_keras.elastic.KerasState(self.model, self.opt).sync()
+            return
+        callback = hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0)
+        callback.set_model(self.model)
+        callback.on_train_begin()
+
+
+BINDINGS: dict[str, type[Resuming]] = {"torch": TorchResuming, "keras": KerasResuming}
+WHO = ("rank 0 with broadcasts", "all ranks", "another size")
+FORMS = [(name, form) for name, binding in BINDINGS.items() for form in binding.FORMS]
+CELLS = covering((tuple(FAMILIES), FORMS, ("drain", "cut"), WHO), 3 if LONG_RUN else 2)
+
+
+@pytest.fixture
+def over_collectives(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have broadcasts of ranks in threads go over a board."""
+
+    def object_of(root: int, value: Any, name: str = "") -> Any:
+        return Exchange().object_of(root, value, name)
+
+    monkeypatch.setattr(functions, "_object_of", object_of)
+    monkeypatch.setattr(functions, "_tensors_of", object_of)
+    monkeypatch.setattr(functions.hvd, "allgather_object", lambda value, name: Exchange().everyones(value, name))
+    monkeypatch.setattr(functions.hvd, "rank", lambda: Exchange().rank)
+    theirs = hvd_keras.callbacks
+    monkeypatch.setattr(theirs, "allgather_object", lambda value, name: Exchange().everyones(value, name))
+    monkeypatch.setattr(theirs, "broadcast_object", lambda value, root, name: object_of(root, value))
+
+    def broadcast_variables(variables: Any, root_rank: int) -> None:
+        received = object_of(root_rank, [np.asarray(v) for v in variables])
+        for variable, value in zip(variables, received, strict=True):
+            variable.assign(value)
+
+    monkeypatch.setattr(theirs, "broadcast_variables", broadcast_variables)
+    monkeypatch.setattr("horovod.tensorflow.rank", lambda: Exchange().rank)
+    monkeypatch.setattr("horovod.tensorflow.size", lambda: Exchange().size)
+    with over_a_board():
+        yield
+
+
+@pytest.mark.usefixtures("over_collectives")
+@pytest.mark.parametrize(("family", "form", "end", "who"), CELLS, ids=str)
+@pytest.mark.filterwarnings("ignore:after cut", "ignore:__array__:DeprecationWarning")
+def test_a_saved_state_resumes(family, form, end, who, tmp_path):
+    """After ``drain()`` rank 0's, after ``cut()`` each rank's own: weights, rate, rounds and all that the algorithm
+    keeps are those of the undisturbed run, which continues; the wrong use of a cut is an error."""
+    make, how = BINDINGS[form[0]], form[1]
+
+    def undisturbed(rank: int) -> Any:
+        one = make(family, end, 1).train(range(BEFORE))
+        getattr(one.opt, end)()
+        rounds = one.opt.rounds
+        one.save(how, tmp_path / str(rank))
+        saved = one.weights().copy(), one.rate(), one.share(), range(rounds, one.opt.rounds + 1)
+        one.train(range(BEFORE, BEFORE + AFTER)).opt.drain()
+        return saved, one.weights()
+
+    whole = Cluster(RANKS).run(undisturbed)
+    size = RANKS - 1 if who == "another size" else RANKS
+    Exchange.board = Board(size)
+
+    def resumed(rank: int) -> Any:
+        one, sends = make(family, end, 2), who == "rank 0 with broadcasts" or how == "elastic"
+        if rank == 0 or not sends:
+            one.load(how, tmp_path / str(rank if end == "cut" else 0))
+        if sends:
+            one.broadcast(how)
+        began = one.weights().copy(), one.rate(), one.share(), one.opt.rounds
+        one.train(range(BEFORE, BEFORE + AFTER)).opt.drain()
+        return began, one.weights()
+
+    needs_all = end == "cut" and FAMILIES[family][0] != "EagerOptimizer"
+    if needs_all and (who != "all ranks" or how == "elastic"):
+        outcomes = Cluster(size).outcomes(resumed)
+        assert all(isinstance(one, Exception) for one in outcomes)
+        assert any("after cut()" in str(one) for one in outcomes)
+        return
+    for rank, (began, ended) in enumerate(Cluster(size).run(resumed)):
+        weights, rate, share, rounds = whole[rank if end == "cut" else 0][0]
+        np.testing.assert_array_equal(began[0], weights)
+        assert began[1] == pytest.approx(rate)
+        assert began[2] == share
+        assert began[3] in rounds  # (the last exchanges may be counted while a file is written)
+        if size == RANKS and family in REPEATABLE:
+            np.testing.assert_allclose(ended, whole[rank][1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("family", "warns"), [("slowmo", True), ("sgp", False), ("all", False)])
+@pytest.mark.parametrize("binding", BINDINGS)
+def test_a_state_without_outer_momentum_is_loaded_with_a_warning(binding, family, warns):
+    """A plain optimizer's, and what is left of a state for pipelines by torch.distributed.checkpoint."""
+
+    def begin(rank: int) -> None:
+        one = BINDINGS[binding](family, "drain", 1)
+        state = one.opt.state_dict() if binding == "torch" else one.opt.get_state()
+        with pytest.warns(UserWarning, match="no outer momentum") if warns else contextlib.nullcontext():
+            if binding == "torch":
+                one.opt.load_state_dict({name: value for name, value in state.items() if name != "hvd_async"})
+            else:
+                one.opt.set_state({name: value for name, value in state.items() if not is_share(name)})
+
+    Cluster(1).run(begin)
+
+
+def test_a_keras_file_that_is_saved_in_mid_training_says_what_it_lacks(tmp_path):
+    taken = threading.Barrier(2)
+
+    def train(rank: int) -> None:
+        one = KerasResuming("slowmo", "drain", 1).train(range(3))
+        taken.wait(60)
+        if rank == 0:
+            with pytest.warns(UserWarning, match="saved is incomplete.*on their way.*drain"):
+                one.save(".keras", tmp_path / "file")
+        taken.wait(60)
+        one.opt.drain()
+
+    Cluster(2).run(train)
