@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hvd_async.torch.distributed import world
-from hvd_async.torch.distributed.requests import Queue
+from hvd_async.torch.distributed.calls import Calls
 
 
 class ProcessSet:
@@ -21,7 +21,7 @@ class ProcessSet:
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.process_set_id: int | None = None
-        self._queue: Queue | None = None
+        self._calls: Calls | None = None
         """Its collectives, on its ranks, once it is known."""
         if not isinstance(ranks, Iterable):
             raise ValueError(f"ProcessSet takes a list of ranks, got {ranks!r}: there is no MPI on torch.distributed.")
@@ -80,7 +80,7 @@ def _register(process_set: ProcessSet) -> None:
     process_set.process_set_id = _next_id
     _known[_next_id] = process_set
     if process_set.included():
-        process_set._queue = Queue(_next_id, process_set.ranks)
+        process_set._calls = Calls(f"calls.{_next_id}", process_set.ranks)
     _next_id += 1
 
 
@@ -89,9 +89,9 @@ def forget(process_set: ProcessSet) -> None:
     assert process_set.process_set_id is not None
     del _known[process_set.process_set_id]
     process_set.process_set_id = None
-    if process_set._queue is not None:
-        process_set._queue.close()
-        process_set._queue = None
+    if process_set._calls is not None:
+        process_set._calls.close()
+        process_set._calls = None
 
 
 def forget_all() -> None:
@@ -100,8 +100,8 @@ def forget_all() -> None:
         forget(one)
 
 
-def queue_of(process_set: ProcessSet) -> Queue:
-    """Return the queue of a process set's collectives.
+def calls_of(process_set: ProcessSet) -> Calls:
+    """Return a process set's collectives.
 
     Raises:
         ValueError: the process set is not known, or this rank is outside.
@@ -111,10 +111,10 @@ def queue_of(process_set: ProcessSet) -> Queue:
         raise ValueError(
             f"{process_set} is not known. Pass it to hvd.init(process_sets=[...]) or hvd.add_process_set()."
         )
-    queue = _known[process_set.process_set_id]._queue
-    if queue is None:
+    calls = _known[process_set.process_set_id]._calls
+    if calls is None:
         raise ValueError(f"rank {own} is not in {process_set}: only its ranks may call its collectives.")
-    return queue
+    return calls
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
