@@ -17,6 +17,7 @@ from hvd_async.torch.horovod_api import ON_HOROVOD, hvd
 if ON_HOROVOD:
     from hvd_async.torch.horovod_collectives import HorovodCollectives as PlaneCollectives
 else:
+    from hvd_async.torch.distributed import calls
     from hvd_async.torch.torch_collectives import TorchCollectives as PlaneCollectives  # type: ignore[assignment]
 
 __all__ = ["LIFECYCLE", "EnteredOutside", "PlaneCollectives", "outside_inference_mode"]
@@ -83,3 +84,5 @@ class _TorchLifecycle(Lifecycle):
 LIFECYCLE = _TorchLifecycle(
     PlaneCollectives, FAMILIES, lambda: (hvd.rank(), hvd.size()) if hvd.is_initialized() else None, hvd.shutdown
 )
+if not ON_HOROVOD:
+    calls.check = LIFECYCLE.check

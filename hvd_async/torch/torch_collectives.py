@@ -32,8 +32,7 @@ from hvd_async.runtime.exit_status import exit_status
 from hvd_async.runtime.interfaces import CompletedHandle, Handle, lane_of
 from hvd_async.runtime.process_sets import SingleRank
 from hvd_async.torch import streams
-from hvd_async.torch.distributed import world
-from hvd_async.torch.distributed.calls import Calls
+from hvd_async.torch.distributed import process_sets, world
 from hvd_async.torch.distributed.functions import gather_objects
 from hvd_async.torch.distributed.world import FOREVER, HorovodInternalError
 from hvd_async.torch.tensor_collectives import POLLS_OF_GPU, Staged, TensorCollectives
@@ -293,11 +292,9 @@ class TorchCollectives(TensorCollectives):
     def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         """Return all ranks' payloads, in rank order; block until every rank has called it."""
         atexit.register(exit_status.skip_destructors)  # (if the process ends meanwhile: as in ``stop``)
-        calls = Calls("engine.calls", range(self.size))  # (the engine's thread calls it, in no order with the script's)
         try:
-            return gather_objects(calls, payload, name)
+            return gather_objects(process_sets.engine_calls[0], payload, name)
         finally:
-            calls.close()
             atexit.unregister(exit_status.skip_destructors)
 
 

@@ -121,6 +121,27 @@ def test_a_death_without_launcher_raises_at_the_others(
     assert delay(job, victim) < (PROMISED if manner != "forked, sigkill" else HELD)
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("transport", "point", "manner"),
+    [
+        ("torch", "call", "sigkill"),
+        ("torch", "call", "forked, sigkill"),
+        ("torch", "call before", "sigkill"),
+        ("torch", "call before", "forked, sigkill"),
+        ("", "call", "forked, sigkill"),
+    ],
+)
+def test_a_death_during_a_collective_of_the_script_is_named(
+    forked: RunJob, transport: str, point: str, manner: str, victim: int
+) -> None:
+    args = (*ends("torch", manner, victim), "--point", point)
+    job = forked("torch", "ends.py", 3, transport=transport, args=args, timeout=PROMISED).check_clean()
+    for survivor in {0, 1, 2} - {victim}:
+        check_error(job.results[survivor]["error"], rf"rank {victim} on host \S+ (died|has ended)")
+        assert "RankLostError" in job.outputs[survivor], str(job)
+
+
 def check_served_by_a_process(job: Job) -> None:
     """The coordinator had a process in addition to rank 0, which has ended; there were no relays."""
     assert [rank["serves"] for rank in job.check_clean().case("first step")] == [["coordinator"], []], str(job)

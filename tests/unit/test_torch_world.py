@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from hvd_async.torch import streams
-from hvd_async.torch.distributed import world
+from hvd_async.torch.distributed import doors, world
 from hvd_async.torch.distributed.calls import Call, Calls
 from hvd_async.torch.distributed.collectives import gathered
 from hvd_async.torch.distributed.functions import gather_objects
@@ -153,31 +153,29 @@ def test_a_collective_that_others_do_not_call_ends_with_the_shutdown(open_calls:
         announced.wait()
 
 
-@pytest.mark.parametrize(("seen_by", "suspects"), [(2, "rank 2"), (1, "one of ranks 1, 2")])
-def test_a_collective_that_fails_on_all_ranks_suspects_none_and_hides_no_later_death(
-    seen_by: int, suspects: str, open_calls: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Gloo refuses some dtypes on all ranks alike: no rank has ended. When one ends later, the ranks that do not
-    report it are named; a rank that computes for longer than the others ask has not ended."""
-    monkeypatch.setattr(world, "ROLL_CALL", timedelta(seconds=0.5))
+def test_the_rank_that_has_ended_is_found_and_no_other(open_calls: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is blamed where all ranks fail alike; a rank that ends after it has found another one is not blamed."""
+    monkeypatch.setattr(doors, "TRIED_FOR", 0.0)
 
-    def error_of(calls: Calls) -> str:
-        def refused() -> Any:
+    def refused(calls: Calls) -> Any:
+        def steps(everyones: list[Call]) -> Any:
             raise RuntimeError("Invalid scalar type")
             yield
 
-        with pytest.raises(world.HorovodInternalError) as caught:
-            calls._begin(Call("allreduce"), refused()).wait()
-        return str(caught.value)
+        return calls.begin(Call("allreduce"), steps).wait()
 
-    with ThreadPoolExecutor() as ranks:
-        every = list(ranks.map(lambda rank: open_calls(rank, 3), range(3)))
-        assert list(ranks.map(error_of, every)) == ["allreduce has failed: Invalid scalar type"] * 3
-        for _ in range(2):
-            for error in ranks.map(error_of, every[:seen_by]):
-                assert error == f"allreduce has failed; {suspects} has probably ended: Invalid scalar type"
-    for calls in every:
-        calls.close()
+    assert two_ranks(open_calls, refused) == ["HorovodInternalError: allreduce has failed: Invalid scalar type"] * 2
+    own = [doors.Doors() for _ in range(3)]
+    for one in own:
+        one.all = [each.own for each in own]
+    with ThreadPoolExecutor(1) as thread:  # (a rank of the job, which has the store)
+        thread.submit(open_calls, 0, 1).result().close()
+        assert thread.submit(own[0].lost).result() is None
+        own[2].close()
+        assert thread.submit(own[0].lost).result() == 2
+        own[1].close()
+        assert thread.submit(own[0].lost).result() == 2
+    own[0].close()
 
 
 # -- meeting before NCCL connects ----------------------------------------------------------------------------------

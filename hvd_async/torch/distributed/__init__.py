@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hvd_async.torch.distributed import elastic, process_sets, world
+from hvd_async.torch.distributed import doors, elastic, process_sets, world
 from hvd_async.torch.distributed.calls import Adasum, Average, Max, Min, Product, Sum
 from hvd_async.torch.distributed.collectives import (
     Compression,
@@ -98,7 +98,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         world.init()
         # (Gloo's threads have to be gone when the interpreter ends: they may still release a tensor of Python's)
         atexit.register(shutdown)
+        known = doors.open_own()
         _process_sets.initialize(process_sets)
+        known.all = [doors.Door(*one) for one in allgather_object(tuple(known.own), "hvd_async.doors")]
 
 
 _process_sets = process_sets
@@ -109,6 +111,7 @@ def shutdown() -> None:
     if is_initialized():
         atexit.unregister(shutdown)
         _process_sets.forget_all()
+        doors.close_own()
         world.forget()
 
 

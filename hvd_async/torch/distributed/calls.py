@@ -23,7 +23,7 @@ import torch.distributed as dist
 from hvd_async.errors import ranks_text
 from hvd_async.runtime import time_limits
 from hvd_async.runtime.log import warn
-from hvd_async.torch.distributed import world
+from hvd_async.torch.distributed import doors, world
 from hvd_async.torch.distributed.world import HorovodInternalError
 
 ALLREDUCE, JOIN = "allreduce", "join"
@@ -43,8 +43,12 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).valu
 
 Steps: TypeAlias = Generator[Any, None, Any]
 """A collective: it yields each work of the process group that it waits for, and returns its result."""
-LOOK = timedelta(seconds=1.0)
-"""Time after which a wait looks whether there is something to say."""
+LOOK = timedelta(seconds=0.5)
+"""Time after which a wait looks whether a rank is lost."""
+
+
+def check() -> None:
+    """Raise if this process knows of a lost rank; ``hvd_async.torch.collectives`` replaces it."""
 
 
 class Call(msgspec.Struct):
@@ -137,13 +141,10 @@ class Calls:
 
     def __init__(self, name: str, ranks: Sequence[int]) -> None:
         self.ranks, self.size = list(ranks), len(ranks)
-        self._world, self._name = world.current(), name
+        self._world = world.current()
         self.place = self.ranks.index(self._world.rank)
         self.group = self._world.group(name, self.ranks)
-        self._suspects = ""
-        """Ranks that have probably ended, as a clause for errors; empty while none is suspected."""
-        self._failures = 0
-        """Number of collectives that have failed, the same on all ranks until one has ended."""
+        self._has_failed = False
         self._lock = threading.RLock()
         self._outstanding: deque[Handle] = deque()
         self._work: Any = None
@@ -177,10 +178,11 @@ class Calls:
         """Wait for a collective, with a warning from time to time.
 
         Raises:
-            HorovodInternalError: it has failed.
+            HorovodInternalError: it has failed, or a rank is lost.
         """
         warn_at = time.monotonic() + self._warn_after
         while not handle.done():
+            check()
             work = self._work  # (another thread may have gone on)
             with contextlib.suppress(RuntimeError):  # (nothing yet, or an error that the steps raise)
                 if work is not None:
@@ -195,10 +197,8 @@ class Calls:
         if isinstance(error, HorovodInternalError):
             raise error
         if error is not None:
-            self._failures += 1
-            failure = f"{self._name}.{self._failures}"
-            self._suspects = self._suspects or self._world.suspects(failure, self.ranks)
-            raise HorovodInternalError(f"{handle.call} has failed{self._suspects}: {error}") from error
+            self._has_failed = True
+            raise doors.cause_of(error, handle.call, check)
 
     def close(self) -> None:
         """End collectives that other ranks have not called by an error. Then, and after a failure, connections stay
@@ -207,7 +207,7 @@ class Calls:
             outstanding, self._outstanding = self._outstanding, deque()
         for one in outstanding:
             one.end(error=HorovodInternalError(f"hvd.shutdown() has ended {one.call}, which not all ranks called"))
-        if not outstanding and not self._failures:
+        if not outstanding and not self._has_failed:
             self._world.close([self.group])
 
     def go_on(self) -> None:

@@ -55,6 +55,9 @@ class ProcessSet:
 
 global_process_set = ProcessSet([])
 _known: dict[int, ProcessSet] = {}
+engine_calls: list[Calls] = []
+"""Collectives of all ranks that their engines call, in no order with those of the scripts; empty before ``init``. They
+are connected from the beginning: to connect later would mean to wait for a rank that has ended."""
 _next_id = 0
 
 
@@ -68,6 +71,7 @@ def initialize(process_sets: str | Sequence[ProcessSet] | None) -> None:
     _next_id = 0
     global_process_set.ranks = list(range(world.current().size))
     _register(global_process_set)
+    engine_calls.append(Calls("calls.engine", global_process_set.ranks))
     if isinstance(process_sets, str) and process_sets != "dynamic":
         raise ValueError(f"process_sets must be 'dynamic' or a list of ProcessSet, got {process_sets!r}.")
     for one in () if process_sets is None or isinstance(process_sets, str) else process_sets:
@@ -98,6 +102,8 @@ def forget_all() -> None:
     """Undo ``initialize``."""
     for one in list(_known.values()):
         forget(one)
+    while engine_calls:
+        engine_calls.pop().close()
 
 
 def calls_of(process_set: ProcessSet) -> Calls:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from hvd_async.errors import NotInitializedError, ranks_text
-from hvd_async.runtime import data_plane, launch, time_limits
+from hvd_async.runtime import data_plane, descriptors, launch, time_limits
 
 
 class HorovodInternalError(RuntimeError):
@@ -53,8 +53,6 @@ OF_HOROVOD = (
 STORE_LOST = "the ranks' store was lost: rank 0 or the launcher has ended"
 POLL = 0.005
 """Seconds between two looks at the ranks' store."""
-ROLL_CALL = timedelta(seconds=5.0)
-"""Time that ranks have to report a failure that another rank has seen."""
 
 
 class World:
@@ -131,21 +129,6 @@ class World:
             time.sleep(POLL)
         return [] if complete else [r for r, key in zip(ranks, keys, strict=True) if not store.check([key])]
 
-    def suspects(self, name: str, ranks: Sequence[int]) -> str:
-        """Return, for an error, which ranks may have ended: all ranks but the ones that report the same failure. If all
-        report it (a dtype that Gloo does not know), the clause is empty.
-
-        Args:
-            name: of the failure, the same on all ranks.
-            ranks: all ranks that took part.
-        """
-        try:
-            missing = self._missing(f"failed/{name}", "", ranks, ROLL_CALL)
-        except RuntimeError:
-            return f"; {STORE_LOST}"
-        one = "one of " if len(missing) > 1 else ""  # (the others may still compute, and see the failure later)
-        return f"; {one}{ranks_text(missing)} has probably ended" if missing else ""
-
     def group(self, name: str, ranks: Sequence[int], timeout: timedelta = FOREVER) -> Any:
         """Return a new Gloo process group of some ranks, all of which call this. A collective.
 
@@ -154,7 +137,8 @@ class World:
             ranks: in order; this one is among them.
             timeout: of making the connections, and of collectives that do not set their own.
         """
-        group = dist.ProcessGroupGloo(self.store_of(name, ranks), ranks.index(self.rank), len(ranks), timeout)
+        with descriptors.closed_in_children():
+            group = dist.ProcessGroupGloo(self.store_of(name, ranks), ranks.index(self.rank), len(ranks), timeout)
         # (its destructor waits for collectives in flight, so two failed ranks would wait for each other forever)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         self._groups.append(group)
