@@ -206,6 +206,12 @@ class Engine:
                 found.append(participant)
         return found
 
+    def gather(self, payload: bytes, name: str) -> list[bytes]:
+        """Return the payloads of all ranks, which call this; after the rendezvous, so that a data plane that matches
+        calls by their order takes neither for the other."""
+        self.wait(lambda: self._channel is not None)
+        return self.collectives.allgather_bytes(payload, name)
+
     def register(self, participant: Worker, process_set: int = 0, number: int | None = None) -> int:
         """Register an optimizer and return its number.
 
@@ -421,6 +427,8 @@ class Engine:
         try:
             self.collectives.start(self._wake)
             self._channel = self._connect()
+            with self.changed:
+                self.changed.notify_all()
             while not (self._stopping or (self._closing and not self._in_flight)):
                 message = self._channel.receive(seconds := self._next_look())
                 self._looks_at = 0.0  # (before the posts run: later ones wake the engine)
@@ -504,6 +512,7 @@ class Engine:
                         self.changed.notify_all()
             case Unregister(number):
                 self.unregister(number)
+                self.collectives.release(number)
             case _:
                 participant = self._participants.get(message.optimizer)
                 if participant is not None:  # (otherwise it was refused)

@@ -239,6 +239,10 @@ class Collectives(Protocol):
     def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         """Return the payloads of all ranks, in rank order; blocks until every rank has called it."""
 
+    def release(self, optimizer: int) -> None:
+        """End what the optimizer of a number has used alone: no rank has it any longer, or begins a collective of it.
+        Those in flight still complete."""
+
     def start(self, wake: Any) -> None:
         """Called once by the engine before any other method; ``wake()`` makes the engine poll its handles."""
 

@@ -362,6 +362,9 @@ class RankCollectives:
         """Raise: simulated ranks exchange no objects outside of optimizers."""
         raise RuntimeError("simulated ranks gather no bytes")
 
+    def release(self, optimizer: int) -> None:
+        """Do nothing."""
+
     def start(self, wake: Any) -> None:
         """Do nothing."""
 

@@ -58,6 +58,8 @@ def test_a_death_under_horovodrun_is_reported_by_rank_0(
     # (The survivor is killed 40 ms after the death, so it may not get as far as writing its own result.)
 
 
+LIFETIMES = ("200", "50", "50") if LONG_RUN else ("8", "3", "3")
+"""Optimizers, switches, and cycles of init and shutdown."""
 POINTS = ("init", "registration", "step", "backward", "waiting", "drain", "checkpoint", "end")
 DEATHS = [
     (launcher, point, victim)
@@ -232,3 +234,12 @@ def test_a_rank_that_stands_still_is_named_whichever_rank_gives_up_first(forked:
     for survivor in (0, 2):
         check_error(job.results[survivor]["error"], "rank 1 on host localhost died")
     assert "error" in job.results[1], "it has gone on, and ended"
+
+
+@pytest.mark.parametrize("transport", ["torch", ""])
+def test_what_is_made_is_ended(forked: RunJob, transport: str) -> None:
+    """Each optimizer's groups, waiting threads and connections end with it; ``cycles`` compares after a shutdown."""
+    job = forked("torch", "lifetimes.py", 2, transport=transport, args=LIFETIMES, timeout=500.0).check()
+    for case in ("optimizers", "switches", "cycles"):
+        for found in job.case(case):
+            assert all(last <= first for first, last in zip(found["first"], found["last"], strict=True)), (case, found)

@@ -536,8 +536,9 @@ class GossipWorker(Worker):
             yield from self._finish(drained.flushed)
             self._averaged_ends += drained.flushed
         self._base = 0 if drained.flushed else self._base + self._longest
+        self.keep = None  # (after a cut its weights are nobody's but its own until its next step)
         if drained.flushed:
-            self._total, self.keep = total, None
+            self._total = total
         self._before += self._step
         self._step = 0
         self._restart()

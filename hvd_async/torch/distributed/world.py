@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import os
 import sys
 import time
@@ -84,7 +86,8 @@ class World:
         self.place = launch.place_of(self.rank, self._hosts(started.host))
         self._made: Counter[str] = Counter()
         """Number of stores that this rank has asked for, by name and ranks."""
-        self._groups: list[Any] = []
+        self._groups: dict[Any, Any] = {}
+        """The process groups that are open, and the store of each."""
 
     def _hosts(self, own: str) -> list[str]:
         """Return the hosts of all ranks, when they are all there."""
@@ -137,11 +140,13 @@ class World:
             ranks: in order; this one is among them.
             timeout: of making the connections, and of collectives that do not set their own.
         """
+        sweep()
+        store = self.store_of(name, ranks)
         with descriptors.closed_in_children():
-            group = dist.ProcessGroupGloo(self.store_of(name, ranks), ranks.index(self.rank), len(ranks), timeout)
+            group = dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), timeout)
         # (its destructor waits for collectives in flight, so two failed ranks would wait for each other forever)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-        self._groups.append(group)
+        self._groups[group] = store
         return group
 
     def store_of(self, name: str, ranks: Sequence[int]) -> PrefixStore:
@@ -158,7 +163,7 @@ class World:
             groups: which; None for all.
         """
         for group in list(self._groups) if groups is None else groups:
-            self._groups.remove(group)
+            _to_sweep.append((self._groups.pop(group), f"0/{group.rank()}"))
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
 
 
@@ -166,6 +171,7 @@ def _meeting_limit() -> timedelta:
     return timedelta(seconds=min(time_limits.seconds("HVD_ASYNC_INIT_TIMEOUT", 300.0), FOREVER.total_seconds()))
 
 
+@functools.cache  # (a rank that is quicker to call ``init`` again would find rank 0's old one, which is about to end)
 def _connect(started: launch.Launch) -> Any:
     if started.size == 1:
         return HashStore()
@@ -187,6 +193,18 @@ def _hint_of_absence() -> str:
     return data_plane.hint_of_absence(os.environ, data_plane.find_horovod() is not None)
 
 
+_to_sweep: list[tuple[Any, str]] = []
+"""Keys of this rank in the ranks' store that no rank reads any more."""
+
+
+def sweep() -> None:
+    """Delete these keys. (Not when they become useless: then the store may have ended with rank 0, and say so.)"""
+    while _to_sweep:
+        store, key = _to_sweep.pop()
+        with contextlib.suppress(RuntimeError):  # (a store that deletes none)
+            store.delete_key(key)
+
+
 _world: World | None = None
 _number = 0
 
@@ -202,6 +220,8 @@ def init() -> None:
 def forget() -> None:
     """Undo ``init``."""
     global _world
+    if _world is not None:
+        _to_sweep.append((_world.store, f"host/{_world.rank}"))
     _world = None
 
 
