@@ -331,8 +331,9 @@ class RankRuntime(Protocol):
     def failure(self) -> Exception | None:
         """The error by which it has failed; None if it has not."""
 
-    def drain(self, flush: bool = True, process_set: int | None = None) -> None:
-        """Drain or cut all optimizers of this process, or of a process set."""
+    def drain(self, flush: bool = True, process_set: int | None = None, called_on: Any = None) -> None:
+        """Drain or cut all optimizers of this process, or of a process set; ``called_on``: the worker of the optimizer
+        that the user has drained."""
 
     def clock(self) -> float:
         """Return seconds from an arbitrary origin."""

@@ -542,7 +542,7 @@ class Rank:
         """Refuse: the job runs programs."""
         raise RuntimeError("a simulated rank runs programs, it does not block")
 
-    def drain(self, flush: bool = True, process_set: int | None = None) -> None:
+    def drain(self, flush: bool = True, process_set: int | None = None, called_on: Any = None) -> None:
         """Refuse: the job runs programs."""
         raise RuntimeError("a simulated rank runs drain_program()")
 

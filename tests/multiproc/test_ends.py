@@ -243,3 +243,18 @@ def test_what_is_made_is_ended(forked: RunJob, transport: str) -> None:
     for case in ("optimizers", "switches", "cycles"):
         for found in job.case(case):
             assert all(last <= first for first, last in zip(found["first"], found["last"], strict=True)), (case, found)
+
+
+@pytest.mark.parametrize("kind", ["gossip", "leader", "solo"])
+def test_an_optimizer_deleted_after_a_cut_is_waited_for_no_more(forked: RunJob, kind: str) -> None:
+    job = forked("torch", "several.py", 2, transport="torch", args=(kind, "deleted"), timeout=PROMISED).check()
+    job.case("done")
+
+
+@pytest.mark.parametrize("case", ["drained twice", "drained in reverse"])
+@pytest.mark.parametrize("kind", ["gossip", "solo"])
+def test_ends_of_optimizers_that_not_all_ranks_have_are_an_error(forked: RunJob, kind: str, case: str) -> None:
+    """The second call would wait for a rank that has finished: it is refused instead."""
+    job = forked("torch", "several.py", 2, transport="torch", args=(kind, case), timeout=PROMISED).check()
+    assert "error" not in job.results[0], str(job)
+    assert "rank 0 lacks one of the two" in job.results[1]["error"]["text"], str(job)
