@@ -154,7 +154,7 @@ def test_a_collective_that_others_do_not_call_ends_with_the_shutdown(open_calls:
 
 
 def test_the_rank_that_has_ended_is_found_and_no_other(open_calls: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is blamed where all ranks fail alike; a rank that ends after it has found another one is not blamed."""
+    """No rank is blamed where all ranks fail alike; a rank that ends after it has found another one is not blamed."""
     monkeypatch.setattr(doors, "TRIED_FOR", 0.0)
 
     def refused(calls: Calls) -> Any:

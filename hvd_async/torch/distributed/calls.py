@@ -111,7 +111,7 @@ class Handle:
 
     def done(self) -> bool:
         """Return whether ``wait`` would return at once."""
-        self._calls.go_on()
+        self._calls.proceed()
         return self.ended
 
     def wait(self) -> Any:
@@ -131,7 +131,7 @@ class Handle:
 class Calls:
     """The collectives of a process set on this rank. They run one at a time, in the order in which they are called.
 
-    No thread runs them but those that call them, begin others or wait: process groups' threads must not run Python
+    Only threads that call or await collectives run them: process groups' threads must not run Python
     code, since the process may end meanwhile.
 
     Args:
@@ -162,7 +162,7 @@ class Calls:
         return self.ranks.index(root)
 
     def begin(self, call: Call, run: Callable[[list[Call]], Iterable[Any]]) -> Handle:
-        """Begin a collective, after those that were called before.
+        """Begin a collective, after all that were called before.
 
         Args:
             call: what it is.
@@ -183,7 +183,7 @@ class Calls:
         warn_at = time.monotonic() + self._warn_after
         while not handle.done():
             check()
-            work = self._work  # (another thread may have gone on)
+            work = self._work  # (another thread may have continued)
             with contextlib.suppress(RuntimeError):  # (nothing yet, or an error that the steps raise)
                 if work is not None:
                     work.wait(LOOK)
@@ -210,8 +210,8 @@ class Calls:
         if not outstanding and not self._has_failed:
             self._world.close([self.group])
 
-    def go_on(self) -> None:
-        """Go on with what is outstanding, as far as this need not wait."""
+    def proceed(self) -> None:
+        """Continue what is outstanding, as far as this need not wait."""
         with self._lock:
             while self._outstanding and (self._work is None or self._work.is_completed()):
                 one, self._work = self._outstanding[0], None
@@ -230,7 +230,7 @@ class Calls:
         handle = Handle(self, call, steps)
         with self._lock:
             self._outstanding.append(handle)
-            self.go_on()
+            self.proceed()
         return handle
 
     def _compared(self, call: Call, run: Callable[[list[Call]], Iterable[Any]]) -> Steps:
