@@ -243,6 +243,9 @@ class MemoryCollectives:
     def __init__(self, board: Switchboard, rank: int, size: int) -> None:
         self._board, self.rank, self.size, self.host = board, rank, size, f"host{rank}"
 
+    def release(self, optimizer: int) -> None:
+        pass
+
     def start(self, wake: Callable[[], None]) -> None:
         self._board.wakes[self.rank] = wake
 

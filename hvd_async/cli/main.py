@@ -10,6 +10,7 @@ import json
 import runpy
 import shlex
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -169,12 +170,16 @@ def run_record(arguments: argparse.Namespace) -> int:
 
     Raises:
         ValueError: the script does not exist, or made no optimizer that can be recorded.
+        OSError: the folder cannot be written.
     """
     from hvd_async.traces.recorded import record_what_is_made
 
     script: Path = arguments.script
     if not script.is_file():
         raise ValueError(f"there is no script {script}: name a Python file, then its own arguments")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=arguments.out) as tried:  # (before hours of training)
+        tried.write(bytes(4096))
     made = record_what_is_made(arguments.out, arguments.synchronize)
     sys.argv = [str(script), *arguments.arguments]
     sys.path.insert(0, str(script.resolve().parent))

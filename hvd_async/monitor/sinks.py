@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import socket
@@ -232,6 +233,8 @@ class Sinks:
             except OSError as error:
                 del self._open[name]
                 warn(f"the monitor stops writing to {name}: {error}")
+                with contextlib.suppress(OSError):  # (it may write what is buffered)
+                    sink.close(moved=False)
 
     def close(self, moved: bool = False) -> None:
         """Close all sinks; for ``moved`` see ``Sink.close``."""

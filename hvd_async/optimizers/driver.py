@@ -413,7 +413,7 @@ class Driver(abc.ABC):
         refuse_nested_drain()
         self.check_outside_consensus("drain(), cut() or what begins with one")
         worker: Worker = self.worker_now()
-        worker.engine.drain(flush, worker.process_set_id)
+        worker.engine.drain(flush, worker.process_set_id, worker)
         return worker.last_done
 
     def drain_all(self, flush: bool = True) -> int:

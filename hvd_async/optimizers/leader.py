@@ -145,7 +145,7 @@ class LeaderDriver(LocalDriver):
             ReplicaMismatchError: the ranks do not have the same groups.
         """
         own = json.dumps(self.config.groups).encode()
-        everyone = engine.collectives.allgather_bytes(own, "hvd_async.follow.groups")
+        everyone = engine.gather(own, "hvd_async.follow.groups")
         for rank, other in enumerate(everyone):
             if other != everyone[0]:
                 raise ReplicaMismatchError(

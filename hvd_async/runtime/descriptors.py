@@ -9,6 +9,7 @@ import contextlib
 import os
 import resource
 import socket
+from collections.abc import Iterator, Sequence
 
 # -- the limit ------------------------------------------------------------------------------------------------
 
@@ -54,6 +55,41 @@ def _open_now() -> int:
 # -- in a forked child ----------------------------------------------------------------------------------------
 
 
+_sockets_of_collectives: set[str] = set()
+"""Sockets to close in a forked child, as /proc names them."""
+
+
+@contextlib.contextmanager
+def closed_in_children() -> Iterator[None]:
+    """Have forked children close the sockets that are opened meanwhile (see ``release_connections``). A killed rank's
+    peers would else wait for it as long as its children live."""
+    before = _sockets()
+    try:
+        yield
+    finally:
+        now = _sockets()
+        _sockets_of_collectives.intersection_update(now)
+        _sockets_of_collectives.update(now.keys() - before.keys())
+
+
+def _sockets() -> dict[str, int]:
+    """Return the descriptors of this process's sockets, by name; empty elsewhere than on Linux."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError):
+        for descriptor in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # (closed meanwhile)
+                found[os.readlink(f"/proc/self/fd/{descriptor}")] = int(descriptor)
+    return {name: descriptor for name, descriptor in found.items() if name.startswith("socket:")}
+
+
+def _close_in_child() -> None:
+    if _sockets_of_collectives:
+        _redirect([number for name, number in _sockets().items() if name in _sockets_of_collectives])
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
 def release_connections(port: int) -> None:
     """Close this process's copies of all TCP sockets that have ``port`` at either end (Linux only; elsewhere a no-op).
 
@@ -62,11 +98,14 @@ def release_connections(port: int) -> None:
     """
     with contextlib.suppress(FileNotFoundError):
         descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for descriptor in descriptors:
-            if _has_port(descriptor, port):
-                os.dup2(nothing, descriptor)
-        os.close(nothing)
+        _redirect([descriptor for descriptor in descriptors if _has_port(descriptor, port)])
+
+
+def _redirect(descriptors: Sequence[int]) -> None:
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in descriptors:
+        os.dup2(nothing, descriptor)
+    os.close(nothing)
 
 
 def _has_port(descriptor: int, port: int) -> bool:

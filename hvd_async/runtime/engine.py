@@ -131,6 +131,8 @@ class Engine:
         """Optimizers that other ranks have registered, and that this rank has to register while it waits in a drain."""
         self.find: Callable[[RegisterOptimizer], Worker | None] = lambda _: None
         """Registers the requested optimizer of this process, with the given number; None if there is none."""
+        self._ended_on: Worker | None = None
+        """The optimizer on which the last drain or cut was called."""
         self._lock = threading.Lock()
         self.changed = threading.Condition()
         """Held while state changes that ``wait`` checks, and notified afterwards."""
@@ -153,7 +155,13 @@ class Engine:
             self._participants.pop(number, None)
 
     @unfinished_until_it_returns
-    def drain(self, flush: bool = True, process_set: int | None = None, leaving: bool = False) -> None:
+    def drain(
+        self,
+        flush: bool = True,
+        process_set: int | None = None,
+        called_on: Worker | None = None,
+        leaving: bool = False,
+    ) -> None:
         """Drain (or, without ``flush``, cut) all registered optimizers, or those of a process set, including any that
         other ranks register meanwhile.
 
@@ -163,9 +171,12 @@ class Engine:
         Args:
             flush: True to drain, False to cut.
             process_set: Horovod's id of the process set; None for all.
+            called_on: the optimizer whose method was called; None if all were ended at once.
             leaving: whether the process is ending. A gradient that a step would still have completed is then sent as it
                 is, with a warning.
         """
+        if called_on is not None and self._ended_on is not None:
+            called_on.check_drain_after(self._ended_on)
         numbered = sorted(self._participants.items())  # (in the same order on all ranks, since ends communicate)
         live = [one for number, one in numbered if process_set in (None, number // OPTIMIZERS) and not one.deleted]
         if not leaving:
@@ -190,6 +201,7 @@ class Engine:
         for participant in live:
             if not participant.deleted:
                 participant.complete_drain()
+        self._ended_on = called_on
 
     def take_asked(self) -> list[Worker]:
         """Register the optimizers that other ranks have requested, if this process has them; return these."""
@@ -205,6 +217,12 @@ class Engine:
             else:
                 found.append(participant)
         return found
+
+    def gather(self, payload: bytes, name: str) -> list[bytes]:
+        """Return the payloads of all ranks, which call this; after the rendezvous, so that a data plane that matches
+        calls by their order takes neither for the other."""
+        self.wait(lambda: self._channel is not None)
+        return self.collectives.allgather_bytes(payload, name)
 
     def register(self, participant: Worker, process_set: int = 0, number: int | None = None) -> int:
         """Register an optimizer and return its number.
@@ -425,6 +443,8 @@ class Engine:
         try:
             self.collectives.start(self._wake)
             self._channel = self._connect()
+            with self.changed:
+                self.changed.notify_all()
             while not (self._stopping or (self._closing and not self._in_flight)):
                 message = self._channel.receive(seconds := self._next_look())
                 self._looks_at = 0.0  # (before the posts run: later ones wake the engine)
@@ -510,6 +530,7 @@ class Engine:
                         self.changed.notify_all()
             case Unregister(number):
                 self.unregister(number)
+                self.collectives.release(number)
             case _:
                 participant = self._participants.get(message.optimizer)
                 if participant is not None:  # (otherwise it was refused)

@@ -252,6 +252,10 @@ class Collectives(Protocol):
     def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         """Return the payloads of all ranks, in rank order; blocks until every rank has called it."""
 
+    def release(self, optimizer: int) -> None:
+        """End what the optimizer of a number has used alone: no rank has it any longer, or begins a collective of it.
+        Those in flight still complete."""
+
     def start(self, wake: Any) -> None:
         """Called once by the engine before any other method; ``wake()`` makes the engine poll its handles."""
 
@@ -340,8 +344,9 @@ class RankRuntime(Protocol):
     def failure(self) -> Exception | None:
         """The error by which it has failed; None if it has not."""
 
-    def drain(self, flush: bool = True, process_set: int | None = None) -> None:
-        """Drain or cut all optimizers of this process, or of a process set."""
+    def drain(self, flush: bool = True, process_set: int | None = None, called_on: Any = None) -> None:
+        """Drain or cut all optimizers of this process, or of a process set; ``called_on``: the worker of the optimizer
+        that the user has drained."""
 
     def clock(self) -> float:
         """Return seconds from an arbitrary origin."""

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from hvd_async.errors import EngineError, NotInitializedError
+from hvd_async.errors import EngineError, NotInitializedError, RankLostError
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.exit_status import exit_status
 from hvd_async.runtime.interfaces import Channel, Collectives
@@ -135,6 +135,21 @@ class Lifecycle:
         self._engine = engine = Engine(collectives, connect)
         engine.elastic = self.elastic
         engine.start()
+
+    def check(self, within: float = 0.0) -> None:
+        """Raise if the engine knows of a lost rank, for waits that are not its own.
+
+        Args:
+            within: seconds in which it may still learn of it.
+        """
+        engine = self._engine
+        if engine is None:
+            return
+        if within:
+            with engine.changed:
+                engine.changed.wait_for(lambda: engine.failure is not None, within)
+        if isinstance(engine.failure, RankLostError):
+            engine.check()
 
     def initialized(self) -> None:
         """Record that Horovod was initialized, possibly again in a running job."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
-from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
+from hvd_async.errors import ReplicaMismatchError, ReplicaStateError, ranks_text
 from hvd_async.runtime.carrier import Carrier, Collective
 from hvd_async.runtime.interfaces import Changed, Handle, Program, RankRuntime, Vector, Wait
 from hvd_async.runtime.protocol import (
@@ -268,6 +268,7 @@ class Worker(abc.ABC):
             returns a program, the program is run.
 
     Attributes:
+        gone_at_end: ranks that no longer had the optimizer at the last drain or cut.
         last_done: the rank that finished last in the last drain; -1 before the first one.
         deleted: whether the optimizer was deleted, so that this rank's engine only serves the other ranks.
         kind: human-readable name of the wrapped object.
@@ -301,6 +302,9 @@ class Worker(abc.ABC):
         self._wait_s = 0.0
         self._calls = CollectiveCalls(engine, process_set)
         self.last_done = -1
+        self.gone_at_end: list[int] = []
+        self._counts_at_end: list[int] | None = None
+        """``_counts()`` at the last drain or cut."""
         self.deleted = False
         self.kind = "optimizer"
         self.shown = 0
@@ -446,7 +450,7 @@ class Worker(abc.ABC):
             drained, self._inbox.drained = self._inbox.drained, None
         assert drained is not None
         self._announced = False
-        self.last_done = drained.last
+        self.last_done, self.gone_at_end = drained.last, drained.gone
         return drained
 
     @abc.abstractmethod
@@ -476,6 +480,22 @@ class Worker(abc.ABC):
     def complete_drain(self) -> None:
         """End a drain or cut, after all ranks have finished and all was received."""
         self.run(self.complete_drain_program())
+        self._counts_at_end = self._counts()
+
+    def check_drain_after(self, other: Worker) -> None:
+        """Refuse a drain or cut, the first after one that was called on another optimizer, for which ranks would wait
+        forever: ranks that lack one of the two have counted that end as one of the other optimizer.
+
+        Raises:
+            ReplicaStateError: other ranks have it, and this rank has not stepped since.
+        """
+        if other is not self and other.gone_at_end != self.gone_at_end and self._counts_at_end == self._counts():
+            missing = ranks_text({*other.gone_at_end} ^ {*self.gone_at_end})
+            raise ReplicaStateError(
+                f"{self.label}: this rank has called drain() or cut() on another optimizer just before, and a call "
+                f"ends all optimizers of the process; {missing} lacks one of the two, calls it once less, and would be "
+                f"waited for forever. Call it once, on an optimizer that all ranks have."
+            )
 
     @abc.abstractmethod
     def complete_drain_program(self) -> Program[None]:

@@ -362,6 +362,9 @@ class RankCollectives:
         """Raise: simulated ranks exchange no objects outside of optimizers."""
         raise RuntimeError("simulated ranks gather no bytes")
 
+    def release(self, optimizer: int) -> None:
+        """Do nothing."""
+
     def start(self, wake: Any) -> None:
         """Do nothing."""
 
@@ -546,7 +549,7 @@ class Rank:
         """Refuse: the job runs programs."""
         raise RuntimeError("a simulated rank runs programs, it does not block")
 
-    def drain(self, flush: bool = True, process_set: int | None = None) -> None:
+    def drain(self, flush: bool = True, process_set: int | None = None, called_on: Any = None) -> None:
         """Refuse: the job runs programs."""
         raise RuntimeError("a simulated rank runs drain_program()")
 

@@ -215,6 +215,9 @@ class HorovodCollectives:
     def on_gpu(self) -> bool:
         return bool(tf.config.get_visible_devices("GPU"))
 
+    def release(self, optimizer: int) -> None:
+        pass
+
     def start(self, wake: Callable[[], None]) -> None:
         self._threads.wake = wake
 

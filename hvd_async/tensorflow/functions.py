@@ -19,6 +19,7 @@ from horovod.tensorflow.keras import callbacks
 from hvd_async.algorithms.eager import timeline
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
 from hvd_async.optimizers import elastic
+from hvd_async.runtime.descriptors import closed_in_children
 from hvd_async.runtime.log import warn
 from hvd_async.tensorflow.collectives import LIFECYCLE, refuse_alone
 from hvd_async.tensorflow.variables import is_seed, raw
@@ -181,7 +182,8 @@ def init(*arguments: Any, **options: Any) -> None:
     Raises:
         ValueError: as Horovod's; or this process is the only rank while a variable says that there are more.
     """
-    elastic.meet(_horovods_shutdown, lambda: _horovods_init(*arguments, **options))
+    with closed_in_children():
+        elastic.meet(_horovods_shutdown, lambda: _horovods_init(*arguments, **options))
     refuse_alone()
     LIFECYCLE.initialized()
 

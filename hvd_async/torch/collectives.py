@@ -13,6 +13,7 @@ import torch
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.runtime.interfaces import Collectives
 from hvd_async.runtime.lifecycle import Lifecycle
+from hvd_async.torch.distributed import calls
 from hvd_async.torch.horovod_api import hvd
 
 # -- calls from inside inference mode ----------------------------------------------------------------------------------
@@ -98,3 +99,4 @@ LIFECYCLE = _TorchLifecycle(
     lambda: (hvd.rank(), hvd.size()) if hvd.is_initialized() else None,
     lambda: hvd.exit_hook,
 )
+calls.check = LIFECYCLE.check

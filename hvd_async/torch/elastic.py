@@ -6,7 +6,6 @@ last commit. This one never goes back, since every survivor has weights from whi
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from hvd_async.optimizers import elastic
 from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.runtime.interfaces import Handle
-from hvd_async.torch import hyperparameters
+from hvd_async.torch import hyperparameters, objects
 from hvd_async.torch.collectives import LIFECYCLE, plane_collectives
 from hvd_async.torch.functions import receive_state
 from hvd_async.torch.horovod_api import hvd
@@ -127,7 +126,8 @@ class _Exchange(elastic.Exchange):
         self.rank, self.size = self._collectives.rank, self._collectives.size
 
     def everyones(self, value: Any, name: str) -> list[Any]:
-        return [pickle.loads(one) for one in self._collectives.allgather_bytes(pickle.dumps(value), name)]
+        packed = self._collectives.allgather_bytes(objects.pack(value), name)
+        return [objects.unpack(data, rank) for rank, data in enumerate(packed)]
 
     def object_of(self, root: int, value: Any, name: str) -> Any:
         return self.everyones(value if self.rank == root else None, name)[root]

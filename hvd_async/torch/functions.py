@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from hvd_async.monitor import Monitor
 from hvd_async.optimizers import elastic
 from hvd_async.optimizers.methods import OptimizerMethods
 from hvd_async.runtime import time_limits
+from hvd_async.runtime.descriptors import closed_in_children
 from hvd_async.torch.collectives import LIFECYCLE, outside_inference_mode
 from hvd_async.torch.horovod_api import HorovodInternalError, forwarded, hvd
 from hvd_async.torch.methods import SHARE, own_state
@@ -184,7 +186,8 @@ def init(*arguments: Any, **options: Any) -> None:
         ValueError: as Horovod's; a variable of the launcher is missing or wrong; or this process is the only rank while
             a variable, or the default process group, says that there are more.
     """
-    elastic.meet(hvd.shutdown, lambda: hvd.init(*arguments, **options))
+    with closed_in_children():
+        elastic.meet(hvd.shutdown, lambda: hvd.init(*arguments, **options))
     LIFECYCLE.initialized()
 
 
@@ -247,8 +250,18 @@ class _Library:
         return JOINED
 
     def horovod_torch_wait_and_clear(self, handle: int) -> None:
-        if handle != JOINED:
+        """Wait for a collective of the script's, or until a rank is known to be lost."""
+        if handle == JOINED:
+            return
+        began = time.monotonic()
+        while not self._library.horovod_torch_poll(handle):
+            LIFECYCLE.check()
+            time.sleep(min(2e-4 + (time.monotonic() - began) / 10, 0.005))
+        try:
             self._library.horovod_torch_wait_and_clear(handle)
+        except RuntimeError:
+            LIFECYCLE.check(within=1.0)  # (the coordinator knows who has ended, Horovod does not)
+            raise
 
     def horovod_torch_reset(self) -> None:
         """Drain wrapped optimizers and stop the engine before Horovod shuts down."""

@@ -93,5 +93,8 @@ class TensorCollectives:
     def empty_like(self, vector: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(vector)
 
+    def release(self, optimizer: int) -> None:
+        pass
+
     def process_set_of(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
         return process_set_among(hvd.process_sets, hvd.known_process_sets(), groups, self.rank, make)

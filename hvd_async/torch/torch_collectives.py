@@ -31,8 +31,8 @@ from hvd_async.runtime.exit_status import exit_status
 from hvd_async.runtime.interfaces import CompletedHandle, Handle, lane_of
 from hvd_async.runtime.process_sets import SingleRank
 from hvd_async.torch import streams
-from hvd_async.torch.distributed import world
-from hvd_async.torch.distributed.functions import allgather_object
+from hvd_async.torch.distributed import process_sets, world
+from hvd_async.torch.distributed.functions import gather_objects
 from hvd_async.torch.distributed.world import FOREVER, HorovodInternalError
 from hvd_async.torch.tensor_collectives import POLLS_OF_GPU, Staged, TensorCollectives
 
@@ -144,8 +144,10 @@ class TorchCollectives(TensorCollectives):
         self._nccl = self.in_order = streams.gpu.has_nccl and torch.cuda.is_available() and not staged
         self._groups: dict[tuple[Any, ...], Any] = {}
         self._waiters: dict[tuple[Any, ...], _Waiter] = {}
-        self._unfinished: list[Callable[[], bool]] = []
-        """For each collective in flight, a function that returns whether it is done."""
+        self._unfinished: list[tuple[tuple[Any, ...], Callable[[], bool]]] = []
+        """For each collective in flight, the lane, and a function that returns whether it is done."""
+        self._ended: set[int] = set()
+        """Optimizers whose groups are to be closed once nothing of them is in flight."""
         self._wake: Callable[[], None] = lambda: None
 
     def start(self, wake: Callable[[], None]) -> None:
@@ -157,7 +159,7 @@ class TorchCollectives(TensorCollectives):
         self._wake = lambda: None
         for waiter in self._waiters.values():
             waiter.close()
-        if all(is_done() for is_done in self._unfinished):
+        if all(is_done() for _, is_done in self._unfinished):
             self._world.close([group for (*_, on_gpu), group in self._groups.items() if not on_gpu])
         else:
             exit_status.skip_destructors()
@@ -165,6 +167,23 @@ class TorchCollectives(TensorCollectives):
         for (*_, on_gpu), group in groups.items():
             if on_gpu:  # (it waits for no rank, unlike ``shutdown``, and ends kernels that wait for one)
                 group.abort() if hasattr(group, "abort") else group._shutdown()  # (the latter up to torch 2.5)
+
+    def release(self, optimizer: int) -> None:
+        self._ended.add(optimizer)
+        self._close_ended()
+
+    def _close_ended(self) -> None:
+        """Close the process groups of optimizers that have ended, and the threads that wait for their collectives."""
+        self._unfinished = [(key, is_done) for key, is_done in self._unfinished if not is_done()]
+        if not self._ended:
+            return
+        busy = {_optimizer_of(key) for key, _ in self._unfinished}
+        over = self._ended - busy
+        self._ended -= over
+        for key in [key for key in self._waiters if _optimizer_of(key) in over]:
+            self._waiters.pop(key).close()
+        self._world.close([self._groups.pop(key) for key in list(self._groups) if _optimizer_of(key) in over])
+        world.sweep()
 
     # -- process groups -------------------------------------------------------------------------------------------
 
@@ -210,6 +229,7 @@ class TorchCollectives(TensorCollectives):
             scale: factor of the result.
         """
         on_gpu = streams.gpu.holds(tensor)
+        lane = (lane_of(name), self._ranks(process_set), False)
 
         def begin(there: torch.Tensor) -> Handle:
             work, result = start(self._group(name, process_set, on_gpu and there is tensor), there)
@@ -219,7 +239,8 @@ class TorchCollectives(TensorCollectives):
                 future = work if isinstance(work, Future) else work.get_future()
                 future.add_done_callback(lambda _: self._wake())
                 handle = _Handle(future.done, future.wait, result, scale, None)
-            self._unfinished = [is_done for is_done in self._unfinished if not is_done()] + [handle.done]
+            self._close_ended()
+            self._unfinished.append((lane, handle.done))
             return handle
 
         self._cuda = tensor.device if on_gpu else self._cuda
@@ -292,9 +313,15 @@ class TorchCollectives(TensorCollectives):
         """Return all ranks' payloads, in rank order; block until every rank has called it."""
         atexit.register(exit_status.skip_destructors)  # (if the process ends meanwhile: as in ``stop``)
         try:
-            return allgather_object(payload, name)
+            return gather_objects(process_sets.engine_calls[0], payload, name)
         finally:
             atexit.unregister(exit_status.skip_destructors)
+
+
+def _optimizer_of(key: tuple[Any, ...]) -> int | None:
+    """Return the number of the optimizer that alone uses a lane; None if it is not one's own."""
+    parts = key[0].split(".")
+    return int(parts[2]) if len(parts) > 2 and parts[2].isdigit() else None
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from hvd_async.runtime.log import warn
 from hvd_async.traces.format import HOROVOD, PLAIN
-from hvd_async.traces.recorder import Recorder
+from hvd_async.traces.recorder import Recorder, unless_it_cannot_be_recorded
 from hvd_async.traces.torch_distributed import TorchJob
 
 Instrument = Callable[[ModuleType], None]
@@ -67,7 +67,7 @@ def recorded(
     step = optimizer.step
 
     @functools.wraps(step)
-    def recorded_step(_: Any, *args: Any, **kwargs: Any) -> Any:
+    def recorded_step(_: Any, /, *args: Any, **kwargs: Any) -> Any:
         nonlocal seen
         before_mark()
         earlier = seen
@@ -86,7 +86,7 @@ def recorded(
         wait_for_gradients = optimizer.synchronize
 
         @functools.wraps(wait_for_gradients)
-        def recorded_synchronize(_: Any, *args: Any, **kwargs: Any) -> Any:
+        def recorded_synchronize(_: Any, /, *args: Any, **kwargs: Any) -> Any:
             before_mark()
             recorder.arrived()
             found = wait_for_gradients(*args, **kwargs)
@@ -177,7 +177,8 @@ def record_what_is_made(folder: Path, synchronize: bool = False) -> list[str]:
             else:
                 on_gpu = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
                 wait = sys.modules["torch"].cuda.synchronize if synchronize and on_gpu else None
-                recorded(optimizer, folder, module.rank(), module.size(), wait)
+                with unless_it_cannot_be_recorded():
+                    recorded(optimizer, folder, module.rank(), module.size(), wait)
             made.append(name)
             return optimizer
 

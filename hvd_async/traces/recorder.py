@@ -6,12 +6,13 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
+from hvd_async.runtime.log import warn
 from hvd_async.traces.format import PLAIN, VERSION, Header, Step, file_of
 
 BUFFERED = 512
@@ -159,16 +160,31 @@ class Recorder:
         self._begin, self._arrived, self._released, self._waited = now, None, None, 0.0
 
     def flush(self) -> None:
-        """Write the buffered steps."""
+        """Write the buffered steps; if that fails, end the recording with a warning: training continues."""
         steps, self._steps, self._written = self._steps, [], self._clock()
-        if not self._file.closed:
+        if self._file.closed:
+            return
+        try:
             self._file.write(b"".join(msgspec.json.encode(step) + b"\n" for step in steps))
             self._file.flush()
+        except OSError as error:
+            warn(f"record: later steps are not recorded, since {self._file.name} cannot be written: {error}")
+            with contextlib.suppress(OSError):  # (it writes what is buffered)
+                self._ends.close()
 
     def close(self) -> None:
         """Write the buffered steps, and close the file; nothing is recorded afterwards."""
         self.flush()
         self._ends.close()
+
+
+@contextlib.contextmanager
+def unless_it_cannot_be_recorded() -> Iterator[None]:
+    """Warn instead of ending a script that only happens to be recorded."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        warn(f"record: this rank is not recorded: {error}")
 
 
 def launched(environment: Mapping[str, str]) -> str | None:

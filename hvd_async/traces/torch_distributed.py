@@ -23,7 +23,7 @@ from typing import Any
 
 from hvd_async.runtime.log import warn
 from hvd_async.traces.format import DDP, FSDP, PLAIN
-from hvd_async.traces.recorder import Recorder
+from hvd_async.traces.recorder import Recorder, unless_it_cannot_be_recorded
 
 
 class TorchJob:
@@ -92,7 +92,7 @@ class TorchJob:
         """Return DDP's ``__init__`` with hooks that see the backward pass of the new module."""
 
         @functools.wraps(initialize)
-        def following(module: Any, *args: Any, **kwargs: Any) -> None:
+        def following(module: Any, /, *args: Any, **kwargs: Any) -> None:  # (DDP has a parameter ``module``)
             initialize(module, *args, **kwargs)
             self._replicas.add(module)
             for parameter in module.parameters():
@@ -134,7 +134,9 @@ class TorchJob:
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         """Record the optimizer's step from here on, if it is the first one of a distributed job."""
         if self._recorder is None and not self._made and self._torch.distributed.is_initialized():
-            self._start(optimizer)
+            self._made.append(type(optimizer).__name__)
+            with unless_it_cannot_be_recorded():
+                self._start(optimizer)
         if self._recorder is None:
             return
         if optimizer is self._optimizer():
@@ -180,7 +182,6 @@ class TorchJob:
         )
         atexit.register(self._recorder.close)
         self._optimizer, self._thread = weakref.ref(optimizer), threading.get_ident()
-        self._made.append(type(optimizer).__name__)
 
     def _described(self, parameters: list[Any]) -> tuple[str, int | None]:
         """Return the algorithm by which ranks share these parameters, and the number of ranks that do, if known."""

@@ -178,7 +178,7 @@ class Rank:
         """Refuse: programs are run by moves."""
         raise AssertionError("a program waits without yielding")
 
-    def drain(self, flush: bool = True, process_set: int | None = None) -> None:
+    def drain(self, flush: bool = True, process_set: int | None = None, called_on: Any = None) -> None:
         """Refuse: programs are run by moves."""
         raise AssertionError("a rank runs drain_program()")
 

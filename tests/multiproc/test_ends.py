@@ -58,6 +58,8 @@ def test_a_death_under_horovodrun_is_reported_by_rank_0(
     # (The survivor is killed 40 ms after the death, so it may not get as far as writing its own result.)
 
 
+LIFETIMES = ("200", "50", "50") if LONG_RUN else ("8", "3", "3")
+"""Optimizers, switches, and cycles of init and shutdown."""
 POINTS = ("init", "registration", "step", "backward", "waiting", "drain", "checkpoint", "end")
 DEATHS = [
     (launcher, point, victim)
@@ -119,6 +121,27 @@ def test_a_death_without_launcher_raises_at_the_others(
         assert job.returncodes[survivor] == 1, str(job)
         check_error(job.results[survivor]["error"], f"rank {victim} on host {host} {how}")
     assert delay(job, victim) < (PROMISED if manner != "forked, sigkill" else HELD)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("transport", "point", "manner"),
+    [
+        ("torch", "call", "sigkill"),
+        ("torch", "call", "forked, sigkill"),
+        ("torch", "call before", "sigkill"),
+        ("torch", "call before", "forked, sigkill"),
+        ("", "call", "forked, sigkill"),
+    ],
+)
+def test_a_death_during_a_collective_of_the_script_is_named(
+    forked: RunJob, transport: str, point: str, manner: str, victim: int
+) -> None:
+    args = (*ends("torch", manner, victim), "--point", point)
+    job = forked("torch", "ends.py", 3, transport=transport, args=args, timeout=PROMISED).check_clean()
+    for survivor in {0, 1, 2} - {victim}:
+        check_error(job.results[survivor]["error"], rf"rank {victim} on host \S+ (died|has ended)")
+        assert "RankLostError" in job.outputs[survivor], str(job)
 
 
 def check_served_by_a_process(job: Job) -> None:
@@ -211,3 +234,27 @@ def test_a_rank_that_stands_still_is_named_whichever_rank_gives_up_first(forked:
     for survivor in (0, 2):
         check_error(job.results[survivor]["error"], "rank 1 on host localhost died")
     assert "error" in job.results[1], "it has gone on, and ended"
+
+
+@pytest.mark.parametrize("transport", ["torch", ""])
+def test_what_is_made_is_ended(forked: RunJob, transport: str) -> None:
+    """Each optimizer's groups, waiting threads and connections end with it; ``cycles`` compares after a shutdown."""
+    job = forked("torch", "lifetimes.py", 2, transport=transport, args=LIFETIMES, timeout=500.0).check()
+    for case in ("optimizers", "switches", "cycles"):
+        for found in job.case(case):
+            assert all(last <= first for first, last in zip(found["first"], found["last"], strict=True)), (case, found)
+
+
+@pytest.mark.parametrize("kind", ["gossip", "leader", "solo"])
+def test_an_optimizer_deleted_after_a_cut_is_waited_for_no_more(forked: RunJob, kind: str) -> None:
+    job = forked("torch", "several.py", 2, transport="torch", args=(kind, "deleted"), timeout=PROMISED).check()
+    job.case("done")
+
+
+@pytest.mark.parametrize("case", ["drained twice", "drained in reverse"])
+@pytest.mark.parametrize("kind", ["gossip", "solo"])
+def test_ends_of_optimizers_that_not_all_ranks_have_are_an_error(forked: RunJob, kind: str, case: str) -> None:
+    """The second call would wait for a rank that has finished: it is refused instead."""
+    job = forked("torch", "several.py", 2, transport="torch", args=(kind, case), timeout=PROMISED).check()
+    assert "error" not in job.results[0], str(job)
+    assert "rank 0 lacks one of the two" in job.results[1]["error"]["text"], str(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import time
@@ -19,7 +20,10 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from hvd_async.runtime.launch import Launch, Seat, place_of
 from hvd_async.torch import streams
-from hvd_async.torch.distributed import requests, world
+from hvd_async.torch.distributed import doors, world
+from hvd_async.torch.distributed.calls import Call, Calls
+from hvd_async.torch.distributed.collectives import gathered
+from hvd_async.torch.distributed.functions import gather_objects
 from hvd_async.torch.streams import ReusedMemory
 from hvd_async.torch.torch_collectives import TorchCollectives
 
@@ -61,57 +65,122 @@ def test_received_rows_reuse_the_memory_of_earlier_ones(monkeypatch: pytest.Monk
     assert len(addresses) <= 4, "one of this exchange, one of the last, and some between the two"
 
 
-Open = Callable[[int, int], requests.Queue]
+Open = Callable[[int, int], Calls]
 
 
 @pytest.fixture
-def open_queue(monkeypatch: pytest.MonkeyPatch) -> Open:
-    """A function that opens a rank's queue; ranks are threads."""
+def open_calls(monkeypatch: pytest.MonkeyPatch) -> Open:
+    """A function that opens a rank's calls; ranks are threads."""
     here, store = threading.local(), HashStore()
     monkeypatch.setattr(world, "current", lambda: here.world)
 
-    def opened(rank: int, size: int) -> requests.Queue:
+    def opened(rank: int, size: int) -> Calls:
         here.world = own = object.__new__(world.World)
-        own.rank, own.store, own._made, own._groups = rank, store, Counter(), []  # type: ignore[assignment]
-        return requests.Queue(0, range(size))
+        own.rank, own.store, own._made, own._groups = rank, store, Counter(), {}  # type: ignore[assignment]
+        return Calls("calls.0", range(size))
 
     return opened
 
 
-def test_a_collective_that_others_do_not_call_ends_with_the_shutdown(open_queue: Open) -> None:
+def two_ranks(open_calls: Open, call: Callable[[Calls], Any]) -> list[Any]:
+    """What each of two ranks gets from a call of its collectives, its error as text; afterwards they still match."""
     with ThreadPoolExecutor() as ranks:
-        first, second = ranks.map(lambda rank: open_queue(rank, 2), range(2))
-    announced = first.submit(requests.Request("barrier", "alone"), lambda queue, each: None)
-    first.close(timeout=0.2)
-    with pytest.raises(world.HorovodInternalError, match=r"hvd\.shutdown\(\) has ended barrier 'alone'"):
-        announced.result(timeout=60)
-    second.close()
-    first._thread.join(60)  # (its connection has ended)
+        each = list(ranks.map(lambda rank: open_calls(rank, 2), range(2)))
+
+        def called(calls: Calls) -> Any:
+            try:
+                return call(calls)
+            except (world.HorovodInternalError, ValueError) as error:
+                return f"{type(error).__name__}: {error}"
+
+        found = list(ranks.map(called, each))
+        assert list(ranks.map(lambda calls: gather_objects(calls, calls.place), each)) == [[0, 1], [0, 1]]
+        for calls in each:
+            calls.close()
+    return found
 
 
-@pytest.mark.parametrize(("seen_by", "suspects"), [(2, "rank 2"), (1, "one of ranks 1, 2")])
-def test_a_collective_that_fails_on_all_ranks_suspects_none_and_hides_no_later_death(
-    seen_by: int, suspects: str, open_queue: Open, monkeypatch: pytest.MonkeyPatch
+def allreduce(name: str = "x", dtype: str = "float32", shapes: list[list[int]] | None = None, op: str = "Sum") -> Call:
+    """A call as ``hvd.allreduce`` makes it."""
+    return Call("allreduce", name, dtype, shapes or [[2]], {"op": op})
+
+
+@pytest.mark.parametrize(
+    ("of_rank_0", "of_rank_1"),
+    [
+        (allreduce(), allreduce(name="y")),
+        (allreduce(), allreduce(dtype="float64")),
+        (allreduce(), allreduce(shapes=[[2, 1]])),
+        (allreduce(), allreduce(op="Min")),
+        (allreduce(shapes=[[2]] * 400), allreduce(shapes=[[2]] * 399 + [[3]])),
+        (Call("broadcast", options={"root_rank": 0}), Call("broadcast", options={"root_rank": 1})),
+        (Call("allgather", "x", "uint8", [[2, 3]]), Call("allgather", "x", "uint8", [[2, 4]])),
+        (Call("allgather", "x", "uint8", [[2]]), Call("barrier")),
+    ],
+)
+def test_a_mismatch_is_an_error_of_all_ranks_that_names_both_calls(
+    open_calls: Open, of_rank_0: Call, of_rank_1: Call
 ) -> None:
-    """Gloo refuses some dtypes on all ranks alike: no rank has ended. When one ends later, the ranks that do not
-    report it are named; a rank that computes for longer than the others ask has not ended."""
-    monkeypatch.setattr(world, "ROLL_CALL", timedelta(seconds=0.5))
+    each = [of_rank_0, of_rank_1]
+    found = two_ranks(open_calls, lambda calls: calls.begin(each[calls.place], lambda everyones: ()).wait())
+    expected = f"the ranks call different collectives: rank 0 calls {of_rank_0}, rank 1 calls {of_rank_1}. All ranks"
+    assert [one.startswith(f"HorovodInternalError: {expected}") for one in found] == [True, True], found
 
-    def error_of(queue: requests.Queue) -> str:
-        refused: torch.futures.Future[None] = torch.futures.Future()
-        refused.set_exception(RuntimeError("Invalid scalar type"))  # type: ignore[arg-type]
-        with pytest.raises(world.HorovodInternalError) as caught:
-            queue.wait(SimpleNamespace(get_future=lambda: refused), "allreduce")
-        return str(caught.value)
 
+@pytest.mark.parametrize("unsendable", [threading.Lock(), (one for one in ())])
+def test_an_object_that_cannot_be_pickled_is_an_error_of_all_ranks(open_calls: Open, unsendable: Any) -> None:
+    found = two_ranks(open_calls, lambda calls: gather_objects(calls, unsendable if calls.place else 0))
+    assert [one[:54] for one in found] == ["ValueError: rank 1 cannot send its object, since pickl"] * 2
+
+
+def test_what_begins_later_ends_later(open_calls: Open) -> None:
+    """Asynchronous calls run one at a time: no rank mixes up the steps of two of them."""
+
+    def several(calls: Calls) -> Any:
+        rows = torch.arange(3 + calls.place, dtype=torch.uint8)
+        sizes = [3, 4]
+        begin = [functools.partial(lambda own, _: gathered(calls, own, sizes), rows + i) for i in range(20)]
+        handles = [calls.begin(Call("allgather"), run) for run in begin]
+        last = handles[-1].wait().tolist()
+        return [one.done() for one in handles], last
+
+    expected = [19, 20, 21, 19, 20, 21, 22]
+    assert two_ranks(open_calls, several) == [([True] * 20, expected)] * 2
+
+
+def test_a_collective_that_others_do_not_call_ends_with_the_shutdown(open_calls: Open) -> None:
     with ThreadPoolExecutor() as ranks:
-        queues = list(ranks.map(lambda rank: open_queue(rank, 3), range(3)))
-        assert list(ranks.map(error_of, queues)) == ["allreduce has failed: Invalid scalar type"] * 3
-        for _ in range(2):
-            for error in ranks.map(error_of, queues[:seen_by]):
-                assert error == f"allreduce has failed; {suspects} has probably ended: Invalid scalar type"
-    for queue in queues:
-        queue.close()
+        first, _ = ranks.map(lambda rank: open_calls(rank, 2), range(2))
+    announced = first.begin(Call("barrier", "alone"), lambda everyones: ())
+    assert not announced.done()
+    first.close()
+    with pytest.raises(world.HorovodInternalError, match=r"hvd\.shutdown\(\) has ended barrier 'alone'"):
+        announced.wait()
+
+
+def test_the_rank_that_has_ended_is_found_and_no_other(open_calls: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank is blamed where all ranks fail alike; a rank that ends after it has found another one is not blamed."""
+    monkeypatch.setattr(doors, "TRIED_FOR", 0.0)
+
+    def refused(calls: Calls) -> Any:
+        def steps(everyones: list[Call]) -> Any:
+            raise RuntimeError("Invalid scalar type")
+            yield
+
+        return calls.begin(Call("allreduce"), steps).wait()
+
+    assert two_ranks(open_calls, refused) == ["HorovodInternalError: allreduce has failed: Invalid scalar type"] * 2
+    own = [doors.Doors() for _ in range(3)]
+    for one in own:
+        one.all = [each.own for each in own]
+    with ThreadPoolExecutor(1) as thread:  # (a rank of the job, which has the store)
+        thread.submit(open_calls, 0, 1).result().close()
+        assert thread.submit(own[0].lost).result() is None
+        own[2].close()
+        assert thread.submit(own[0].lost).result() == 2
+        own[1].close()
+        assert thread.submit(own[0].lost).result() == 2
+    own[0].close()
 
 
 # -- meeting in a store --------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import types
 from collections.abc import Iterable
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from hvd_async.cli.main import main
 from hvd_async.traces.format import HOROVOD, PLAIN, file_of, read_trace
 from hvd_async.traces.recorded import recorded
 from hvd_async.traces.recorder import BUFFERED, LAUNCHES, Recorder
@@ -117,6 +120,45 @@ def test_a_job_that_is_killed_leaves_the_steps_written_so_far(tmp_path):
     path = file_of(tmp_path, 0)
     path.write_bytes(path.read_bytes()[:-20])
     assert all_of(tmp_path).steps == 29, "a line that was cut off is left out"
+
+
+@contextlib.contextmanager
+def room_for(size):
+    """A file of this process can grow up to ``size`` bytes: as a full disk, on any file system."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_job(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr("hvd_async.traces.recorder.warn", said.append)
+    timed = Timed(tmp_path)
+    timed.now += 0.1
+    timed.recorder.stepped(0.0)
+    timed.recorder.flush()
+    with room_for(file_of(tmp_path, 0).stat().st_size + 10):
+        for _ in range(100):
+            timed.now += 1.0
+            timed.recorder.stepped(0.0)
+        timed.recorder.close()
+    assert ["later steps are not recorded" in one for one in said] == [True]
+    assert all_of(tmp_path).steps == 1
+
+
+@pytest.mark.parametrize("kind", ["full", "a file"])
+def test_a_folder_that_cannot_be_written_is_found_before_the_script_runs(tmp_path, capsys, kind):
+    script, out = tmp_path / "train.py", tmp_path / "out"
+    script.write_text("raise AssertionError('the script has run')")
+    if kind == "a file":
+        out.write_text("")
+    with room_for(1 << 40 if kind == "a file" else 0), pytest.raises(SystemExit) as ended:
+        main(["record", "--out", str(out), str(script)])
+    assert ended.value.code == 2
+    assert "the script has run" not in capsys.readouterr().err
 
 
 def test_incomplete_traces_are_refused(tmp_path):

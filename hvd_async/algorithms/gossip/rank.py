@@ -618,8 +618,9 @@ class GossipWorker(Worker):
             yield from self._finish(drained.flushed)
             self._averaged_ends += drained.flushed
         self._base = 0 if drained.flushed else self._base + self._longest
+        self.keep = None  # (after a cut no rank needs its weights before its next step)
         if drained.flushed:
-            self._total, self.keep = total, None
+            self._total = total
         self._before += self._step
         self._step = 0
         self._restart()

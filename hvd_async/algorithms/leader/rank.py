@@ -674,9 +674,10 @@ class LeaderWorker(Worker):
         self._leader, self._consensus, total = drained.details.leader, self.executor.consensus, sum(drained.produced)
         self._before, self._step = self._before + self._step, 0
         moved = total != self._total or self._saved is not None  # since all ranks had equal weights
+        self.keep = None  # (after a cut no rank needs its weights before its next step)
         if moved and drained.flushed:
             yield from self._finish(True)
-            self._total, self.keep, self._saved = total, None, None
+            self._total, self._saved = total, None
         elif moved:
             self._saved = SavedState(
                 self.executor.pending_results(), self._losses.recorded, self._before, drained.details

@@ -6,12 +6,15 @@ own, see ``hvd_async.torch.torch_collectives``.
 
 from __future__ import annotations
 
+import atexit
+import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hvd_async.torch.distributed import elastic, process_sets, world
+from hvd_async.torch.distributed import doors, elastic, process_sets, world
+from hvd_async.torch.distributed.calls import Adasum, Average, Max, Min, Product, Sum
 from hvd_async.torch.distributed.collectives import (
     Compression,
     allgather,
@@ -56,7 +59,6 @@ from hvd_async.torch.distributed.process_sets import (
     global_process_set,
     remove_process_set,
 )
-from hvd_async.torch.distributed.requests import Adasum, Average, Max, Min, Product, Sum
 from hvd_async.torch.distributed.world import HorovodInternalError, is_initialized, no_counterpart, refusal
 
 __all__ = [
@@ -94,7 +96,11 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         no_counterpart("hvd.init(comm=...)", "Call hvd.init(), and pass process_set= for some of the ranks.")
     if world.is_due():
         world.init()
+        # (Gloo's threads have to be gone when the interpreter ends: they may still release a tensor of Python's)
+        atexit.register(shutdown)
+        known = doors.open_own()
         _process_sets.initialize(process_sets)
+        known.all = [doors.Door(*one) for one in allgather_object(tuple(known.own), "hvd_async.doors")]
 
 
 _process_sets = process_sets
@@ -103,8 +109,13 @@ _process_sets = process_sets
 def shutdown() -> None:
     """Undo ``init``; all ranks call it."""
     if is_initialized():
+        atexit.unregister(shutdown)
         _process_sets.forget_all()
+        doors.close_own()
         world.forget()
+
+
+os.register_at_fork(after_in_child=lambda: atexit.unregister(shutdown))
 
 
 def rank() -> int:

@@ -5,27 +5,28 @@ Tensors on a GPU travel by way of the CPU.
 
 from __future__ import annotations
 
-import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hvd_async.torch.distributed import world
-from hvd_async.torch.distributed.process_sets import ProcessSet, global_process_set, queue_of
-from hvd_async.torch.distributed.requests import (
+from hvd_async.torch.distributed.calls import (
     ALLREDUCE,
-    JOIN,
+    OPERATIONS,
     REDUCTIONS,
     Adasum,
     Average,
+    Call,
+    Calls,
     Handle,
-    Queue,
-    Request,
+    Steps,
     Sum,
+    until_done,
 )  # fmt: skip
+from hvd_async.torch.distributed.process_sets import ProcessSet, calls_of, global_process_set
 from hvd_async.torch.distributed.world import no_counterpart
 
 # -- compression -------------------------------------------------------------------------------------------------------
@@ -83,7 +84,7 @@ def synchronize(handle: Any) -> Any:
     Raises:
         HorovodInternalError: it has failed.
     """
-    return handle.then(handle.result()) if isinstance(handle, Handle) else handle()
+    return handle.wait() if isinstance(handle, Handle) else handle()
 
 
 def _operation(op: int | None, average: bool | None) -> int:
@@ -105,11 +106,18 @@ def _begin(
     tensors: Tensors,
     name: str | None,
     process_set: ProcessSet,
-    run: Callable[[Queue, list[torch.Tensor], list[Request]], list[torch.Tensor]],
-    options: Sequence[Any] = (),
-    splits: list[int] | None = None,
+    run: Callable[[Calls, list[torch.Tensor], list[Call]], Iterable[Any]],
+    options: Mapping[str, str | int | float] = {},
+    splits: Sequence[int] = (),
+    prepare: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
 ) -> Handle:
-    """Begin a collective of tensors, of which ``run`` gets copies or the tensors themselves, on the CPU."""
+    """Begin a collective of tensors.
+
+    Args:
+        kind, tensors, name, process_set, options, splits: see ``Call``.
+        run: returns its steps; gets the tensors or copies on the CPU, once ``prepare`` has had them, and all calls.
+        prepare: works in this thread, which may be in ``torch.inference_mode()``.
+    """
     for tensor in tensors:
         if tensor.is_sparse:
             raise ValueError(f"{kind} takes dense tensors. Use hvd.sparse_allreduce_async, or tensor.to_dense().")
@@ -117,11 +125,11 @@ def _begin(
             raise ValueError(f"{kind} takes tensors of one dimension or more, got a scalar. Use tensor.reshape(1).")
     if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
         raise ValueError(f"{kind} takes tensors of one dtype and device.")
-    chosen = queue_of(process_set)
-    here = [tensor.detach().cpu() for tensor in tensors]
+    chosen = calls_of(process_set)
+    here = [prepare(tensor.detach().cpu()) for tensor in tensors]
     dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
-    request = Request(kind, name or "", dtype, [list(one.shape) for one in tensors], list(options), splits)
-    return chosen.submit(request, lambda queue, requests: run(queue, here, requests))
+    call = Call(kind, name or "", dtype, [list(one.shape) for one in tensors], dict(options), list(splits))
+    return chosen.begin(call, lambda everyones: run(chosen, here, everyones))
 
 
 def _one(handle: Handle, result: Callable[[list[torch.Tensor]], Any]) -> Handle:
@@ -179,11 +187,37 @@ def _allreduce(
 ) -> Handle:
     chosen = _operation(op, average)
 
-    def run(queue: Queue, here: list[torch.Tensor], requests: list[Request]) -> list[torch.Tensor]:
-        own = [one.clone(memory_format=torch.contiguous_format) if copy else one.contiguous() for one in here]
-        return [queue.reduce(one, chosen, pre, post) for one in own]
+    def prepare(tensor: torch.Tensor) -> torch.Tensor:
+        return _scale(tensor.clone(memory_format=torch.contiguous_format) if copy else tensor.contiguous(), pre)
 
-    return _begin(ALLREDUCE, tensors, name, process_set, run, [chosen, pre, post])
+    handle = _begin(
+        ALLREDUCE,
+        tensors,
+        name,
+        process_set,
+        lambda calls, here, _: calls.reduced(here, chosen),
+        {"op": OPERATIONS[chosen], "prescale_factor": pre, "postscale_factor": post},
+        prepare=prepare,
+    )
+    return _one(handle, _scaled(tensors, chosen, post, process_set))
+
+
+def _scaled(
+    tensors: Tensors, op: int, factor: float, process_set: ProcessSet
+) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """Return a function that makes a reduction's results of what ``Calls.reduced`` returns."""
+    factor = factor / calls_of(process_set).size if op == Average else factor
+    return lambda sums: [_scale(one.to(own.dtype), factor) for one, own in zip(sums, tensors, strict=True)]
+
+
+def _scale(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """Multiply a tensor in place, integers with rounding towards zero; return it."""
+    if factor != 1.0:
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            tensor.mul_(factor)
+        else:
+            tensor.copy_((tensor.double() * factor).trunc_())
+    return tensor
 
 
 def grouped_allreduce_async(
@@ -288,15 +322,15 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8).reshape(tensor.shape[0], row)
 
 
-def _gathered(queue: Queue, tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+def gathered(calls: Calls, tensor: torch.Tensor, rows: Sequence[int]) -> Steps:
     """Return all ranks' tensors, concatenated; ``rows`` of each rank. They are sent padded to the longest."""
     shape, most = tuple(tensor.shape[1:]), max(rows)
     padded = tensor.new_zeros((most, *shape))
     padded[: tensor.shape[0]] = tensor
-    everyones = tensor.new_empty((queue.size * most, *shape))
+    everyones = tensor.new_empty((calls.size * most, *shape))
     if everyones.numel():
         own, all_ = (one.reshape(-1).view(torch.uint8) for one in (padded, everyones))
-        queue.wait(queue.group._allgather_base(all_, own), "allgather")
+        yield from until_done(calls.group._allgather_base(all_, own))
     return torch.cat([everyones[at * most : at * most + count] for at, count in enumerate(rows)])
 
 
@@ -305,8 +339,11 @@ def grouped_allgather_async(
 ) -> Handle:
     """Begin to concatenate all ranks' tensors along their first dimension, which may differ."""
 
-    def run(queue: Queue, here: list[torch.Tensor], requests: list[Request]) -> list[torch.Tensor]:
-        return [_gathered(queue, one, [each.shapes[i][0] for each in requests]) for i, one in enumerate(here)]
+    def run(calls: Calls, here: list[torch.Tensor], everyones: list[Call]) -> Steps:
+        results = []
+        for place, one in enumerate(here):
+            results.append((yield from gathered(calls, one, [each.shapes[place][0] for each in everyones])))
+        return results
 
     return _one(_begin("allgather", tensors, name, process_set, run), _to_device_of(tensors))
 
@@ -323,7 +360,7 @@ def grouped_allgather(
     def backward(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         averages = grouped_allreduce(gradients, op=Average, process_set=process_set)
         dims = allgather(torch.tensor([[one.shape[0] for one in tensors]]), process_set=process_set)
-        starts = dims[: queue_of(process_set).place].sum(0).tolist()
+        starts = dims[: calls_of(process_set).place].sum(0).tolist()
         return [one.narrow(0, at, own.shape[0]) for one, at, own in zip(averages, starts, tensors, strict=True)]
 
     return list(_Differentiable.apply(run, backward, *tensors))
@@ -347,18 +384,19 @@ def allgather(
 
 
 def _broadcast(tensor: torch.Tensor, root_rank: int, name: Any, process_set: ProcessSet, copy: bool) -> Handle:
-    if root_rank not in queue_of(process_set).ranks:
-        raise ValueError(f"root_rank must be one of the ranks {queue_of(process_set).ranks}, got {root_rank!r}.")
+    place = calls_of(process_set).place_of(root_rank)
 
-    def run(queue: Queue, here: list[torch.Tensor], requests: list[Request]) -> list[torch.Tensor]:
-        sent = here[0].clone(memory_format=torch.contiguous_format) if copy else here[0].contiguous()
+    def run(calls: Calls, here: list[torch.Tensor], everyones: list[Call]) -> Steps:
         options = dist.BroadcastOptions()
-        options.rootRank = queue.ranks.index(root_rank)
-        if sent.numel():
-            queue.wait(queue.group.broadcast([sent.reshape(-1).view(torch.uint8)], options), "broadcast")
-        return [sent]
+        options.rootRank = place
+        if here[0].numel():
+            yield from until_done(calls.group.broadcast([here[0].reshape(-1).view(torch.uint8)], options))
+        return here
 
-    return _begin("broadcast", [tensor], name, process_set, run, [root_rank])
+    def prepare(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone(memory_format=torch.contiguous_format) if copy else tensor.contiguous()
+
+    return _begin("broadcast", [tensor], name, process_set, run, {"root_rank": root_rank}, prepare=prepare)
 
 
 def broadcast_async(
@@ -411,7 +449,7 @@ def alltoall_async(
 ) -> Handle:
     """Begin to send ``splits[i]`` rows of a tensor to the i-th rank; the result is what has come, and how many rows of
     each rank (int32)."""
-    size = queue_of(process_set).size
+    size = calls_of(process_set).size
     rows = tensor.shape[0] if tensor.dim() else 0
     if splits is None:
         if rows % size:
@@ -424,14 +462,14 @@ def alltoall_async(
     if len(sent) != size or min(sent, default=0) < 0 or sum(sent) > rows:
         raise ValueError(f"splits must be {size} numbers of rows, at most {rows} in all, got {sent}.")
 
-    def run(queue: Queue, here: list[torch.Tensor], requests: list[Request]) -> list[torch.Tensor]:
-        counts = [(each.splits or [])[queue.place] for each in requests]
+    def run(calls: Calls, here: list[torch.Tensor], everyones: list[Call]) -> Steps:
+        counts = [each.splits[calls.place] for each in everyones]
         received = here[0].new_empty((sum(counts), *here[0].shape[1:]))
         width = received[0:1].new_empty((1, *received.shape[1:])).numel() * received.element_size()
         if width:
             out = received.reshape(-1).view(torch.uint8).view(-1, width)
             own = here[0].contiguous().reshape(-1).view(torch.uint8).view(-1, width)[: sum(sent)]
-            queue.wait(queue.group.alltoall_base(out, own, counts, sent, dist.AllToAllOptions()), "alltoall")
+            yield from until_done(calls.group.alltoall_base(out, own, counts, sent, dist.AllToAllOptions()))
         return [received, torch.tensor(counts, dtype=torch.int32)]
 
     return _one(
@@ -484,19 +522,22 @@ def grouped_reducescatter_async(
     if chosen not in (Average, Sum):
         raise ValueError("op of a reducescatter must be hvd.Average or hvd.Sum.")
 
-    def run(queue: Queue, here: list[torch.Tensor], requests: list[Request]) -> list[torch.Tensor]:
-        outputs = []
-        for own in here:
-            total = queue.reduce(
-                own.clone(memory_format=torch.contiguous_format), chosen, prescale_factor, postscale_factor
-            )
-            each, more = divmod(own.shape[0], queue.size)
-            starts = [0, *itertools.accumulate(each + (place < more) for place in range(queue.size))]
-            outputs.append(total[starts[queue.place] : starts[queue.place + 1]].clone())
-        return outputs
+    calls = calls_of(process_set)
+    scaled = _scaled(tensors, chosen, postscale_factor, process_set)
 
-    options = [chosen, prescale_factor, postscale_factor]
-    return _one(_begin("reducescatter", tensors, name, process_set, run, options), _to_device_of(tensors))
+    def shares(sums: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.tensor_split(total, calls.size)[calls.place].clone() for total in scaled(sums)]
+
+    handle = _begin(
+        "reducescatter",
+        tensors,
+        name,
+        process_set,
+        lambda calls, here, _: calls.reduced(here, chosen),
+        {"op": OPERATIONS[chosen], "prescale_factor": prescale_factor, "postscale_factor": postscale_factor},
+        prepare=lambda one: _scale(one.clone(memory_format=torch.contiguous_format), prescale_factor),
+    )
+    return _one(_one(handle, shares), _to_device_of(tensors))
 
 
 def grouped_reducescatter(
@@ -517,7 +558,7 @@ def grouped_reducescatter(
         return reduced
 
     def backward(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        factor = prescale_factor * postscale_factor * (queue_of(process_set).size if op == Sum else 1)
+        factor = prescale_factor * postscale_factor * (calls_of(process_set).size if op == Sum else 1)
         return grouped_allgather([one * factor for one in gradients], process_set=process_set)
 
     outputs = _Differentiable.apply(run, backward, *compressed)
@@ -539,9 +580,9 @@ def reducescatter(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torc
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when all ranks have called it."""
-    synchronize(_begin("barrier", [], None, process_set, lambda queue, here, requests: []))
+    synchronize(_begin("barrier", [], None, process_set, lambda calls, here, everyones: ()))
 
 
 def join(device: int = -1) -> int:
     """Take part in the other ranks' allreduces with zeros until all ranks have joined; return the last to join."""
-    return int(queue_of(global_process_set).submit(Request(JOIN, JOIN), lambda queue, requests: None).result())
+    return calls_of(global_process_set).join()

@@ -2,43 +2,71 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hvd_async.torch import objects
 from hvd_async.torch.distributed import world
+from hvd_async.torch.distributed.calls import Adasum, Average, Call, Calls, Steps, Sum, until_done
 from hvd_async.torch.distributed.collectives import (
     Compression,
-    allgather,
     allreduce,
-    broadcast_,
     broadcast_async_,
+    gathered,
     synchronize,
 )
-from hvd_async.torch.distributed.process_sets import ProcessSet, global_process_set
-from hvd_async.torch.distributed.requests import Adasum, Average, Sum
+from hvd_async.torch.distributed.process_sets import ProcessSet, calls_of, global_process_set
 from hvd_async.torch.distributed.world import no_counterpart
 
 
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return the object of ``root_rank``, which can be pickled."""
-    own = pickle.dumps(obj) if world.current().rank == root_rank else b""
-    size = broadcast_(torch.tensor([len(own)]), root_rank, name and f"{name}.size", process_set)
-    data = bytearray(own) if own else bytearray(int(size))
-    received = broadcast_(torch.frombuffer(data, dtype=torch.uint8), root_rank, name, process_set)
-    return obj if own else pickle.loads(received.numpy().tobytes())
+    """Return the object of ``root_rank``.
+
+    Raises:
+        ValueError: it cannot be pickled; on all ranks.
+    """
+    calls = calls_of(process_set)
+    place = calls.place_of(root_rank)
+    own = objects.pack(obj) if calls.place == place else b""
+
+    def run(everyones: list[Call]) -> Steps:
+        data = torch.frombuffer(bytearray(own) or bytearray(everyones[place].splits[0]), dtype=torch.uint8)
+        options = dist.BroadcastOptions()
+        options.rootRank = place
+        yield from until_done(calls.group.broadcast([data], options))
+        return data.numpy().tobytes()
+
+    call = Call("broadcast_object", name or "", options={"root_rank": root_rank}, splits=[len(own)])
+    received = objects.unpack(calls.begin(call, run).wait(), root_rank)
+    return obj if own else received
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return the objects of all ranks, which can be pickled, in the order of the ranks."""
-    own = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-    sizes = allgather(torch.tensor([len(own)]), name and f"{name}.size", process_set).tolist()
-    return [pickle.loads(part.numpy().tobytes()) for part in allgather(own, name, process_set).split(sizes)]
+    """Return the objects of all ranks, in the order of the ranks.
+
+    Raises:
+        ValueError: one of them cannot be pickled; on all ranks.
+    """
+    return gather_objects(calls_of(process_set), obj, name)
+
+
+def gather_objects(calls: Calls, obj: Any, name: str | None = None) -> list[Any]:
+    """Return the objects of all ranks of some collectives; see ``allgather_object``."""
+    own = torch.frombuffer(bytearray(objects.pack(obj)), dtype=torch.uint8)
+
+    def run(everyones: list[Call]) -> Steps:
+        sizes = [one.splits[0] for one in everyones]
+        rows = yield from gathered(calls, own, sizes)
+        return [part.numpy().tobytes() for part in rows.split(sizes)]
+
+    received = calls.begin(Call("allgather_object", name or "", splits=[len(own)]), run).wait()
+    return [objects.unpack(data, rank) for rank, data in zip(calls.ranks, received, strict=True)]
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:

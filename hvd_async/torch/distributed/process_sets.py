@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hvd_async.torch.distributed import world
-from hvd_async.torch.distributed.requests import Queue
+from hvd_async.torch.distributed.calls import Calls
 
 
 class ProcessSet:
@@ -21,7 +21,7 @@ class ProcessSet:
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.process_set_id: int | None = None
-        self._queue: Queue | None = None
+        self._calls: Calls | None = None
         """Its collectives, on its ranks, once it is known."""
         if not isinstance(ranks, Iterable):
             raise ValueError(f"ProcessSet takes a list of ranks, got {ranks!r}: there is no MPI on torch.distributed.")
@@ -56,6 +56,9 @@ class ProcessSet:
 global_process_set = ProcessSet([])
 global_process_set.process_set_id = 0  # (always, as Horovod's)
 _known: dict[int, ProcessSet] = {}
+engine_calls: list[Calls] = []
+"""Collectives of all ranks that their engines call, in no order with those of the scripts; empty before ``init``. They
+are connected from the beginning: to connect later would mean to wait for a rank that has ended."""
 _next_id = 0
 
 
@@ -69,6 +72,7 @@ def initialize(process_sets: str | Sequence[ProcessSet] | None) -> None:
     _next_id = 0
     global_process_set.ranks = list(range(world.current().size))
     _register(global_process_set)
+    engine_calls.append(Calls("calls.engine", global_process_set.ranks))
     if isinstance(process_sets, str) and process_sets != "dynamic":
         raise ValueError(f"process_sets must be 'dynamic' or a list of ProcessSet, got {process_sets!r}.")
     for one in () if process_sets is None or isinstance(process_sets, str) else process_sets:
@@ -81,7 +85,7 @@ def _register(process_set: ProcessSet) -> None:
     process_set.process_set_id = _next_id
     _known[_next_id] = process_set
     if process_set.included():
-        process_set._queue = Queue(_next_id, process_set.ranks)
+        process_set._calls = Calls(f"calls.{_next_id}", process_set.ranks)
     _next_id += 1
 
 
@@ -90,19 +94,21 @@ def forget(process_set: ProcessSet) -> None:
     assert process_set.process_set_id is not None
     del _known[process_set.process_set_id]
     process_set.process_set_id = None if process_set is not global_process_set else 0
-    if process_set._queue is not None:
-        process_set._queue.close()
-        process_set._queue = None
+    if process_set._calls is not None:
+        process_set._calls.close()
+        process_set._calls = None
 
 
 def forget_all() -> None:
     """Undo ``initialize``."""
     for one in list(_known.values()):
         forget(one)
+    while engine_calls:
+        engine_calls.pop().close()
 
 
-def queue_of(process_set: ProcessSet) -> Queue:
-    """Return the queue of a process set's collectives.
+def calls_of(process_set: ProcessSet) -> Calls:
+    """Return a process set's collectives.
 
     Raises:
         ValueError: the process set is not known, or this rank is outside.
@@ -112,10 +118,10 @@ def queue_of(process_set: ProcessSet) -> Queue:
         raise ValueError(
             f"{process_set} is not known. Pass it to hvd.init(process_sets=[...]) or hvd.add_process_set()."
         )
-    queue = _known[process_set.process_set_id]._queue
-    if queue is None:
+    calls = _known[process_set.process_set_id]._calls
+    if calls is None:
         raise ValueError(f"rank {own} is not in {process_set}: only its ranks may call its collectives.")
-    return queue
+    return calls
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:

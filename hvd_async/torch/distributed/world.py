@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from hvd_async.errors import NotInitializedError, ranks_text
-from hvd_async.runtime import data_plane, launch, time_limits
+from hvd_async.runtime import data_plane, descriptors, launch, time_limits
 from hvd_async.runtime.rendezvous import machine
 
 try:
@@ -61,8 +62,6 @@ OF_HOROVOD = (
 STORE_LOST = "the ranks' store was lost: rank 0 or the launcher has ended"
 POLL = 0.005
 """Seconds between two looks at the ranks' store."""
-ROLL_CALL = timedelta(seconds=5.0)
-"""Time that ranks have to report a failure that another rank has seen."""
 
 
 class World:
@@ -100,7 +99,8 @@ class World:
         self.place = launch.place_of(self.rank, seats)
         self._made: Counter[str] = Counter()
         """Number of stores that this rank has asked for, by name and ranks."""
-        self._groups: list[Any] = []
+        self._groups: dict[Any, Any] = {}
+        """The process groups that are open, and the store of each."""
 
     def meet(self, store: PrefixStore, ranks: Sequence[int], limit: timedelta) -> None:
         """Wait until all of some ranks have called this with their new store (``store_of``). It succeeds on all ranks
@@ -134,21 +134,6 @@ class World:
             time.sleep(POLL)
         return [] if complete else [r for r, key in zip(ranks, keys, strict=True) if not store.check([key])]
 
-    def suspects(self, name: str, ranks: Sequence[int]) -> str:
-        """Return, for an error, which ranks may have ended: all ranks but the ones that report the same failure. If all
-        report it (a dtype that Gloo does not know), the clause is empty.
-
-        Args:
-            name: of the failure, the same on all ranks.
-            ranks: all ranks that took part.
-        """
-        try:
-            missing = self._missing(f"failed/{name}", "", ranks, ROLL_CALL)
-        except RuntimeError:
-            return f"; {STORE_LOST}"
-        one = "one of " if len(missing) > 1 else ""  # (the others may still compute, and see the failure later)
-        return f"; {one}{ranks_text(missing)} has probably ended" if missing else ""
-
     def group(self, name: str, ranks: Sequence[int], timeout: timedelta = FOREVER) -> Any:
         """Return a new Gloo process group of some ranks, all of which call this. A collective.
 
@@ -157,10 +142,13 @@ class World:
             ranks: in order; this one is among them.
             timeout: of making the connections, and of collectives that do not set their own.
         """
-        group = dist.ProcessGroupGloo(self.store_of(name, ranks), ranks.index(self.rank), len(ranks), timeout)
+        sweep()
+        store = self.store_of(name, ranks)
+        with descriptors.closed_in_children():
+            group = dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), timeout)
         # (its destructor waits for collectives in flight, so two failed ranks would wait for each other forever)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-        self._groups.append(group)
+        self._groups[group] = store
         return group
 
     def store_of(self, name: str, ranks: Sequence[int]) -> PrefixStore:
@@ -177,7 +165,7 @@ class World:
             groups: which; None for all.
         """
         for group in list(self._groups) if groups is None else groups:
-            self._groups.remove(group)
+            _to_sweep.append((self._groups.pop(group), f"0/{group.rank()}"))
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
 
 
@@ -268,6 +256,18 @@ def _hint_of_absence() -> str:
     return data_plane.hint_of_absence(os.environ, data_plane.find_horovod() is not None)
 
 
+_to_sweep: list[tuple[Any, str]] = []
+"""Keys of this rank in the ranks' store that no rank reads any more."""
+
+
+def sweep() -> None:
+    """Delete these keys. (Not when they become useless: then the store may have ended with rank 0, and say so.)"""
+    while _to_sweep:
+        store, key = _to_sweep.pop()
+        with contextlib.suppress(RuntimeError):  # (a store that deletes none)
+            store.delete_key(key)
+
+
 _world: World | None = None
 
 
@@ -287,6 +287,7 @@ def init() -> None:
 def forget() -> None:
     """Undo ``init``."""
     global _world
+    _to_sweep.clear()  # (they keep the store, and rank 0's next one may need its port)
     _world = None
 
 

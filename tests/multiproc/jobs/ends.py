@@ -40,7 +40,8 @@ DEADLY = (
 )
 AT_ENDS = ("drain", "checkpoint", "end")
 """Points at which the victim is killed after its last step. The others are "init", "registration", "step" (before one),
-"backward" and "waiting" (in one)."""
+"backward" and "waiting" (in one), "call" and "call before" (while the others wait in a collective of the script's, in
+training and before the first step)."""
 HEAD_START = 0.5
 """Seconds by which the victim waits earlier than the others; it is killed in the middle."""
 SHAPE = (6,)
@@ -214,9 +215,14 @@ def main() -> None:
         else:
             time.sleep(HEAD_START)
 
+    def step_or_call(step: int) -> None:
+        if point.startswith("call") and step == (1 if point == "call before" else STEPS):
+            framework.hvd.allreduce(framework.torch.ones(2), name="metric")
+        framework.step(optimizer, integers(SHAPE, rank, step, 0))
+
     for step in range(1, 10_000 if endless and point not in AT_ENDS else steps[rank] + 1):
-        if step == (1 if point == "registration" else STEPS):
-            if is_victim and endless and point in ("registration", "step"):
+        if step == (1 if point in ("registration", "call before") else STEPS):
+            if is_victim and endless and point in ("registration", "step", "call before", "call"):
                 report.put("death")
                 die(manner, others)
             if is_victim and point == "backward":
@@ -226,7 +232,7 @@ def main() -> None:
             if is_victim and manner == "slow":
                 time.sleep(2.5)
         try:
-            framework.step(optimizer, integers(SHAPE, rank, step, 0))
+            step_or_call(step)
         except Exception as error:
             report.put("error", kind=type(error).__name__, text=str(error))
             raise

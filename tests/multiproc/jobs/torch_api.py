@@ -55,7 +55,12 @@ def forms_of_reductions() -> dict[str, Any]:
         pass
     hvd.synchronize(handle)
     grouped = [ramp(2), ramp(3, 2)]
+    with torch.inference_mode():  # (nothing outside of it may change its tensors in place)
+        scored = ramp(4, 3)
+        hvd.allreduce_(scored, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25)
+        evaluated = [*hvd.grouped_allreduce_([ramp(3), ramp(2)]), hvd.broadcast_(ramp(2), 1)]
     return {
+        "of inference mode": [scored, evaluated],
         "in place": [own, returned],
         "asynchronous": results,
         "polled": later,
@@ -171,8 +176,14 @@ def objects() -> dict[str, Any]:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     state = optimizer.state_dict()
+
+    class Local:
+        value = rank
+
     return {
         "objects": hvd.allgather_object({"rank": rank, "text": "x" * rank}),
+        "functions": [make() for make in hvd.allgather_object(lambda: rank + 1)],
+        "class": hvd.broadcast_object(Local, root_rank=1).value,
         "object": hvd.broadcast_object(["of", rank], root_rank=hvd.size() - 1),
         "parameters": list(model.parameters()),
         "rates": [group["lr"] for group in state["param_groups"]],

@@ -29,7 +29,7 @@ def build(kind: str) -> torch.nn.Module:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
     if kind == "ddp":
-        return DistributedDataParallel(model)
+        return DistributedDataParallel(module=model)  # (as Lightning calls it)
     if kind == "fsdp":
         for layer in (model[0], model[2]):
             fully_shard(layer)
