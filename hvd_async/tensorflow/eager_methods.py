@@ -185,10 +185,12 @@ def _sum_in_graph(
     # gradients, or merge such sums)
     goes = tf.unstack(tf.ensure_shape(begun, [len(layout)]))
     parts = zip(goes, given, every, strict=True)
+    computed_at = _time_of(all_finite)
     sums = replica.sums([tf.where(go & has, vector, tf.zeros([], vector.dtype)) for go, has, vector in parts])
     tails = tf.stack([tf.cast(one[-layout.tail :], tf.float64) for one in sums])
+    waited = _time_of(tails) - computed_at
     types = [tf.bool, *(one.dtype for one in rate)]
-    flags, *rate = as_op(functools.partial(replica.fulfil, update), [tf.stack(given), tails], types)
+    flags, *rate = as_op(functools.partial(replica.fulfil, update), [tf.stack(given), tails, waited], types)
     applies, moves_all = tf.unstack(tf.ensure_shape(flags, [2]))
 
     def one_round() -> tf.Tensor:
@@ -203,6 +205,12 @@ def _sum_in_graph(
 
     tf.cond(applies, one_round, lambda: tf.constant(False))
     return all_finite
+
+
+def _time_of(value: tf.Tensor) -> tf.Tensor:
+    """Return the time at which a value is computed, on a device too (seconds since the epoch, float64, shape ())."""
+    with tf.device("CPU"), tf.control_dependencies([tf.identity(value)]):
+        return tf.timestamp()
 
 
 def note_samples(driver: EagerDriver, samples: Any) -> None:

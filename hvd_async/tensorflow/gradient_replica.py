@@ -440,20 +440,21 @@ class GradientReplica(eager.GradientReplica):
         worker.promise([update.group(frozen, rate)])
         return constant((True,) * len(self.dtypes), tf.bool)
 
-    def fulfil(self, update: Update, given: tf.Tensor, tails: tf.Tensor) -> list[tf.Tensor]:
+    def fulfil(self, update: Update, given: tf.Tensor, tails: tf.Tensor, waited: tf.Tensor) -> list[tf.Tensor]:
         """Wait until the round of the promised step has started, and begin to apply it.
 
         Args:
             update: applies rounds.
             given: for each bucket, whether this rank had a gradient (bool, shape (buckets,)).
             tails: the last elements of each sum, shape (buckets, tail).
+            waited: seconds for which the graph has waited for the sums (float64, shape ()).
 
         Returns:
             Whether there is something to apply, and whether to all variables (bool, shape (2,)); then the round's
             learning rate, unless it follows a schedule.
         """
         worker = self.optimizer._async.worker
-        round_ = worker.fulfil(tails.numpy().tolist(), given.numpy().tolist())
+        round_ = worker.fulfil(tails.numpy().tolist(), given.numpy().tolist(), float(waited))
         self.reached, self.put_back = round_, lambda: None
         if not round_.gradients:
             self.end()

@@ -67,8 +67,7 @@ def test_fit_is_recorded(tmp_path):
     assert trace.headers[0].parameter_bytes == 4 * size
     assert trace.synchronous
     assert trace.work[:, 1].min() >= LATE
-    ahead, late = np.median(trace.waits, axis=0)  # one wait of a loaded machine may be as long as all others together
-    assert ahead > late
+    assert trace.waits[:, 0].max() > LATE / 2  # it is no work of the rank that waits (a loaded machine may hide some)
     pause = trace.begin[STEPS - 1] - trace.done[STEPS - 2]  # it is in no step
     assert pause.min() >= PAUSE
 

@@ -1069,12 +1069,14 @@ class EagerWorker(Worker):
         step = self._steps + self._base
         self.engine.notify(partial(self._in_flight.promise, number, step, self._unsent(hyper)))
 
-    def fulfil(self, tails: Sequence[Sequence[float]], given: Sequence[bool]) -> ReducedRound:
+    def fulfil(self, tails: Sequence[Sequence[float]], given: Sequence[bool], waited_s: float = 0.0) -> ReducedRound:
         """Wait until the round of the promised step has started, and return it; it lies between ``begin`` and ``end``.
 
         Args:
             tails, given: as in ``RoundsInFlight.complete``.
+            waited_s: seconds for which the graph has already waited for the sums.
         """
+        self._wait_s += max(waited_s, 0.0)  # (the system's clock may have been set back)
         return self.run(self.fulfil_program(tails, given))
 
     def fulfil_program(self, tails: Sequence[Sequence[float]], given: Sequence[bool]) -> Program[ReducedRound]:
