@@ -204,10 +204,11 @@ def add_advise(parser: argparse.ArgumentParser) -> None:
     add("--latency", type=POSITIVE, metavar="MS", help="of a message, one way, in ms; over --network")
     add("--modes", default=EVERY, metavar="NAMES", help="to try, separated by commas")
     add("--skip", type=int, default=3, metavar="N", help=SKIP)
-    add("--steps", type=COUNT, default=200, metavar="N", help="of each simulated job")
+    add("--steps", type=COUNT, metavar="N", help="of each simulated job; by default as in the trace, at most 200")
     add("--resamples", type=COUNT, default=8, metavar="N", help="simulated jobs of each mode")
     add("--seed", type=int, default=0, help="of the resampling")
-    add("--json", action="store_true", help="print JSON")
+    add("--all", action="store_true", help="show every mode, and what the simulation does not know")
+    add("--json", action="store_true", help="print JSON, with every mode")
 
 
 def run_advise(arguments: argparse.Namespace) -> int:
@@ -229,11 +230,18 @@ def run_advise(arguments: argparse.Namespace) -> int:
     if arguments.latency is not None:
         given = msgspec.structs.replace(given, latency_s=arguments.latency / 1e3)
     trace = read_trace(arguments.trace, arguments.skip)
-    found = advise(trace, given, arguments.modes, arguments.steps, arguments.resamples, arguments.seed)
+    everything = arguments.all or arguments.json
+
+    def show_progress(line: str) -> None:
+        print(f"hvd_async advise: {line}", file=sys.stderr, flush=True)
+
+    found = advise(
+        trace, given, arguments.modes, arguments.steps, arguments.resamples, arguments.seed, everything, show_progress
+    )
     if arguments.json:
         _print_json(advice_as_json(found))
     else:
-        show_advice(found)
+        show_advice(found, arguments.all)
     return 0
 
 
@@ -280,7 +288,30 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         _print_json(modes_as_json(found))
     else:
         show_table(what(found))
+        print(f"\nAssumed:\n{_assumptions(arguments)}")
     return 0
+
+
+def _assumptions(arguments: argparse.Namespace) -> str:
+    """Return the assumptions of a simulation, in words."""
+    parts = [
+        f"{arguments.ranks} ranks, {arguments.per_host} per host, {arguments.steps} steps, {arguments.repetitions} jobs"
+        " with different random draws",
+        f"{arguments.compute:g} s of computation in a step",
+        f"the last rank {arguments.slow:g} times slower",
+        f"one random rank per step {arguments.late:g} s late",
+        f"varied by a log-normal factor of deviation {arguments.vary:g}",
+        f"stalls of {arguments.stall:g} s with probability {arguments.stall_share:g}",
+        f"{arguments.megabytes:g} MB of gradients, and of weights",
+        f"links of {arguments.bandwidth:g} Mbit/s, each way at once; {arguments.latency:g} ms per message",
+        "collectives start every 1 ms, after the computation, in one piece; no cores or links are shared",
+    ]
+    return "\n".join(
+        [
+            *(f"- {part}" for part in parts),
+            "Synchronous SGD waits for all ranks in every step. Accuracy is not simulated.",
+        ]
+    )
 
 
 def _computation(arguments: argparse.Namespace, seed: int) -> Schedule:

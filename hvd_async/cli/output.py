@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from hvd_async.advisor.advice import Advice
-from hvd_async.advisor.report import Table, sentences, what, who
+from hvd_async.advisor.report import Table, brief, first_sentences, sentences, what, who
 from hvd_async.doctor.findings import Finding, Verdict, worst
 from hvd_async.traces.format import Times, Trace
 
@@ -45,19 +45,21 @@ def show_table(table: Table) -> None:
         print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def show_advice(advice: Advice) -> None:
-    """Print advice: the ranks, the verdict on them, the modes, and what follows."""
-    first, *rest = sentences(advice)
-    show_table(who(advice))
-    print(f"\n{_wrapped(first)}\n")
-    show_table(what(advice.predictions, advice.base))
-    for paragraph in rest:
+def show_advice(advice: Advice, everything: bool = False) -> None:
+    """Print advice: the obvious, the ranks, the modes, and what follows; with ``everything``, all ranks and modes."""
+    print(_wrapped(" ".join(first_sentences(advice))) + "\n")
+    show_table(who(advice, everything))
+    print()
+    show_table(what(advice.predictions, advice.base) if everything else brief(advice))
+    for paragraph in sentences(advice, everything):
         print(f"\n{_wrapped(paragraph)}")
 
 
 def _wrapped(paragraph: str) -> str:
-    """Wrap a paragraph to ``WIDTH``; items of a list keep their lines."""
+    """Wrap a paragraph to ``WIDTH``; items of a list keep their lines, and a diff is left alone."""
     lines = paragraph.split("\n")
+    if any(line.startswith("+") for line in lines):
+        return paragraph
     return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  " * line.startswith("- ")) for line in lines)
 
 
