@@ -75,7 +75,7 @@ MOST_RANKS = 8
 
 
 def who(advice: Advice, everything: bool = True) -> Table:
-    """Return the table of ranks; of many only those that cause most waiting, unless ``everything`` is set."""
+    """Return the table of ranks; of many only the ones that cause most waiting, unless ``everything`` is set."""
     found, shown = advice.culprits, list(range(advice.trace.ranks))
     if not everything:
         shown = sorted(sorted(shown, key=lambda rank: -found.blame[rank])[:MOST_RANKS])
@@ -121,7 +121,7 @@ def what(predictions: Sequence[Prediction], base: str = "synchronous SGD") -> Ta
     rows = [
         [
             each.mode.name if place else base,
-            _range(each.steps_per_s, ".3g"),
+            f"{each.steps_per_s.mean:.3g}",
             _range(each.gain, ".2f"),
             f"{1e3 * each.wait_s:.1f}",
             f"{each.megabytes:.3g}",
@@ -131,7 +131,7 @@ def what(predictions: Sequence[Prediction], base: str = "synchronous SGD") -> Ta
         ]
         for place, each in enumerate(predictions)
     ]
-    late = ["steps late, mean", "steps late, most"]
+    late = ["mean steps late", "max steps late"]
     columns = ["mode", "steps/s", "relative speed", "waits, ms/step", "sends, MB/step", *late, "risk"]
     return f"All modes, simulated (relative to {base})", columns, rows
 

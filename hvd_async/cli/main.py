@@ -147,6 +147,54 @@ def _write(value: Mapping[str, Any], target: str) -> None:
         Path(target).write_text(text, encoding="utf-8")
 
 
+# -- demo --------------------------------------------------------------------------------------------------------------
+
+
+def add_demo(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``demo``."""
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="picture to write: .png, .svg or .pdf")
+    parser.add_argument("--steps", type=COUNT, default=150, metavar="N", help="of each training")
+    parser.add_argument("--limit", type=SECONDS, default=120.0, metavar="S", help="seconds for the whole demo")
+
+
+def run_demo(arguments: argparse.Namespace) -> int:
+    """Train a small network on two ranks of this machine, one of which is late in some steps, under three modes.
+
+    It needs torch, and takes half a minute. Returns 1 if the training fails.
+
+    Raises:
+        ValueError: torch is not installed, or ``--plot`` is given without matplotlib.
+    """
+    import importlib.util
+    import tempfile
+
+    from hvd_async.cli.output import draw_modes, need_matplotlib, show_demo
+    from hvd_async.doctor.programs import launch_command, run_job
+    from hvd_async.traces.format import read_trace
+
+    if importlib.util.find_spec("torch") is None:
+        raise ValueError(
+            "the demo needs torch: pip install torch --index-url https://download.pytorch.org/whl/cpu (the build for "
+            "CPUs, 200 MB)"
+        )
+    if arguments.plot is not None:
+        need_matplotlib()
+    print("hvd_async demo: two ranks train three times, half a minute in all", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(prefix="hvd_async_demo_") as folder:
+        outcome = run_job(launch_command("torch", 2, ["demo", folder, str(arguments.steps)]), arguments.limit)
+        if outcome.returncode != 0:
+            print(f"{outcome.output}\nhvd_async demo: {outcome.ending(arguments.limit)}", file=sys.stderr)
+            return 1
+        results = outcome.results()
+        show_demo(results, arguments.steps)
+        if arguments.plot is not None:
+            titles = [f"{each['line']}: {each['seconds']:.1f} s" for each in results]
+            traces = [read_trace(Path(folder) / str(number), skip=0, least=1) for number in range(len(results))]
+            draw_modes(dict(zip(titles, traces, strict=True)), arguments.plot)
+            print(f"\nwrote {arguments.plot}")
+    return 0
+
+
 # -- record ------------------------------------------------------------------------------------------------------------
 
 
@@ -371,6 +419,7 @@ COMMANDS = {
     "doctor": Command(
         "will Horovod and hvd_async work on this machine, and how fast is its network?", add_doctor, run_doctor
     ),
+    "demo": Command("train on two ranks of this machine, one of them late, under three modes", add_demo, run_demo),
     "record": Command(
         "run a training script and record when each rank computes and when it waits", add_record, run_record
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -99,3 +100,24 @@ def test_a_job_that_trains_with_no_other_rank_is_not_recorded(tmp_path: Path) ->
     job = run_job("recorded.py", 2, transport="torch", args=(str(tmp_path / "trace"), str(script)))
     assert job.returncode not in (0, None), str(job)
     assert "none stepped after torch.distributed.init_process_group" in job.output
+
+
+def test_the_demo_compares_three_modes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot = ["--plot", str(tmp_path / "demo.png")] if importlib.util.find_spec("matplotlib") else []
+    assert main(["demo", "--steps", "12", *plot]) == 0
+    text = capsys.readouterr().out
+    rows = [line for line in text.splitlines() if line.startswith("  ")]
+    modes = ('quorum="all"', 'quorum="majority"', 'algorithm="local"')
+    assert all(mode in row and row.endswith("yes") for mode, row in zip(modes, rows[1:], strict=True))
+    assert "lost: nothing; all ranks produced 24 gradients" in text
+    assert not plot or (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("missing", "options"), [("torch", []), ("matplotlib", ["--plot", "x.png"])])
+def test_the_demo_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, missing: str, options: list[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else name)
+    with pytest.raises(SystemExit):
+        main(["demo", *options])
+    assert f"pip install {missing}" in capsys.readouterr().err

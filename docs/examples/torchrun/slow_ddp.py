@@ -12,7 +12,7 @@ network = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.n
 model = DistributedDataParallel(network)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 torch.manual_seed(1 + dist.get_rank())
-for step in range(123):
+for _ in range(123):
     x, y = torch.randn(16, 64), torch.randint(10, (16,))
     time.sleep(0.08 if dist.get_rank() == 1 else 0.05)  # reading data; rank 1's disk is slow
     optimizer.zero_grad()
