@@ -80,7 +80,7 @@ MODES: Sequence[Mode] = (
     Mode(
         "pace rounds",
         "solo",
-        'EagerOptimizer(opt, pace="rounds")',
+        'EagerOptimizer(opt, quorum="solo", pace="rounds")',
         Risk.LATE,
         "each rank at its own pace, slow ones take fewer steps: end the loop by opt.rounds, in Keras by StopAtRounds",
         MappingProxyType({"pace": "rounds"}),

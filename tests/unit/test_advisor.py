@@ -233,7 +233,7 @@ def test_advise_on_the_command_line(tmp_path, capsys):
     text, progress = capsys.readouterr()
     assert f"Rank 2 on host {socket.gethostname()} is slow" in text.splitlines()[0]
     assert "the job would be 1.96 times as fast, without changing a line. Of 10 hours, 4.9" in " ".join(text.split())
-    assert '+opt = hvd_async.EagerOptimizer(opt, named_parameters=model.named_parameters(), pace="rounds")' in text
+    assert 'named_parameters=model.named_parameters(), quorum="solo", pace="rounds")' in text
     assert (
         'docs/choosing.md names another mode for a rank that is always slow, GossipOptimizer(opt, algorithm="adpsgd")'
         in (" ".join(text.split()))

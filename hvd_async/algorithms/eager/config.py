@@ -206,13 +206,13 @@ class EagerOptions:
     """Options of ``EagerOptimizer`` that are neither Horovod's arguments nor those of a single framework."""
 
     quorum: Quorum = option(
-        "solo",
-        'ranks that must have arrived before a round starts: "solo" (the first rank), "majority" (a rank drawn at '
-        'random each round), "all" (synchronous SGD), a number of ranks, a fraction of them, or "auto" (the number '
+        "majority",
+        'ranks that must have arrived before a round starts: "majority" (a rank drawn at random each round), "solo" '
+        '(the first rank), "all" (synchronous SGD), a number of ranks, a fraction of them, or "auto" (the number '
         "with the most fresh gradients per second, learned from the ranks' arrival times and reported on rank 0's "
         "stderr); hosts instead of ranks with ``hierarchical``",
-        help="ranks that must have arrived before a round starts: solo (the first rank), majority (a rank drawn at "
-        "random each round), all, a number of ranks, a fraction such as 0.75, or auto, learned from the arrival times",
+        help="ranks that must have arrived before a round starts: majority (a rank drawn at random each round), solo "
+        "(the first rank), all, a number of ranks, a fraction such as 0.75, or auto, learned from the arrival times",
         read=parse_quorum,
         metavar="Q",
     )
