@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from jobs.torchrun_training import COMPUTE
-from launch import JOBS, run_job
+from launch import JOBS, REPOSITORY, run_job
 
 from hvd_async.advisor.advice import advise
 from hvd_async.cli.main import main
@@ -121,3 +122,24 @@ def test_the_demo_says_what_to_install(
     with pytest.raises(SystemExit):
         main(["demo", *options])
     assert f"pip install {missing}" in capsys.readouterr().err
+
+
+def test_the_printed_answers_have_the_form_of_real_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each line of the answers in README.md and docs/advisor.md is one that the example gives, apart from figures and
+    the order of the modes."""
+
+    def form(text: str) -> list[str]:
+        text = re.sub(r"on host \S+ is", "on host H is", text)
+        text = re.sub(r"(Eager|Gossip)Optimizer\(.*?\) {2,}.*$", "MODE", text, flags=re.MULTILINE)
+        first, *tables = text.split("\n\n")
+        lines = [first, *"\n".join(tables).splitlines()]
+        return [re.sub(r"\d[\d.]*", "0", " ".join(line.split())) for line in lines if line.strip()]
+
+    folder, script = str(tmp_path / "run"), str(REPOSITORY / "docs" / "examples" / "torchrun" / "slow_ddp.py")
+    run_job("recorded.py", 2, transport="torch", args=(folder, script)).check()
+    assert main(["advise", folder]) == 0
+    real = form(capsys.readouterr().out)
+    for page in ("README.md", "docs/advisor.md"):
+        text = (REPOSITORY / page).read_text("utf-8")
+        (answer,) = re.findall(r"^```\n(Rank 1 .*?)^```", text, re.MULTILINE | re.DOTALL)
+        assert {*form(answer)} <= {*real}, page
