@@ -81,7 +81,7 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Will Horovod and hvd_async work here, and what must be fixed? Exit status 1 if there is a problem.
+    """Will hvd_async work here, and what must be fixed? Exit status 1 if there is a problem.
 
     With --hosts, or as a rank of a job: how fast is the network between the hosts?
 
@@ -416,9 +416,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "doctor": Command(
-        "will Horovod and hvd_async work on this machine, and how fast is its network?", add_doctor, run_doctor
-    ),
+    "doctor": Command("will hvd_async work on this machine, and how fast is its network?", add_doctor, run_doctor),
     "demo": Command("train on two ranks of this machine, one of them late, under three modes", add_demo, run_demo),
     "record": Command(
         "run a training script and record when each rank computes and when it waits", add_record, run_record
@@ -433,7 +431,9 @@ COMMANDS = {
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    about = "Optimizers on Horovod that do not wait: check a machine, record a job, learn what would make it faster."
+    about = (
+        "Optimizers that do not wait for slow ranks: check a machine, record a job, learn what would make it faster."
+    )
     parser = argparse.ArgumentParser("hvd_async", description=about)
     parser.add_argument("--version", action="version", version=f"hvd_async {hvd_async.__version__}")
     several = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

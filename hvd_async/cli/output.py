@@ -21,7 +21,7 @@ WIDTH = 110
 """Width of wrapped text, characters."""
 COLOURS = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "bold red"}
 CLOSING = {
-    Verdict.OK: "Horovod and hvd_async will work here.",
+    Verdict.OK: "hvd_async will work here.",
     Verdict.NOTE: "jobs will work here; the notes say what could be better.",
     Verdict.PROBLEM: "fix the problems first.",
 }

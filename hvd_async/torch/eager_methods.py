@@ -62,7 +62,7 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
             ReplicaStateError: a gradient was changed after it had been handed over; or ``weighting="samples"`` and the
                 samples of a backward pass were not recorded.
             FloatingPointError: a gradient is not finite, and ``nonfinite="raise"``.
-            HorovodInternalError: Horovod failed, or a rank is lost (the message names it).
+            HorovodInternalError: a collective failed, or a rank is lost (the message names it).
         """
         refuse_a_step_for_state()
         loss = None

@@ -268,8 +268,8 @@ class EagerOptions:
     hierarchical: bool | int = option(
         False,
         "the ranks of a host take each step together: their gradients go into the same round, and ``quorum``, "
-        "``max_staleness`` and ``grace`` count hosts. True for Horovod's local ranks, or the number of ranks per host, "
-        "numbered host by host",
+        "``max_staleness`` and ``grace`` count hosts. True for the launcher's local ranks, or the number of ranks per "
+        "host, numbered host by host",
         help="the ranks of a host take each step together, and the quorum counts hosts",
         absent="off",
         flags=("--hierarchical-gossip", "--hierarchical"),

@@ -18,8 +18,12 @@ from hvd_async.errors import NotInitializedError, ranks_text
 from hvd_async.runtime import data_plane, launch, time_limits
 
 
-class HorovodInternalError(RuntimeError):
+class CollectiveError(RuntimeError):
     """A collective has failed, usually because another rank has ended."""
+
+
+HorovodInternalError = CollectiveError
+"""Horovod's name of the error."""
 
 
 def no_counterpart(name: str, hint: str) -> NoReturn:
