@@ -144,7 +144,7 @@ def test_keys_that_other_programs_read():
         ({}, ("The test accuracy is 0.9000; the best was 0.9500.", "The replicas are bit-identical on all ranks.")),
         ({"gradients_applied": 3}, ("2 were LOST: this is an error",)),
         ({"gradients_applied": 6}, ("1 were applied TWICE",)),
-        ({"replicas_identical": False, "max_replica_diff": 0.25}, ("NOT identical; they differ by up to 0.25.")),
+        ({"replicas_identical": False, "max_replica_diff": 0.25}, ("NOT identical; they differ by up to 0.25.",)),
     ],
 )
 def test_the_text_says_whether_anything_was_lost(changes, parts):
