@@ -6,8 +6,15 @@ RUNNER = ["numpy", "pillow", "scikit-learn", "scipy", "tqdm", "tensorboard"]
 TOOLS = ["hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "types-psutil", "types-tqdm"]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material", "mkdocstrings[python]"]
 RELEASE = ["build", "check-jsonschema", *DOCS]
-RECIPES = ["accelerate", "pytorch-lightning", "ray[train]", "scikit-learn", "timm", "transformers"]
-"""What the scripts of docs/examples/recipes import: some 700 MB, most of it Ray and what it needs."""
+OF_RECIPES = {
+    "lightning": ["pytorch-lightning", "scikit-learn"],
+    "transformers": ["accelerate", "scikit-learn", "transformers"],
+    "timm": ["timm"],
+    "ray": ["ray[train]", "scikit-learn"],
+}
+"""What the scripts of docs/examples/recipes import, by extra."""
+RECIPES = sorted({package for packages in OF_RECIPES.values() for package in packages})
+"""All of them: some 700 MB, most of it Ray and what it needs."""
 TORCHFT = "sys_platform == 'linux' and platform_machine == 'x86_64' and python_version < '3.14'"
 """Where it has wheels. It is a benchmark's rival."""
 DECENT_DP = "python_version < '3.14'"
@@ -37,6 +44,7 @@ setup(
         "docs": DOCS,
         "monitor": ["tensorboard"],
         "recipes": RECIPES,
+        **OF_RECIPES,
         "dev": [*RUNNER, *TOOLS, *RELEASE, *RECIPES, *RIVALS, "matplotlib", "networkx"],
     },
 )

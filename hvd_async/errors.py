@@ -40,7 +40,7 @@ class NotInitializedError(HvdAsyncError):
     """An optimizer was wrapped or stepped before ``hvd.init()``."""
 
     def __init__(self) -> None:
-        super().__init__("Horovod is not initialized: call hvd.init() first, then wrap the optimizer")
+        super().__init__("hvd_async is not initialized: call hvd.init() first, then wrap the optimizer")
 
 
 class ProtocolError(HvdAsyncError):

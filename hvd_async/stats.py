@@ -49,6 +49,31 @@ class _Mergeable:
         return type(self)(**found)
 
 
+# -- in words ----------------------------------------------------------------------------------------------------------
+
+
+def _waited(seconds: float, steps: int) -> str:
+    return f"waited: this rank waited {seconds:.1f} s in all, {1e3 * seconds / max(1, steps):.1f} ms a step"
+
+
+def _most(what: str, seconds: Sequence[float]) -> str:
+    if not any(seconds):
+        return f"stragglers: {what} no rank"
+    rank = max(range(len(seconds)), key=lambda each: seconds[each])
+    return f"stragglers: {what} rank {rank} most, {seconds[rank]:.1f} s of {sum(seconds):.1f} s in all"
+
+
+def _late(what: str, unit: str, staleness: dict[int, int]) -> str:
+    count = sum(staleness.values())
+    if not count:
+        return f"late: no {what} yet"
+    mean = sum(late * number for late, number in staleness.items()) / count
+    return (
+        f"late: {staleness.get(0, 0) / count:.0%} of {what} were on time; {mean:.1f} {unit} late on average, "
+        f"{max(staleness)} at most"
+    )
+
+
 # -- counts of each family ---------------------------------------------------------------------------------------------
 
 
@@ -99,6 +124,31 @@ class Stats(_Mergeable):
     resets: int = 0
     gradients_lost: int = 0
 
+    def __str__(self) -> str:
+        """Return the counts in five lines; ``repr()`` has all fields."""
+        ranks = sum(ranks * rounds for ranks, rounds in self.contributors.items())
+        mean = ranks / max(1, sum(self.contributors.values()))
+        applied = f"{self.gradients_applied} gradients of all ranks were applied"
+        if self.total_produced is None:
+            lost = f"lost: known after drain(); so far {applied}"
+        elif self.total_produced == self.gradients_applied and not self.gradients_lost:
+            lost = f"lost: nothing; all ranks produced {self.total_produced} gradients, all were applied"
+        else:
+            lost = (
+                f"lost: {self.gradients_lost} gradients, of lost ranks; all ranks had produced {self.total_produced} "
+                f"at the last drain(), {applied}"
+            )
+        skipped = f"; {self.gradients_skipped} steps were not finite and count as zero" * bool(self.gradients_skipped)
+        return "\n".join(
+            [
+                f"steps: {self.steps} of this rank; {self.rounds} rounds, with {mean:.1f} ranks on average",
+                _waited(self.wait_s, self.steps),
+                _most("the others waited for", self.held_s),
+                _late("this rank's gradients", "rounds", self.staleness),
+                lost + skipped,
+            ]
+        )
+
 
 @dataclass(frozen=True)
 class GossipStats(_Mergeable):
@@ -137,6 +187,19 @@ class GossipStats(_Mergeable):
     resets: int = 0
     rounds: int = 0
 
+    def __str__(self) -> str:
+        """Return the counts in five lines; ``repr()`` has all fields."""
+        return "\n".join(
+            [
+                f"steps: {self.steps} of this rank; {self.exchanges} exchanges, {self.averagings} averages",
+                _waited(self.wait_s, self.steps),
+                _most("this rank waited for", self.waited_for),
+                _late("messages", "steps", self.staleness),
+                f"lost: nothing, if all ranks' sums agree after drain(); this rank sent {self.messages_sent} messages, "
+                f"used {self.messages_taken}, discarded {self.messages_left}",
+            ]
+        )
+
 
 @dataclass(frozen=True)
 class LeaderStats(_Mergeable):
@@ -170,3 +233,18 @@ class LeaderStats(_Mergeable):
     history: tuple[tuple[float, int, int], ...] = ()
     distances: int = 0
     resets: int = 0
+
+    def __str__(self) -> str:
+        """Return the counts in five lines; ``repr()`` has all fields."""
+        most = max(self.led, key=lambda rank: self.led[rank], default=None)
+        leader = "no rank" if most is None else "the center" if most < 0 else f"rank {most}"
+        loss = "none recorded" if self.mean_loss is None else f"{self.mean_loss:.4g}"
+        return "\n".join(
+            [
+                f"steps: {self.steps} of this rank; {self.pulls} pulls, {self.pull_s:.3f} s each",
+                _waited(self.wait_s, self.steps),
+                f"leader: {leader} led most of {sum(self.led.values())} pulls of all ranks",
+                f"distance: {self.distance:.4g} from the leader or center, mean over {self.distances} pulls",
+                f"loss: {loss}, mean of the last ones",
+            ]
+        )

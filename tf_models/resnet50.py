@@ -13,6 +13,11 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # TensorFlow leaves oneDNN off on x86 CPUs without AVX-512 or AMX, where ResNet-50 is several times slower without it.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
+from hvd_async.runner.options import Options, parse
+
+if __name__ == "__main__":
+    parse("tensorflow")  # before the imports below, which take seconds: for --help, and for flags that are wrong
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -23,7 +28,6 @@ import hvd_async.tensorflow as hvd
 from hvd_async.runner.course import Position
 from hvd_async.runner.data import Batch
 from hvd_async.runner.loop import UNFINISHED, start
-from hvd_async.runner.options import Options, parse
 from hvd_async.runner.report import Replicas
 from hvd_async.runner.trainer import Trainer, World, errors_reported
 

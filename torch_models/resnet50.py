@@ -1,4 +1,4 @@
-"""Train ResNet-50 in torch, by any of the algorithms: `horovodrun -np 2 --gloo python torch_models/resnet50.py`."""
+"""Train ResNet-50 in torch, by any of the algorithms: `torchrun --nproc-per-node 2 torch_models/resnet50.py`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hvd_async.runner.options import Options, parse
+
+if __name__ == "__main__":
+    parse("torch")  # before the imports below, which take seconds: for --help, and for flags that are wrong
+
 import torch
 import vision
 from lars import LARS
@@ -19,7 +24,6 @@ import hvd_async.torch as hvd
 from hvd_async.runner.course import Position
 from hvd_async.runner.data import Batch
 from hvd_async.runner.loop import UNFINISHED, start
-from hvd_async.runner.options import Options, parse
 from hvd_async.runner.report import OptimizerCounts, Replicas
 from hvd_async.runner.trainer import Trainer, World, errors_reported
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_async.advisor.prediction import BASES, EVERY, YARDSTICK, Mode, Prediction, Risk, named_modes, predict
+from hvd_async.advisor.prediction import BASES, EVERY, MODES, YARDSTICK, Mode, Prediction, Risk, named_modes, predict
 from hvd_async.algorithms.eager.quorum import waits_for_all
 from hvd_async.simulation.names import GOSSIP, LEADERS
 from hvd_async.simulation.network import Network, ring_bytes
@@ -55,25 +55,33 @@ class Culprits(NamedTuple):
         return shares
 
     @property
+    def lines_up(self) -> Times:
+        """Factor by which the slow rank's work is to shrink for it to be as fast as the others; 1 for other ranks."""
+        found: Times = np.ones(len(self.work))
+        if self.slow is not None:
+            found[self.slow] = np.delete(self.work, self.slow).mean() / self.work[self.slow]
+        return found
+
+    @property
     def balanced(self) -> bool:
         """Whether ``lost`` is below ``BALANCED``."""
         return self.lost < BALANCED
 
-    def text(self) -> str:
-        """Return a summary in a sentence or two."""
+    def text(self, host: str | None = None) -> str:
+        """Return a summary in a sentence or two.
+
+        Args:
+            host: of the slow rank.
+        """
         if self.balanced:
             return f"The ranks are balanced: {self.lost:.0%} of a step would be lost to waiting for the slowest rank."
-        most = int(self.blame.argmax())
-        lost = f"{self.lost:.0%} of a step is lost to waiting for the slowest rank."
         if self.slow is not None:
             own, others = self.work[self.slow], np.delete(self.work, self.slow).mean()
-            return (
-                f"Rank {self.slow} is slow: {own:.3g} s of its own work a step, the others {others:.3g} s; "
-                f"it causes {self.blame[self.slow]:.0%} of all waiting. {lost}"
-            )
+            where = f" on host {host}" if host else ""
+            return f"Rank {self.slow}{where} is slow: {own:.3g} s of its own work a step, the others {others:.3g} s."
+        most = int(self.blame.argmax())
         return (
-            f"The stragglers are random: no rank causes more than {self.blame[most]:.0%} of the waiting "
-            f"(rank {most}). {lost}"
+            f"The stragglers are random: no rank causes more than {self.blame[most]:.0%} of the waiting (rank {most})."
         )
 
 
@@ -175,7 +183,7 @@ def fit(trace: Trace, given: Given = Given()) -> Link:  # noqa: B008  immutable
     found = allreduce_seconds(trace)
     sent = ring_bytes(size, ranks)
     bandwidth = float("inf") if given.bandwidth_bytes_s is None else given.bandwidth_bytes_s
-    cycle = 0.0 if trace.headers[0].algorithm in BASES else CYCLE
+    cycle = 0.0 if trace.headers[0].algorithm in (DDP, FSDP) else CYCLE
     origin = f"latency {1e3 * latency:.3g} ms ({'assumed' if given.latency_s is None else 'given'})"
     operation = 0.0
     if found is None:
@@ -216,6 +224,14 @@ class Choice(NamedTuple):
     reason: str
 
 
+SCREENED = 2
+"""Simulated jobs by which the modes for a closer look are chosen."""
+BEST = 4
+"""Number of modes that get a closer look."""
+EXPECTED: Mapping[bool, str] = {True: "adpsgd", False: "local"}
+"""Mode that docs/choosing.md names: for a rank that is always slow, and for random stragglers."""
+
+
 class Advice(NamedTuple):
     """Advice on a trace.
 
@@ -224,9 +240,11 @@ class Advice(NamedTuple):
         culprits: ranks that others wait for.
         link: the simulated network.
         predictions: of the yardstick (see ``base``), then of the other modes, fastest first.
+        best: the fastest modes but leaders', fastest first.
         own: of the mode that the trace was recorded under; None if it cannot be simulated.
         choices: best mode of each risk that is worth it, fastest last; empty if the yardstick is as fast.
-        unknown: limits of the advice, in sentences.
+        warnings: reasons why this trace may mislead, in sentences.
+        unknown: limits of any advice, in sentences.
     """
 
     trace: Trace
@@ -234,7 +252,9 @@ class Advice(NamedTuple):
     link: Link
     predictions: Sequence[Prediction]
     own: Prediction | None
+    best: Sequence[Prediction]
     choices: Sequence[Choice]
+    warnings: Sequence[str]
     unknown: Sequence[str]
 
     @property
@@ -247,22 +267,36 @@ class Advice(NamedTuple):
         """Gain over the yardstick if no rank waited: the upper bound."""
         return float((1 / self.culprits.work).mean() / self.predictions[0].steps_per_s.mean)
 
+    @property
+    def fixed(self) -> float:
+        """Gain over the yardstick if the slow rank were as fast as the others: the job needs no other mode for it."""
+        work, seconds = self.trace.work, 1 / self.predictions[0].steps_per_s.mean
+        saved = work.max(axis=1).mean() - (work * self.culprits.lines_up).max(axis=1).mean()
+        return float(seconds / max(seconds - saved, 1e-9))
+
 
 def advise(
     trace: Trace,
     given: Given = Given(),  # noqa: B008  immutable
     modes: str = EVERY,
-    steps: int = 200,
+    steps: int | None = None,
     resamples: int = 8,
     seed: int = 0,
+    everything: bool = False,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> Advice:
     """Return the advice on a trace.
+
+    With more modes than ``BEST``, all are simulated ``SCREENED`` times, and the fastest ones ``resamples`` times.
 
     Args:
         trace: of a run.
         given: known parameters of the network.
         modes: names of the modes to try, separated by commas.
-        steps, resamples, seed: see ``predict``.
+        steps: of each simulated job; None: as many as the trace has, at most 200, fewer with more than 4 ranks.
+        resamples, seed: see ``predict``.
+        everything: simulate every mode ``resamples`` times.
+        progress: called with a line before each part that takes seconds.
 
     Raises:
         ValueError: a mode is unknown, or there are fewer than two ranks.
@@ -273,8 +307,28 @@ def advise(
     recorded = mode_of(trace.headers[0])
     known = recorded is None or any(recorded.is_as(mode) for mode in (YARDSTICK, *tried))
     also = [] if recorded is None or known else [recorded]
-    size = trace.headers[0].parameter_bytes
-    found = predict(trace.work, link.network, size, [*tried, *also], steps, resamples, seed, trace.local_size)
+    every = [*tried, *also]
+    length = steps or min(trace.steps, max(40, min(200, 800 // trace.ranks)))  # (a step of gossip costs ranks squared)
+
+    def simulate(some: Sequence[Mode], count: int) -> list[Prediction]:
+        progress(f"simulating {len(some)} modes of {trace.ranks} ranks, {count} jobs of {length} steps each")
+        size = trace.headers[0].parameter_bytes
+        return predict(trace.work, link.network, size, some, length, count, seed, trace.local_size)
+
+    def fastest(some: Sequence[Prediction]) -> list[Prediction]:
+        ranked = sorted(some, key=lambda each: -each.gain.mean)
+        others = [each for each in ranked if each.mode.risk is not Risk.PULLED] or ranked
+        chosen = [each.prediction for each in choose(found[0], some)]
+        picked = [*chosen, *(each for each in others if each not in chosen)][:BEST]
+        return [each for each in ranked if each in picked]
+
+    screens = not everything and len(every) > BEST and resamples > SCREENED
+    found = simulate(every, SCREENED if screens else resamples)
+    if screens:
+        picked = fastest(found[1 : 1 + len(tried)])
+        base, *closer = simulate([*(each.mode for each in picked), *also], resamples)
+        again = {each.mode.name: each for each in closer}
+        found = [base, *(again.get(each.mode.name, each) for each in found[1:])]
     own = next((each for each in found if recorded is not None and each.mode.is_as(recorded)), None)
     others = sorted(found[1 : 1 + len(tried)], key=lambda each: -each.gain.mean)
     return Advice(
@@ -283,14 +337,23 @@ def advise(
         link=link,
         predictions=[found[0], *others],
         own=own,
+        best=fastest(others),
         choices=choose(found[0], others, base_of(trace)),
+        warnings=warnings(trace),
         unknown=unknown(trace, link),
     )
 
 
+def expected(advice: Advice) -> Mode | None:
+    """Return the mode that docs/choosing.md names for this job; None if its ranks are balanced."""
+    if advice.culprits.balanced:
+        return None
+    return next(mode for mode in MODES if mode.name == EXPECTED[advice.culprits.slow is not None])
+
+
 def base_of(trace: Trace) -> str:
     """Return the name of the yardstick for a trace."""
-    return BASES.get(trace.headers[0].algorithm, "Horovod")
+    return BASES.get(trace.headers[0].algorithm, "synchronous SGD")
 
 
 def mode_of(header: Header) -> Mode | None:
@@ -308,14 +371,14 @@ def mode_of(header: Header) -> Mode | None:
     elif header.algorithm in arms:
         arm = arms[header.algorithm] + (f"-avg{every}" if isinstance(every, int) and every else "")
     elif header.algorithm in LEADERS:
-        arm = header.algorithm
+        arm, risk = header.algorithm, Risk.PULLED
     else:
         return None
     pace = {"pace": header.options["pace"]} if header.options.get("pace") == "rounds" else {}
     return Mode(arm, arm, "", risk, options=pace)
 
 
-def choose(base: Prediction, others: Sequence[Prediction], name: str = "Horovod") -> list[Choice]:
+def choose(base: Prediction, others: Sequence[Prediction], name: str = "synchronous SGD") -> list[Choice]:
     """Return the best mode of each risk, least risk first, if it is ``WORTH`` times as fast as modes of lower risk.
 
     It must be so in every resample: the lowest gain counts.
@@ -331,15 +394,33 @@ def choose(base: Prediction, others: Sequence[Prediction], name: str = "Horovod"
         best = max((each for each in others if each.mode.risk == risk), key=lambda each: each.gain.low, default=None)
         if best is None or best.gain.low < before * WORTH:
             continue
-        waits = f"a rank waits {1e3 * best.wait_s:.3g} ms a step, under {name} {1e3 * base.wait_s:.3g} ms"
-        found.append(Choice(best, f"{best.gain.mean:.2f} times {name}'s steps a second: {waits}"))
+        waits = f"a rank waits {1e3 * best.wait_s:.1f} ms in a step, not {1e3 * base.wait_s:.1f}"
+        found.append(Choice(best, f"{best.gain.mean:.2f} times the steps per second of {name}; {waits}"))
         before = best.gain.mean
+    return found
+
+
+def warnings(trace: Trace) -> list[str]:
+    """Return the reasons why a trace may mislead, in sentences."""
+    algorithm, found = trace.headers[0].algorithm, []
+    if algorithm == FSDP:
+        found.append(
+            "Memory: under FSDP a rank holds a part of the model, under each mode here all of it, with its gradients"
+            f" and the optimizer's state: {trace.headers[0].parameter_bytes / 1e6:.4g} MB of weights alone. FSDP's"
+            " gathers and scatters of a step are simulated as one allreduce that takes as long."
+        )
+    if not trace.synchronous and not trace.waits.any():
+        found.append("Waiting: none was seen. If ranks wait inside their computation, it counts as their work.")
+    if not all(header.synchronized for header in trace.headers):
+        cure = "FSDP's waits on a GPU are not seen" if algorithm == FSDP else "record with --synchronize"
+        found.append(f"Times on the GPU: it was not synchronized, so they are not meaningful; {cure}.")
+    if np.ptp([header.parameter_bytes for header in trace.headers]):
+        found.append("The size of the model: ranks do not agree on it; rank 0's was used.")
     return found
 
 
 def unknown(trace: Trace, link: Link) -> list[str]:
     """Return the limits of the advice, in sentences."""
-    algorithm = trace.headers[0].algorithm
     found = [
         "Accuracy: steps per second are not seconds to an accuracy. The cost of modes in accuracy was measured in other"
         " trainings (docs/choosing.md); train yours with two seeds.",
@@ -354,22 +435,6 @@ def unknown(trace: Trace, link: Link) -> list[str]:
         " smaller.",
         f"The network: {link.origin}.",
     ]
-    if not all(header.synchronized for header in trace.headers):
-        cure = "FSDP's waits on a GPU are not seen" if algorithm == FSDP else "record with --synchronize"
-        found.insert(0, f"Times on the GPU: it was not synchronized, so they are not meaningful; {cure}.")
-    if not trace.synchronous and not trace.waits.any():
-        found.insert(0, "Waiting: none was seen. If ranks wait inside their computation, it counts as their work.")
-    if algorithm == DDP:
-        found.insert(0, "The change: a mode is for the bare model, without DDP around it (docs/migrating.md).")
-    if algorithm == FSDP:
-        found.insert(
-            0,
-            "Memory: under FSDP a rank holds a part of the model, under each mode here all of it, with its gradients"
-            f" and the optimizer's state: {trace.headers[0].parameter_bytes / 1e6:.4g} MB of weights alone. FSDP's"
-            " gathers and scatters of a step are simulated as one allreduce that takes as long.",
-        )
     if trace.clocks_ahead is None:
         found.append("The clocks of the hosts: nothing here depends on them, but a picture of the ranks side by side.")
-    if np.ptp([header.parameter_bytes for header in trace.headers]):
-        found.append("The size of the model: ranks do not agree on it; rank 0's was used.")
     return found

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hvd_async.simulation.arms import simulate
 from hvd_async.simulation.job import Outcome, Setup
 from hvd_async.simulation.network import Network
-from hvd_async.traces.format import DDP, FSDP
+from hvd_async.traces.format import DDP, FSDP, HOROVOD
 
 # -- modes -------------------------------------------------------------------------------------------------------------
 # For each mode: how it is simulated, the line of the script that chooses it, and its risk.
@@ -25,6 +25,7 @@ class Risk(IntEnum):
     NONE = 0
     LATE = 1
     OWN = 2
+    PULLED = 3
 
     @property
     def text(self) -> str:
@@ -35,7 +36,9 @@ class Risk(IntEnum):
 RISKS: Mapping[Risk, str] = {
     Risk.NONE: "none: the same average in every step",
     Risk.LATE: "late gradients: ranks share one model, some gradients are applied steps later",
-    Risk.OWN: "own weights: ranks train models of their own, which are averaged or pulled together",
+    Risk.OWN: "own weights: ranks train models of their own, which are averaged",
+    Risk.PULLED: "a leader: ranks train models of their own, which are pulled towards the best one; the least accurate"
+    " modes in short trainings",
 }
 
 
@@ -45,7 +48,7 @@ class Mode(NamedTuple):
     Attributes:
         name: for reports and messages.
         arm: name in ``hvd_async.simulation.arms``.
-        line: the call in the script that replaces Horovod's ``hvd.DistributedOptimizer(opt, ...)``.
+        line: the call in the script that wraps ``opt``; None for the yardstick.
         risk: the change that it makes to training.
         remark: further note for the user.
         options: of ``job_of``.
@@ -53,7 +56,7 @@ class Mode(NamedTuple):
 
     name: str
     arm: str
-    line: str
+    line: str | None
     risk: Risk
     remark: str = ""
     options: Mapping[str, Any] = MappingProxyType({})
@@ -63,21 +66,21 @@ class Mode(NamedTuple):
         return (self.arm, dict(self.options)) == (other.arm, dict(other.options))
 
 
-YARDSTICK = Mode("horovod", "horovod", "hvd.DistributedOptimizer(opt)", Risk.NONE)
-"""Mode that all others are compared with."""
-BASES: Mapping[str, str] = {DDP: "DDP", FSDP: "FSDP"}
-"""Name of the yardstick, by algorithms of a trace that also wait for all ranks in every step."""
+YARDSTICK = Mode("horovod", "horovod", None, Risk.NONE)
+"""Mode that all others are compared with: ranks wait for all in every step."""
+BASES: Mapping[str, str] = {HOROVOD: "Horovod", DDP: "DDP", FSDP: "FSDP"}
+"""Name of the yardstick, by algorithms of a trace that wait for all ranks in every step."""
 EVERY = "every"
 """Name that selects all modes."""
 OWN_CLASSES = "loses accuracy where ranks see different classes"
 MODES: Sequence[Mode] = (
-    Mode("all", "all", 'hvd_async.EagerOptimizer(opt, quorum="all")', Risk.NONE),
-    Mode("majority", "majority", 'hvd_async.EagerOptimizer(opt, quorum="majority")', Risk.LATE),
-    Mode("solo", "solo", 'hvd_async.EagerOptimizer(opt, quorum="solo")', Risk.LATE, "the latest gradients of these"),
+    Mode("all", "all", 'EagerOptimizer(opt, quorum="all")', Risk.NONE),
+    Mode("majority", "majority", 'EagerOptimizer(opt, quorum="majority")', Risk.LATE),
+    Mode("solo", "solo", 'EagerOptimizer(opt, quorum="solo")', Risk.LATE, "the latest gradients of these"),
     Mode(
         "pace rounds",
         "solo",
-        'hvd_async.EagerOptimizer(opt, pace="rounds")',
+        'EagerOptimizer(opt, quorum="solo", pace="rounds")',
         Risk.LATE,
         "each rank at its own pace, slow ones take fewer steps: end the loop by opt.rounds, in Keras by StopAtRounds",
         MappingProxyType({"pace": "rounds"}),
@@ -85,48 +88,47 @@ MODES: Sequence[Mode] = (
     Mode(
         "auto",
         "auto",
-        'hvd_async.EagerOptimizer(opt, quorum="auto")',
+        'EagerOptimizer(opt, quorum="auto")',
         Risk.LATE,
         "its quorum depends on what it measures",
     ),
-    Mode("sgp", "sgp", 'hvd_async.GossipOptimizer(opt, algorithm="sgp")', Risk.OWN),
-    Mode("osgp", "osgp", 'hvd_async.GossipOptimizer(opt, algorithm="osgp")', Risk.OWN),
-    Mode("dpsgd", "dpsgd", 'hvd_async.GossipOptimizer(opt, algorithm="dpsgd")', Risk.OWN),
+    Mode("sgp", "sgp", 'GossipOptimizer(opt, algorithm="sgp")', Risk.OWN),
+    Mode("osgp", "osgp", 'GossipOptimizer(opt, algorithm="osgp")', Risk.OWN),
+    Mode("dpsgd", "dpsgd", 'GossipOptimizer(opt, algorithm="dpsgd")', Risk.OWN),
     Mode(
         "adpsgd",
         "adpsgd",
-        'hvd_async.GossipOptimizer(opt, algorithm="adpsgd")',
+        'GossipOptimizer(opt, algorithm="adpsgd")',
         Risk.OWN,
         f"each rank at its own pace: slow ones take fewer steps; {OWN_CLASSES}",
     ),
     Mode(
         "local",
         "local-avg4",
-        'hvd_async.GossipOptimizer(opt, algorithm="local", average_every=4)',
+        'GossipOptimizer(opt, algorithm="local", average_every=4)',
         Risk.OWN,
         f"averages every 4 steps; {OWN_CLASSES}",
     ),
     Mode(
         "lsgd",
         "lsgd",
-        'hvd_async.LeaderOptimizer(opt, algorithm="lsgd")',
-        Risk.OWN,
-        "never waits, and is the least accurate in short trainings; slow ranks take fewer steps; call "
-        "opt.record_loss(loss) before each step",
+        'LeaderOptimizer(opt, algorithm="lsgd")',
+        Risk.PULLED,
+        "slow ranks take fewer steps; call opt.record_loss(loss) before each step",
     ),
     Mode(
         "easgd",
         "easgd",
-        'hvd_async.LeaderOptimizer(opt, algorithm="easgd")',
-        Risk.OWN,
-        "never waits, and is the least accurate in short trainings; slow ranks take fewer steps",
+        'LeaderOptimizer(opt, algorithm="easgd")',
+        Risk.PULLED,
+        "slow ranks take fewer steps",
     ),
 )
 
 
 def quorum(ranks: int) -> Mode:
     """Return partial allreduce with a quorum of ``ranks`` ranks."""
-    return Mode(f"quorum {ranks}", f"k{ranks}", f"hvd_async.EagerOptimizer(opt, quorum={ranks})", Risk.LATE)
+    return Mode(f"quorum {ranks}", f"k{ranks}", f"EagerOptimizer(opt, quorum={ranks})", Risk.LATE)
 
 
 def named_modes(ranks: int, names: str = EVERY) -> list[Mode]:
@@ -176,7 +178,7 @@ class Prediction(NamedTuple):
     Attributes:
         mode: the mode.
         steps_per_s: steps per second of a rank, the mean over the ranks.
-        gain: ratio of steps per second to Horovod's, resample by resample.
+        gain: ratio of steps per second to the yardstick's, resample by resample.
         staleness, staleness_most: mean and maximum, in the mode's own unit: rounds, steps, averagings.
         megabytes: sent by a rank per step.
         wait_s: seconds that a rank waits per step.
@@ -214,7 +216,7 @@ def predict(
     seed: int = 0,
     local_size: int = 1,
 ) -> list[Prediction]:
-    """Predict the speed of a job under Horovod's optimizer, then under each mode.
+    """Predict the speed of a job under the yardstick, then under each mode.
 
     Args:
         work: seconds of each rank's own work, [steps, ranks].
@@ -240,7 +242,7 @@ def simulated(
     seed: int = 0,
     local_size: int = 1,
 ) -> list[Prediction]:
-    """Simulate jobs under Horovod, then under each mode; figures are the means over the jobs.
+    """Simulate jobs under the yardstick, then under each mode; figures are the means over the jobs.
 
     Args:
         jobs: seconds of computation in each job, [steps, ranks].

@@ -82,7 +82,7 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Will Horovod and hvd_async work here, and what must be fixed? Exit status 1 if there is a problem.
+    """Will hvd_async work here, and what must be fixed? Exit status 1 if there is a problem.
 
     With --hosts, or as a rank of a job: how fast is the network between the hosts?
 
@@ -148,6 +148,54 @@ def _write(value: Mapping[str, Any], target: str) -> None:
         Path(target).write_text(text, encoding="utf-8")
 
 
+# -- demo --------------------------------------------------------------------------------------------------------------
+
+
+def add_demo(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``demo``."""
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="picture to write: .png, .svg or .pdf")
+    parser.add_argument("--steps", type=COUNT, default=150, metavar="N", help="of each training")
+    parser.add_argument("--limit", type=SECONDS, default=120.0, metavar="S", help="seconds for the whole demo")
+
+
+def run_demo(arguments: argparse.Namespace) -> int:
+    """Train a small network on two ranks of this machine, one of which is late in some steps, under three modes.
+
+    It needs torch, and takes half a minute. Returns 1 if the training fails.
+
+    Raises:
+        ValueError: torch is not installed, or ``--plot`` is given without matplotlib.
+    """
+    import importlib.util
+    import tempfile
+
+    from hvd_async.cli.output import draw_modes, need_matplotlib, show_demo
+    from hvd_async.doctor.programs import launch_command, run_job
+    from hvd_async.traces.format import read_trace
+
+    if importlib.util.find_spec("torch") is None:
+        raise ValueError(
+            "the demo needs torch: pip install torch --index-url https://download.pytorch.org/whl/cpu (the build for "
+            "CPUs, 200 MB)"
+        )
+    if arguments.plot is not None:
+        need_matplotlib()
+    print("hvd_async demo: two ranks train three times, half a minute in all", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(prefix="hvd_async_demo_") as folder:
+        outcome = run_job(launch_command("torch", 2, ["demo", folder, str(arguments.steps)]), arguments.limit)
+        if outcome.returncode != 0:
+            print(f"{outcome.output}\nhvd_async demo: {outcome.ending(arguments.limit)}", file=sys.stderr)
+            return 1
+        results = outcome.results()
+        show_demo(results, arguments.steps)
+        if arguments.plot is not None:
+            titles = [f"{each['line']}: {each['seconds']:.1f} s" for each in results]
+            traces = [read_trace(Path(folder) / str(number), skip=0, least=1) for number in range(len(results))]
+            draw_modes(dict(zip(titles, traces, strict=True)), arguments.plot)
+            print(f"\nwrote {arguments.plot}")
+    return 0
+
+
 # -- record ------------------------------------------------------------------------------------------------------------
 
 
@@ -209,10 +257,11 @@ def add_advise(parser: argparse.ArgumentParser) -> None:
     add("--latency", type=POSITIVE, metavar="MS", help="of a message, one way, in ms; over --network")
     add("--modes", default=EVERY, metavar="NAMES", help="to try, separated by commas")
     add("--skip", type=int, default=3, metavar="N", help=SKIP)
-    add("--steps", type=COUNT, default=200, metavar="N", help="of each simulated job")
+    add("--steps", type=COUNT, metavar="N", help="of each simulated job; by default as in the trace, at most 200")
     add("--resamples", type=COUNT, default=8, metavar="N", help="simulated jobs of each mode")
     add("--seed", type=int, default=0, help="of the resampling")
-    add("--json", action="store_true", help="print JSON")
+    add("--all", action="store_true", help="show every mode, and what the simulation does not know")
+    add("--json", action="store_true", help="print JSON, with every mode")
 
 
 def run_advise(arguments: argparse.Namespace) -> int:
@@ -234,11 +283,18 @@ def run_advise(arguments: argparse.Namespace) -> int:
     if arguments.latency is not None:
         given = msgspec.structs.replace(given, latency_s=arguments.latency / 1e3)
     trace = read_trace(arguments.trace, arguments.skip)
-    found = advise(trace, given, arguments.modes, arguments.steps, arguments.resamples, arguments.seed)
+    everything = arguments.all or arguments.json
+
+    def show_progress(line: str) -> None:
+        print(f"hvd_async advise: {line}", file=sys.stderr, flush=True)
+
+    found = advise(
+        trace, given, arguments.modes, arguments.steps, arguments.resamples, arguments.seed, everything, show_progress
+    )
     if arguments.json:
         _print_json(advice_as_json(found))
     else:
-        show_advice(found)
+        show_advice(found, arguments.all)
     return 0
 
 
@@ -285,7 +341,30 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         _print_json(modes_as_json(found))
     else:
         show_table(what(found))
+        print(f"\nAssumed:\n{_assumptions(arguments)}")
     return 0
+
+
+def _assumptions(arguments: argparse.Namespace) -> str:
+    """Return the assumptions of a simulation, in words."""
+    parts = [
+        f"{arguments.ranks} ranks, {arguments.per_host} per host, {arguments.steps} steps, {arguments.repetitions} jobs"
+        " with different random draws",
+        f"{arguments.compute:g} s of computation in a step",
+        f"the last rank {arguments.slow:g} times slower",
+        f"one random rank per step {arguments.late:g} s late",
+        f"varied by a log-normal factor of deviation {arguments.vary:g}",
+        f"stalls of {arguments.stall:g} s with probability {arguments.stall_share:g}",
+        f"{arguments.megabytes:g} MB of gradients, and of weights",
+        f"links of {arguments.bandwidth:g} Mbit/s, each way at once; {arguments.latency:g} ms per message",
+        "collectives start every 1 ms, after the computation, in one piece; no cores or links are shared",
+    ]
+    return "\n".join(
+        [
+            *(f"- {part}" for part in parts),
+            "Synchronous SGD waits for all ranks in every step. Accuracy is not simulated.",
+        ]
+    )
 
 
 def _computation(arguments: argparse.Namespace, seed: int) -> Schedule:
@@ -342,9 +421,8 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "doctor": Command(
-        "will Horovod and hvd_async work on this machine, and how fast is its network?", add_doctor, run_doctor
-    ),
+    "doctor": Command("will hvd_async work on this machine, and how fast is its network?", add_doctor, run_doctor),
+    "demo": Command("train on two ranks of this machine, one of them late, under three modes", add_demo, run_demo),
     "record": Command(
         "run a training script and record when each rank computes and when it waits", add_record, run_record
     ),
@@ -358,7 +436,9 @@ COMMANDS = {
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    about = "Optimizers on Horovod that do not wait: check a machine, record a job, learn what would make it faster."
+    about = (
+        "Optimizers that do not wait for slow ranks: check a machine, record a job, learn what would make it faster."
+    )
     parser = argparse.ArgumentParser("hvd_async", description=about)
     parser.add_argument("--version", action="version", version=f"hvd_async {hvd_async.__version__}")
     several = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

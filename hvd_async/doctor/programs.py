@@ -1,10 +1,11 @@
-"""Programs that the doctor runs in separate processes, since imports and jobs may crash or hang.
+"""Programs that the doctor and the demo run in separate processes, since imports and jobs may crash or hang.
 
 ``python -m hvd_async.doctor.programs COMMAND`` is one of these programs:
 
 - ``ask FRAMEWORK`` imports torch or tensorflow, then Horovod's module for it, and reports their features;
 - ``train FRAMEWORK`` is a rank of the self-test;
 - ``measure`` is a rank that measures the network;
+- ``demo FOLDER STEPS`` is a rank of the demo;
 - ``horovodrun ...`` is Horovod's launcher.
 """
 
@@ -21,6 +22,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -210,6 +212,14 @@ def measure() -> None:
         report(msgspec.to_builtins(found))
 
 
+def demo(folder: str, steps: str) -> None:
+    """Train under three modes as one of two ranks, without Horovod; rank 0 reports each mode."""
+    os.environ["HVD_ASYNC_TRANSPORT"] = "torch"
+    for result in importlib.import_module("hvd_async.torch.demo").train(Path(folder), int(steps)):
+        if os.environ["RANK"] == "0":
+            report(result)
+
+
 def horovodrun(*arguments: str) -> None:
     """Start ranks by Horovod's launcher, without its checks of transports, which import TensorFlow and take 16 s.
 
@@ -227,6 +237,7 @@ if __name__ == "__main__":  # (the launcher imports this module again for each r
         "ask": ask,
         "train": train,
         "measure": measure,
+        "demo": demo,
         "horovodrun": horovodrun,
     }
     programs[sys.argv[1]](*sys.argv[2:])

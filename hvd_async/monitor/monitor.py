@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from hvd_async.errors import ranks_text
-from hvd_async.monitor.sample import Counts, Sample, Totals
+from hvd_async.monitor.sample import Counts, Sample, Totals, scalars
 from hvd_async.monitor.sinks import Sinks
 from hvd_async.monitor.slow_ranks import Warner
 from hvd_async.runtime.log import warn
@@ -180,6 +180,14 @@ class Monitor:
             distance: what ``optimizer.consensus_distance()`` returns, a collective of all ranks.
         """
         self._distance = float(distance)
+
+    def values(self, prefix: str = "hvd_async/") -> dict[str, float]:
+        """Return the last sample as a flat dict, for ``logging``, W&B or MLflow; empty before the first sample.
+
+        Args:
+            prefix: of the names.
+        """
+        return {} if self.last is None else scalars(self.last, self._group.ranks, prefix)
 
     def report(self) -> WaitReport:
         """Return this rank's waits since its previous report, for ``compare``."""

@@ -382,16 +382,28 @@ def family_flags() -> dict[str, list[tuple[str, Option, Any]]]:
     return found
 
 
+EXAMPLES = """examples, each after `{launch} {script}`:
+  --model small --epochs 4                                   a first run, a minute on a CPU
+  --model small --inject random:1:0.3                        one random rank is late in each step
+  --model small --algorithm local --average-every 4          local steps
+  --data DIR --preset eager-imagenet --checkpoint-dir ckpt   ImageNet, with checkpoints
+
+"""
+"""First part of the help."""
+
+
 def build_parser(framework: str) -> argparse.ArgumentParser:
     """Return the parser of ``framework``'s script."""
+    script = f"{'torch' if framework == 'torch' else 'tf'}_models/resnet50.py"
+    launch = "torchrun --nproc-per-node 2" if framework == "torch" else "horovodrun -np 2 --gloo python"
     parser = argparse.ArgumentParser(
         prog="resnet50.py",
-        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=30, width=110),
-        description=f"Train ResNet-50 with {framework} and Horovod: with {', '.join(SYNCHRONOUS)}, partial allreduce "
-        f"({', '.join(members('eager'))}), gossip ({', '.join(members('gossip'))}) or leaders "
-        f"({', '.join(members('leader'))}). A flag takes precedence over --preset.",
-        epilog="example: horovodrun -np 4 --gloo python resnet50.py --algorithm eager --quorum majority --data digits "
-        "--image-size 32 --optimizer adam --lr 0.001 --cosine --inject random:1:0.3 --summary out.json",
+        usage=f"{launch} {script} [FLAG ...]",
+        formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=110),
+        description=EXAMPLES.format(launch=launch, script=script)
+        + f"It trains ResNet-50 by {', '.join(SYNCHRONOUS)}, partial allreduce ({', '.join(members('eager'))}), gossip"
+        f" ({', '.join(members('gossip'))})\nor leaders ({', '.join(members('leader'))}). "
+        "A flag takes precedence over --preset.",
     )
     titles = dict.fromkeys([*(TITLES.get(family, family) for family in OPTIONS), *GROUPS])
     groups = {title: parser.add_argument_group(title) for title in titles}

@@ -7,8 +7,9 @@ import io
 import math
 import os
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,8 @@ class MetricsFile:
 
 # -- while it trains ---------------------------------------------------------------------------------------------------
 
+MINUTE = 60.0
+"""Seconds between two lines about steps."""
 BAR_COLUMNS = 100
 """Width of a bar under a launcher, which hides the terminal's."""
 TAGS = {
@@ -283,7 +286,8 @@ TAGS = {
 class Reporter:
     """Progress of rank 0 on the screen and in the logs, to which a resumed run appends; not ``enabled`` on other ranks.
 
-    ``epochs`` is None if the clock ends the run; ``progress`` is as in the options.
+    ``epochs`` is None if the clock ends the run; ``progress`` is as in the options. Without a bar, a line follows the
+    first step, and each minute.
     """
 
     def __init__(
@@ -294,8 +298,12 @@ class Reporter:
         *,
         resumed: bool = False,
         enabled: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._enabled, self._epochs = enabled, epochs
+        self._clock, self._begun = clock, clock()
+        self._place, self._said_at = "", self._begun
+        self._steps = self._said_steps = 0
         self._terminal = sys.stderr.isatty()
         self._wants_bar = progress == "bar" or (progress == "auto" and self._terminal)
         self._bar: Any = None
@@ -304,6 +312,7 @@ class Reporter:
 
     def begin_epoch(self, epoch: int, steps: int) -> None:
         """Show an epoch (0, 1, ...) of ``steps`` steps of rank 0."""
+        self._place = f"{self._label(epoch + 1)} of {steps} steps"
         if self._enabled and self._wants_bar:
             from tqdm import tqdm
 
@@ -322,6 +331,16 @@ class Reporter:
         if self._bar is not None:
             self._bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
             self._bar.update()
+        elif self._enabled:
+            self._steps += 1
+            now = self._clock()
+            if self._steps == 1:
+                self.note(f"first step after {now - self._begun:.1f} s: loss {loss:.4f}; {self._place}")
+                self._said_at, self._said_steps = now, 1
+            elif now - self._said_at >= MINUTE:
+                rate_per_s = (self._steps - self._said_steps) / (now - self._said_at)
+                self.note(f"step {step + 1}: loss {loss:.4f}, {rate_per_s:.2f} steps/s; {self._place}")
+                self._said_at, self._said_steps = now, self._steps
         if self._events is not None:
             self._events.scalars(step, {"train/loss_rank0": loss, "train/learning_rate": rate})
 
@@ -422,28 +441,79 @@ def percentile(values: Any, percent: float) -> float | None:
 
 SHOWN_RANKS = 8
 """Maximum number of ranks that the text lists individually."""
-IN_HEAD = ("framework", "algorithm", "quorum", "world_size", "steps")
 
 
 def describe(summary: Summary, stragglers: Sequence[str], best_accuracy: float | None) -> str:
-    """Return the summary as text, with the lines of ``straggler_lines``, and whether anything was lost."""
+    """Return the summary in sentences, with those of ``straggler_lines``, and whether anything was lost."""
     quorum = "" if summary.quorum is None else f" ({summary.quorum})"
-    lines = [("stragglers" if line is stragglers[0] else "", line) for line in stragglers]
-    lines += [("best accuracy", f"{best_accuracy:.4f}")] if best_accuracy is not None else []
-    for name in KEYS:
-        value = getattr(summary, name)
-        if name not in IN_HEAD and value is not None:
-            lines.append((name.replace("_", " "), _text(value)))
+    head = f"{summary.framework} {summary.algorithm}{quorum} on {summary.world_size} ranks, {summary.steps} steps each"
+    lines = [head, *_speed(summary), *_accuracy(summary, best_accuracy), *stragglers, *_waits(summary)]
     if summary.gradients_produced is None:
-        lines.append(("", "The consensus distance is that before the last drain."))
+        lines.append(
+            f"Before the last drain weights differed by {summary.consensus_distance:.4g} (root mean square over ranks)."
+        )
     else:
         lost = summary.gradients_produced - (summary.gradients_applied or 0)
         verdict = f"{abs(lost)} were {'LOST' if lost > 0 else 'applied TWICE'}: this is an error"
-        counts = f"{summary.gradients_produced} produced, {summary.gradients_applied} applied"
-        lines.append(("gradients", f"{counts}: {verdict if lost else 'no gradient was lost'}"))
-    lines.append(("replicas", "bit-identical on all ranks" if summary.replicas_identical else "NOT identical"))
-    head = f"{summary.framework} {summary.algorithm}{quorum} on {summary.world_size} ranks, {summary.steps} steps each"
-    return "\n".join([head, *(f"  {name:<24} {text}" for name, text in lines)])
+        counts = f"{summary.gradients_produced} gradients were produced, {summary.gradients_applied} applied"
+        lines.append(f"{counts}: {verdict if lost else 'no gradient was lost'}.")
+    if summary.gradients_skipped:
+        lines.append(f"{summary.gradients_skipped} steps had a gradient that was not finite, and counted as zero.")
+    same = "bit-identical on all ranks" if summary.replicas_identical else "NOT identical"
+    more = "" if summary.replicas_identical else f"; they differ by up to {summary.max_replica_diff:.4g}"
+    return "\n  ".join([*lines, f"The replicas are {same}{more}."])
+
+
+def _speed(summary: Summary) -> Iterator[str]:
+    """Yield sentences about speed."""
+    times = {name: value for name, value in summary.step_time_s.items() if value is not None}
+    if summary.images_per_sec is not None and times:
+        yield (
+            f"All ranks trained {summary.images_per_sec:.1f} images/s. A step took {1e3 * times['mean']:.1f} ms on "
+            f"average (median {1e3 * times['p50']:.1f} ms, 95% below {1e3 * times['p95']:.1f} ms)."
+        )
+    if summary.rounds:
+        kind = (
+            "pulls" if summary.led is not None else "rounds" if summary.gradients_produced is not None else "exchanges"
+        )
+        took = "" if summary.latency_s is None else f", {1e3 * summary.latency_s:.1f} ms each"
+        sent = "" if summary.bytes_sent is None else f"; all ranks sent {summary.bytes_sent / 1e6:.1f} MB"
+        held = (
+            ""
+            if summary.peak_bytes is None
+            else f"; a rank held at most {summary.peak_bytes / 1e6:.1f} MB of gradients"
+        )
+        yield f"There were {summary.rounds} {kind}{took}{sent}{held}."
+
+
+def _accuracy(summary: Summary, best_accuracy: float | None) -> Iterator[str]:
+    """Yield sentences about loss and accuracy."""
+    if summary.train_loss is not None:
+        yield f"The training loss of the last epoch is {summary.train_loss:.4g}."
+    if summary.test_accuracy is not None:
+        best = "" if best_accuracy is None else f"; the best was {best_accuracy:.4f}"
+        yield f"The test accuracy is {summary.test_accuracy:.4f}{best}."
+
+
+def _waits(summary: Summary) -> Iterator[str]:
+    """Yield sentences about waits and lateness."""
+    yield f"Ranks waited, in order: {_text(summary.wait_s_by_rank)} s."
+    if summary.held_s_by_rank is not None:
+        yield f"The others waited for each rank, in order: {_text(summary.held_s_by_rank)} s."
+    late = summary.staleness
+    if late.get("mean") is not None:
+        what, unit = ("Gradients", "rounds") if summary.gradients_produced is not None else ("Messages", "steps")
+        mean = summary.contributors.get("mean")
+        ranks = "" if mean is None else f"; a round had {mean:.1f} ranks on average"
+        fresh = "" if summary.fresh is None else f", {summary.fresh:.0%} on time"
+        yield f"{what} were {late['mean']:.2f} {unit} late on average, {late['max']} at most{fresh}{ranks}."
+    if summary.led is not None:
+        led = ", ".join(
+            f"{'the center' if rank < 0 else f'rank {rank}'} {count}" for rank, count in summary.led.items()
+        )
+        yield f"Leaders of the pulls, by number: {led or 'none'}."
+    if summary.leader_distance_by_rank is not None:
+        yield f"Distance of each rank from its leader, mean over pulls: {_text(summary.leader_distance_by_rank)}."
 
 
 def _text(value: Any) -> str:
@@ -457,12 +527,12 @@ def _text(value: Any) -> str:
 def straggler_lines(ranks: Sequence[RankMetrics], injector: Injector) -> list[str]:
     """Return the lines about the cost of injected delays, compared with a synchronous run's."""
     if injector.kind == "none":
-        return ["none were injected (--inject makes some)"]
+        return ["No delay was injected (--inject makes some)."]
     bound = max(len(rank.step_times) for rank in ranks) * max(injector.seconds(0, len(ranks)))
     saved = bound - sum(rank.slept_s + rank.counts.wait_s for rank in ranks) / len(ranks)
     verdict = "were saved" if saved > 0 else "more, which is waiting for computing and the network"
     return [
-        f"seconds slept by --inject, by rank: {_text(tuple(rank.slept_s for rank in ranks))}",
+        f"Ranks slept for --inject, in order: {_text(tuple(rank.slept_s for rank in ranks))} s.",
         f"A synchronous run waits in every step for the slowest rank: {bound:.1f} s or more per rank.",
         f"Here a rank slept and waited {bound - saved:.1f} s on average: {abs(saved):.1f} s {verdict}.",
     ]

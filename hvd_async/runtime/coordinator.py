@@ -308,7 +308,7 @@ class Coordinator:
     def _judge(self, roll: RollCall) -> None:
         """At the end of a roll call, declare lost a rank that has not answered; without one, end the job anyway."""
         rank, error = next(iter(roll.errors.items()))
-        said = f"Horovod failed on rank {rank} on host {self._hosts[rank]} ({error})"
+        said = f"a collective failed on rank {rank} on host {self._hosts[rank]} ({error})"
         if roll.missing:
             self._lose(min(roll.missing), f"has not answered for {roll.limit:g} s since {said}")
         else:
@@ -393,7 +393,7 @@ class RollCall:
         self._began = now
 
     def present(self, rank: int, error: str | None = None) -> None:
-        """Note that ``rank`` has answered, or has reported that Horovod failed there."""
+        """Note that ``rank`` has answered, or has reported that a collective failed there."""
         self.missing.discard(rank)
         if error is not None:
             self.errors.setdefault(rank, error)

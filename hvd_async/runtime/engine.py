@@ -49,8 +49,8 @@ the interpreter lock. A thread that begins to wait wakes the engine."""
 IN_GRAPH = "node hvd_async/hvd_async."
 """Part of TensorFlow's error after a failure of Horovod in one of this library's collectives in a training graph."""
 BEGINNING = (
-    "others to begin: every rank of the job must wrap an optimizer, and step or drain it. Horovod's warnings about "
-    "hvd_async.rendezvous name the missing ranks"
+    "others to begin: every rank of the job must wrap an optimizer, and step or drain it. The output of the "
+    "missing ranks says why they have not"
 )
 
 

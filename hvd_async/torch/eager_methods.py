@@ -63,7 +63,7 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
             ReplicaStateError: a gradient was changed after it had been handed over; or ``weighting="samples"`` and the
                 samples of a backward pass were not recorded.
             FloatingPointError: a gradient is not finite, and ``nonfinite="raise"``.
-            HorovodInternalError: Horovod failed, or a rank is lost (the message names it).
+            HorovodInternalError: a collective failed, or a rank is lost (the message names it).
         """
         if not self._async.replica.overlap.passed and is_for_state(self, closure):
             make_state(self)

@@ -192,7 +192,7 @@ class WeightMethods(OptimizerMethods):
             ReplicaMismatchError: at the first step, if the ranks' weights or settings differ.
             ReplicaStateError: an earlier step was interrupted on this rank, or a drain, which must be called again.
             FloatingPointError: the step has made a weight NaN or infinite; it was not sent.
-            HorovodInternalError: Horovod failed, or a rank is lost (the message names it).
+            HorovodInternalError: a collective failed, or a rank is lost (the message names it).
         """
         if is_for_state(self, closure):
             make_state(self)

@@ -151,7 +151,7 @@ class KerasTrainer(_Rank):
     def __init__(self, case: Any, graph: bool = False, **options: Any) -> None:
         self.model = conv_model()
         self.parameters = self.model.trainable_variables
-        self.opt = hvd.EagerOptimizer(_made(case, self.parameters), **options)
+        self.opt = hvd.EagerOptimizer(_made(case, self.parameters), **{"quorum": "solo", **options})
         self.opt.build(self.parameters)
         self._apply = tf.function(self._take) if graph else self._take
         self._gradients: list[tf.Tensor] = []
@@ -206,7 +206,7 @@ class KerasVectors(_Rank):
         self.parameters = [keras.Variable(np.full(n, start), dtype=d, name=f"own{i}") for i, (n, d) in named]
         if callable(options.get("groups")):
             options["groups"] = options["groups"](self.parameters)
-        self.opt = hvd.EagerOptimizer(_made(case, self.parameters), **options)
+        self.opt = hvd.EagerOptimizer(_made(case, self.parameters), **{"quorum": "solo", **options})
         self.opt.build(self.parameters)
         self._apply = tf.function(self._take) if graph else self._take
 

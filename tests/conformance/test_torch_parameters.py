@@ -174,7 +174,7 @@ def test_pending_gradients_are_taken_back_only_by_parameters_that_lie_alike():
     gone = threading.Event()
 
     def cut(rank: int) -> Any:
-        one = Convolution(torch.channels_last, UNIT)
+        one = Convolution(torch.channels_last, UNIT, quorum="solo")
         worker = one.opt._async.worker_now()
         if rank:
             assert gone.wait(60)

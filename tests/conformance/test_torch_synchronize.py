@@ -107,7 +107,9 @@ def test_synchronize_with_uneven_data_leaves_the_replicas_identical(steps, end):
         torch.manual_seed(0)
         weight = torch.nn.Parameter(torch.ones(4))
         frozen = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
-        opt = hvd.EagerOptimizer(torch.optim.SGD([weight, frozen], lr=0.1, momentum=0.9), bucket_cap_mb=TINY)
+        opt = hvd.EagerOptimizer(
+            torch.optim.SGD([weight, frozen], lr=0.1, momentum=0.9), quorum="solo", bucket_cap_mb=TINY
+        )
         for step in range(steps[rank]):
             opt.zero_grad()
             ((weight * (5.0 + rank + step)).sum() + frozen.sum()).backward()
@@ -131,7 +133,7 @@ def test_synchronize_with_even_data_moves_no_weights_between_ranks(monkeypatch):
 
     def train(rank: int) -> None:
         weight = torch.nn.Parameter(torch.ones(4))
-        opt = hvd.EagerOptimizer(torch.optim.SGD([weight], lr=0.1))
+        opt = hvd.EagerOptimizer(torch.optim.SGD([weight], lr=0.1), quorum="solo")
         for _ in range(3):
             opt.zero_grad()
             weight.sum().backward()

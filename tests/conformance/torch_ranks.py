@@ -123,7 +123,7 @@ class TorchTrainer(_Rank):
         self.model = conv_model()
         self.parameters = backwards(self.model)
         options.setdefault("named_parameters", self.model.named_parameters())
-        self.opt = hvd.EagerOptimizer(_made(case, self.model.parameters()), **options)
+        self.opt = hvd.EagerOptimizer(_made(case, self.model.parameters()), **{"quorum": "solo", **options})
 
     def gradient(self, rank: int, step: int) -> Array:
         images, labels = batch(rank, step)
@@ -172,7 +172,7 @@ class TorchVectors(_Rank):
         self.parameters = [torch.nn.Parameter(one) for one in filled]
         if callable(options.get("groups")):
             options["groups"] = options["groups"](self.parameters)
-        self.opt = hvd.EagerOptimizer(_made(case, self.parameters), **options)
+        self.opt = hvd.EagerOptimizer(_made(case, self.parameters), **{"quorum": "solo", **options})
 
     def freeze(self, index: int, frozen: bool = True) -> None:
         """A vector has no gradient from now on, or has again."""
@@ -228,7 +228,7 @@ def hand_overs(opt: Any) -> list[int]:
 def wrap_scripted(optimizer: torch.optim.Optimizer, script: Script, size: int = 2, **options: Any) -> Any:
     """A wrapped optimizer that is fed by a script, and its scripted worker."""
     with scripted_engine(size):
-        wrapped = hvd.EagerOptimizer(optimizer, **options)
+        wrapped = hvd.EagerOptimizer(optimizer, **{"quorum": "solo", **options})
     elements = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     attach(wrapped, ScriptedWorker(script, size, elements, optimizer.param_groups[0]["lr"], torch.as_tensor))
     return wrapped

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from jobs.torchrun_training import COMPUTE
-from launch import JOBS, run_job
+from launch import JOBS, REPOSITORY, run_job
 
 from hvd_async.advisor.advice import advise
 from hvd_async.cli.main import main
@@ -81,9 +83,10 @@ def test_the_advice_is_next_to_what_the_job_runs(
     few = [str(folders[kind]), "--modes", "solo,adpsgd", "--resamples", "2", "--steps", "50"]
     assert main(["advise", *few]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "Rank 1 is slow" in text
-    assert f"over {base}" in text
-    assert f"as it was recorded ({base.lower()})" in text
+    assert text.startswith("Rank 1 on host ")
+    assert "Fix that first" in text
+    assert f"({base} has 1.00:" in text
+    assert f"the recorded job ({base})" in text
     assert "Horovod" not in text
     assert main(["advise", *few, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -98,3 +101,45 @@ def test_a_job_that_trains_with_no_other_rank_is_not_recorded(tmp_path: Path) ->
     job = run_job("recorded.py", 2, transport="torch", args=(str(tmp_path / "trace"), str(script)))
     assert job.returncode not in (0, None), str(job)
     assert "none stepped after torch.distributed.init_process_group" in job.output
+
+
+def test_the_demo_compares_three_modes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot = ["--plot", str(tmp_path / "demo.png")] if importlib.util.find_spec("matplotlib") else []
+    assert main(["demo", "--steps", "12", *plot]) == 0
+    text = capsys.readouterr().out
+    rows = [line for line in text.splitlines() if line.startswith("  ")]
+    modes = ('quorum="all"', 'quorum="majority"', 'algorithm="local"')
+    assert all(mode in row and row.endswith("yes") for mode, row in zip(modes, rows[1:], strict=True))
+    assert "lost: nothing; all ranks produced 24 gradients" in text
+    assert not plot or (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("missing", "options"), [("torch", []), ("matplotlib", ["--plot", "x.png"])])
+def test_the_demo_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, missing: str, options: list[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else name)
+    with pytest.raises(SystemExit):
+        main(["demo", *options])
+    assert f"pip install {missing}" in capsys.readouterr().err
+
+
+def test_the_printed_answers_have_the_form_of_real_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each line of the answers in README.md and docs/advisor.md is one that the example gives, apart from figures and
+    the order of the modes."""
+
+    def form(text: str) -> list[str]:
+        text = re.sub(r"on host \S+ is", "on host H is", text)
+        text = re.sub(r"(Eager|Gossip)Optimizer\(.*?\) {2,}.*$", "MODE", text, flags=re.MULTILINE)
+        first, *tables = text.split("\n\n")
+        lines = [first, *"\n".join(tables).splitlines()]
+        return [re.sub(r"\d[\d.]*", "0", " ".join(line.split())) for line in lines if line.strip()]
+
+    folder, script = str(tmp_path / "run"), str(REPOSITORY / "docs" / "examples" / "torchrun" / "slow_ddp.py")
+    run_job("recorded.py", 2, transport="torch", args=(folder, script)).check()
+    assert main(["advise", folder]) == 0
+    real = form(capsys.readouterr().out)
+    for page in ("README.md", "docs/advisor.md"):
+        text = (REPOSITORY / page).read_text("utf-8")
+        (answer,) = re.findall(r"^```\n(Rank 1 .*?)^```", text, re.MULTILINE | re.DOTALL)
+        assert {*form(answer)} <= {*real}, page

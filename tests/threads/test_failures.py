@@ -169,7 +169,7 @@ def test_where_horovod_fails_and_all_are_there_no_rank_is_blamed(monkeypatch):
     assert str(outcomes[1]) == "the network is down"
     for rank in (0, 2):
         assert type(outcomes[rank]) is InjectedError  # what Horovod's own failure is here, so that elastic can act
-        assert "Horovod failed on rank 1 on host host1 (InjectedError: the network is down)" in str(outcomes[rank])
+        assert "a collective failed on rank 1 on host host1 (InjectedError: the network is down)" in str(outcomes[rank])
         assert "none is known to be lost" in str(outcomes[rank])
         assert isinstance(outcomes[rank].__cause__, CollectiveFailedError)
 

@@ -104,7 +104,7 @@ def test_where_all_answer_no_rank_is_named(monkeypatch):
         assert one.hear() == CallRoll()
         broken = one.hear()
         assert isinstance(broken, JobFailed)
-        assert "Horovod failed on rank 0 on host first (HorovodInternalError: Timed out" in broken.problem
+        assert "a collective failed on rank 0 on host first (HorovodInternalError: Timed out" in broken.problem
 
 
 def test_a_rank_that_is_ended_by_horovods_error_is_not_lost(monkeypatch):
@@ -169,7 +169,10 @@ def test_a_rank_that_does_not_answer_is_blamed_when_its_time_is_up():
     assert now == pytest.approx(35.0)
     assert isinstance(lost, RankLost)
     assert lost.rank == 2
-    assert "has not answered for 25 s since Horovod failed on rank 0 on host a (HorovodInternalError: x)" in lost.reason
+    assert (
+        "has not answered for 25 s since a collective failed on rank 0 on host a (HorovodInternalError: x)"
+        in lost.reason
+    )
 
 
 def test_commands_are_on_their_way_before_the_coordinator_looks_at_its_clock():
@@ -197,7 +200,7 @@ def test_several_symptoms_are_one_roll_call():
     now, broken = Stage(*HELLOS, (10.0, 0, FELL), (10.1, 1, FELL), (10.2, 2, Present()), (10.3, 1, Gone("x"))).verdict()
     assert now == pytest.approx(12.0)
     assert isinstance(broken, JobFailed)
-    assert "Horovod failed on rank 0" in broken.problem
+    assert "a collective failed on rank 0" in broken.problem
 
 
 @pytest.mark.parametrize("why", [Gone("died"), Failed("OSError: disk full")])

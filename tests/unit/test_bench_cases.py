@@ -40,7 +40,7 @@ def bench(monkeypatch):
 
     few = {"resamples": 2, "steps": 40}
     monkeypatch.setattr(launch, "run", run)
-    monkeypatch.setattr(advice, "advise", lambda trace, modes, resamples: advise(trace, modes=modes, **few))
+    monkeypatch.setattr(advice, "advise", lambda trace, modes, resamples, everything: advise(trace, modes=modes, **few))
     monkeypatch.setattr(arms, "PACKAGES", {})  # rivals are there
     monkeypatch.setattr(plot, "DPI", 20)
     monkeypatch.setattr(ConstrainedLayoutEngine, "execute", lambda self, figure: None)  # takes longer than to draw

@@ -105,6 +105,7 @@ def test_a_sample_is_the_difference_of_two_counts():
     monitor.step()
     monitor.step()
     assert monitor.last is None
+    assert monitor.values() == {}
     monitor.step()
     found = monitor.last
     assert found is not None
@@ -114,6 +115,10 @@ def test_a_sample_is_the_difference_of_two_counts():
     assert found.contributors == pytest.approx((4 * 10 + 3 * 40) / 50)
     assert (found.staleness_mean, found.staleness_max) == (pytest.approx((15 + 3 * 5) / 50), 3)
     assert found.bytes_per_s == 10_000_000
+    values = monitor.values(prefix="")
+    assert (values["steps_per_second"], values["staleness_max"]) == (10.0, 3.0)
+    assert values["wait_share_for/rank_2"] == pytest.approx(3.0 / 15)
+    assert monitor.values()["hvd_async/steps_per_second"] == 10.0
 
 
 def test_gossip_and_leaders_have_values_of_their_own():

@@ -38,7 +38,7 @@ def test_an_engine_that_does_not_answer_is_named():
     assert rounds.blocked_on() == ("round 1, which has begun,", frozenset({1}))
     rounds.handle(1, RoundsReceived(7, 1, [0]), 14.0)  # its engine runs again
     what, whom = rounds.blocked_on() or ("", frozenset())
-    assert "all have begun and Horovod has not ended" in what
+    assert "all have begun and whose collective has not ended" in what
     assert whom == {0, 1, 2}
     rounds.handle(2, RoundsReceived(7, 2, [1]), 14.0)
     assert rounds.blocked_on() is None

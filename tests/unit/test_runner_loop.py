@@ -198,7 +198,7 @@ def test_delays_are_slept_and_the_end_is_written(tmp_path, capsys):
     assert [trainer.clock.now for trainer in trainers] == [1.0, 3.5]
     assert summaries[0].step_time_s["mean"] == 2.25
     text = capsys.readouterr().out
-    assert "seconds slept by --inject, by rank: 0, 2.5\n" in text
+    assert "Ranks slept for --inject, in order: 0, 2.5 s.\n" in text
     assert "the slowest rank: 2.5 s or more" in text
     written = json.loads((tmp_path / "s.json").read_text())
     assert written["step_time_s"] == summaries[0].step_time_s
@@ -425,7 +425,8 @@ def test_the_schedule_takes_all_of_the_time_and_a_slow_first_step_is_not_taken_f
     assert trainer.rates[24:] == pytest.approx([cosine((20 + step) / 60) for step in range(24, 40)]), "by the clock"
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["the first step takes long", "training for 1 minutes"]
-    assert lines[2].startswith("epoch 1: loss")
+    assert lines[2].startswith("first step after")
+    assert lines[3].startswith("epoch 1: loss")
 
 
 @pytest.mark.parametrize(("algorithm", "questions"), [("eager", 0), ("allreduce", QUESTIONS)])

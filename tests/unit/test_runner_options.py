@@ -1,5 +1,7 @@
 """The command line of the training scripts: what reaches the options, and what is refused with a hint."""
 
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from hvd_async.algorithms.option import options_of
 from hvd_async.algorithms.registry import ALGORITHMS, OPTIONS
 from hvd_async.runner.options import build_parser, parse
 
+ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_FLAG = {"algorithm", "seed", "arrival_lead", "bucket_cap_mb", "late_cap_mb", "nonfinite", "buffers"}
 """Options that have no flag of their own: two are flags of every run, the others are left at their defaults."""
 
@@ -203,3 +206,17 @@ def test_horovodrun_lets_every_flag_through(monkeypatch):
     command = ["python", "resnet50.py", *flags]
     monkeypatch.setattr("sys.argv", ["horovodrun", "-np", "1", *command])
     assert launch.parse_args().command == command
+
+
+@pytest.mark.parametrize(("script", "framework"), [("torch_models", "torch"), ("tf_models", "tensorflow")])
+def test_help_and_wrong_flags_need_no_framework(script, framework):
+    """Importing one takes seconds."""
+    code = (
+        f"import runpy, sys; sys.modules[{framework!r}] = None; "
+        f"runpy.run_path('{script}/resnet50.py', run_name='__main__')"
+    )
+    for flag, status, said in (("--help", 0, "examples"), ("--quorum=0", 2, "quorum")):
+        command = [sys.executable, "-c", code, flag]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == status, done.stderr
+        assert said in done.stdout + done.stderr

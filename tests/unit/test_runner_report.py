@@ -140,11 +140,11 @@ def test_keys_that_other_programs_read():
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({}, ("torch eager (solo) on 2 ranks, 3 steps each\n", "5 produced, 5 applied: no gradient was lost\n")),
-        ({}, ("test accuracy            0.9\n", "best accuracy            0.9500\n", "bit-identical on all ranks")),
+        ({}, ("torch eager (solo) on 2 ranks, 3 steps each\n", "5 gradients were produced, 5 applied: no gradient")),
+        ({}, ("The test accuracy is 0.9000; the best was 0.9500.", "The replicas are bit-identical on all ranks.")),
         ({"gradients_applied": 3}, ("2 were LOST: this is an error",)),
         ({"gradients_applied": 6}, ("1 were applied TWICE",)),
-        ({"replicas_identical": False, "max_replica_diff": 0.25}, ("NOT identical", "max replica diff         0.25\n")),
+        ({"replicas_identical": False, "max_replica_diff": 0.25}, ("NOT identical; they differ by up to 0.25.",)),
     ],
 )
 def test_the_text_says_whether_anything_was_lost(changes, parts):
@@ -154,19 +154,21 @@ def test_the_text_says_whether_anything_was_lost(changes, parts):
 
 def test_the_text_about_weights_of_their_own():
     text = describe(summary_of(gossip_ranks(), Replicas(True, 0.0, 0.125), "sgp"), [], None)
-    assert "staleness                mean 0.25, max 2\n" in text
-    assert "consensus distance       0.125\n" in text
-    assert "gradients produced" not in text
-    assert "led                      0 1, 1 2\n" in describe(summary_of(leader_ranks()), [], None)
+    assert "Messages were 0.25 steps late on average, 2 at most" in text
+    assert "weights differed by 0.125 (" in text
+    assert "gradients were produced" not in text
+    assert "Leaders of the pulls, by number: rank 0 1, rank 1 2." in describe(summary_of(leader_ranks()), [], None)
 
 
 def test_the_stragglers_in_words():
     text = "\n".join(straggler_lines(eager_ranks(), Injector.parse("random:1:1")))
-    assert "slept by --inject, by rank: 1, 0\n" in text
+    assert "Ranks slept for --inject, in order: 1, 0 s.\n" in text
     assert "the slowest rank: 3.0 s or more" in text
     assert "1.5 s on average: 1.5 s were saved" in text
     assert "1.0 s more" in "\n".join(straggler_lines(eager_ranks(), Injector.parse("random:1:0.1667")))
-    assert straggler_lines(eager_ranks() * 20, Injector.parse("random:1:1"))[0].endswith("1, 0, 1, 0, 1, 0, 1, 0, ...")
+    assert straggler_lines(eager_ranks() * 20, Injector.parse("random:1:1"))[0].endswith(
+        "1, 0, 1, 0, 1, 0, 1, 0, ... s."
+    )
 
 
 # -- logs -------------------------------------------------------------------------------------------------------------
@@ -184,7 +186,8 @@ def rows_of(path):
 
 
 def report(*rows, **settings):
-    reporter = Reporter(3, **settings)
+    now = iter([100.0, 102.5, 162.5])  # (when the reporter is made, and at each step)
+    reporter = Reporter(3, clock=lambda: next(now), **settings)
     reporter.begin_epoch(0, 2)
     reporter.step(0, 0.25, 0.1)
     reporter.step(1, 0.125, 0.1)
@@ -193,10 +196,12 @@ def report(*rows, **settings):
     reporter.close()
 
 
-def test_one_line_an_epoch_off_a_terminal(capsys):
+def test_a_line_after_the_first_step_each_minute_and_each_epoch_off_a_terminal(capsys):
     report(row(2), row(3, None, None))
     captured = capsys.readouterr()
     assert captured.out.splitlines() == [
+        "first step after 2.5 s: loss 0.2500; epoch 1/3 of 2 steps",
+        "step 2: loss 0.1250, 0.02 steps/s; epoch 1/3 of 2 steps",
         "epoch 2/3: loss 0.5000, 100.0 images/s, test accuracy 0.7500",
         "epoch 3/3: 100.0 images/s",
     ]

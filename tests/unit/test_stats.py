@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pathlib
+import re
+
+import pytest
+
 from hvd_async.stats import GossipStats, LeaderStats, Stats
 
 
@@ -48,3 +54,37 @@ def test_counts_of_leaders():
     assert first + later == LeaderStats(
         pulls=4, led={0: 3, 1: 1}, distance=3.0, distances=4, pull_s=2.5, history=((1.0, 0, 0), (2.0, -1, 1))
     )
+
+
+def test_printed_counts_say_which_rank_is_the_straggler_and_that_nothing_is_lost():
+    eager = Stats(
+        steps=10,
+        rounds=8,
+        gradients_applied=20,
+        total_produced=20,
+        staleness={0: 6, 2: 4},
+        contributors={1: 4, 2: 4},
+        wait_s=0.5,
+        held_s=(0.1, 2.0),
+    )
+    assert str(eager).splitlines() == [
+        "steps: 10 of this rank; 8 rounds, with 1.5 ranks on average",
+        "waited: this rank waited 0.5 s in all, 50.0 ms a step",
+        "stragglers: the others waited for rank 1 most, 2.0 s of 2.1 s in all",
+        "late: 60% of this rank's gradients were on time; 0.8 rounds late on average, 2 at most",
+        "lost: nothing; all ranks produced 20 gradients, all were applied",
+    ]
+    assert "lost: known after drain()" in str(dataclasses.replace(eager, total_produced=None))
+    assert "lost: 3 gradients, of lost ranks" in str(dataclasses.replace(eager, gradients_lost=3))
+    assert "2 steps were not finite" in str(dataclasses.replace(eager, gradients_skipped=2))
+    assert "this rank waited for rank 0 most, 1.0 s" in str(GossipStats(waited_for=(1.0, 0.0)))
+    assert "leader: rank 1 led most of 3 pulls" in str(LeaderStats(led={0: 1, 1: 2}))
+    assert "the center" in str(LeaderStats(led={-1: 1}))
+
+
+@pytest.mark.parametrize("kind", [Stats, GossipStats, LeaderStats])
+def test_every_field_is_in_the_glossary_and_a_print_has_five_lines(kind):
+    page = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "concepts.md").read_text("utf-8")
+    known = re.findall(r"`(\w+)`", page.partition("## Fields of stats")[2])
+    assert {each.name for each in dataclasses.fields(kind)} <= set(known)
+    assert len(str(kind()).splitlines()) == 5

@@ -213,13 +213,13 @@ class EagerOptions:
     """Options of ``EagerOptimizer`` that are neither Horovod's arguments nor those of a single framework."""
 
     quorum: Quorum = option(
-        "solo",
-        'ranks that must have arrived before a round starts: "solo" (the first rank), "majority" (a rank drawn at '
-        'random each round), "all" (synchronous SGD), a number of ranks, a fraction of them, or "auto" (the number '
+        "majority",
+        'ranks that must have arrived before a round starts: "majority" (a rank drawn at random each round), "solo" '
+        '(the first rank), "all" (synchronous SGD), a number of ranks, a fraction of them, or "auto" (the number '
         "with the most fresh gradients per second, learned from the ranks' arrival times and reported on rank 0's "
         "stderr); hosts instead of ranks with ``hierarchical``",
-        help="ranks that must have arrived before a round starts: solo (the first rank), majority (a rank drawn at "
-        "random each round), all, a number of ranks, a fraction such as 0.75, or auto, learned from the arrival times",
+        help="ranks that must have arrived before a round starts: majority (a rank drawn at random each round), solo "
+        "(the first rank), all, a number of ranks, a fraction such as 0.75, or auto, learned from the arrival times",
         read=parse_quorum,
         metavar="Q",
     )
@@ -284,8 +284,8 @@ class EagerOptions:
     hierarchical: bool | int = option(
         False,
         "the ranks of a host take each step together: their gradients go into the same round, and ``quorum``, "
-        "``max_staleness`` and ``grace`` count hosts. True for Horovod's local ranks, or the number of ranks per host, "
-        "numbered host by host",
+        "``max_staleness`` and ``grace`` count hosts. True for the launcher's local ranks, or the number of ranks per "
+        "host, numbered host by host",
         help="the ranks of a host take each step together, and the quorum counts hosts",
         absent="off",
         flags=("--hierarchical-gossip", "--hierarchical"),

@@ -496,7 +496,7 @@ class EagerStateMachine(StateMachine[EagerConfig]):
                 if silent := frozenset(self.ranks) - bucket.answered:
                     return f"round {bucket.fired}, which has begun,", silent
                 everyone = frozenset(self.ranks)
-                return f"round {bucket.fired}, which all have begun and Horovod has not ended,", everyone
+                return f"round {bucket.fired}, which all have begun and whose collective has not ended,", everyone
         return None
 
     def _behind(self, index: int, position: int) -> set[int]:

@@ -300,8 +300,8 @@ class GossipOptions:
     )
     hierarchical: bool | int = option(
         False,
-        "average the ranks of a host first, then gossip between hosts. True for Horovod's local ranks, or the number "
-        "of ranks per host, numbered host by host",
+        "average the ranks of a host first, then gossip between hosts. True for the launcher's local ranks, or the "
+        "number of ranks per host, numbered host by host",
         help="average the ranks of a host first, then gossip between hosts; the short form does not work after "
         "horovodrun, whose own flags begin like this",
         absent="off",

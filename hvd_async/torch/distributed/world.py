@@ -27,8 +27,10 @@ try:
     from horovod.common.exceptions import HorovodInternalError  # (one class, whichever data plane it is)
 except ImportError:
 
-    class HorovodInternalError(RuntimeError):  # type: ignore[no-redef]
+    class CollectiveError(RuntimeError):
         """A collective has failed, usually because another rank has ended."""
+
+    HorovodInternalError = CollectiveError
 
 
 def no_counterpart(name: str, hint: str) -> NoReturn:

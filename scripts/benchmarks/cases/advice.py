@@ -69,7 +69,8 @@ def advice(args: argparse.Namespace, say: Say) -> Report:
         for name in names:
             with tempfile.TemporaryDirectory(prefix="hvd_async_trace_") as folder:
                 found = measured(args, arms, name, mbit, Path(folder), progress, say)
-                predictions = advise(read_trace(folder), modes=",".join(arms), resamples=4).predictions
+                trace, modes = read_trace(folder), ",".join(arms)
+                predictions = advise(trace, modes=modes, resamples=4, everything=True).predictions
             setting = {"framework": "torch", "job": name, "mbit": mbit}
             rows = rows_of(found, {each.mode.name.replace("quorum ", "k"): each for each in predictions}, setting)
             report.rows += rows

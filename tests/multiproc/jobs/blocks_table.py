@@ -113,8 +113,10 @@ torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, "checkpoint.p
 opt = hvd.EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters())
 """
 BLOCKS = {
-    "README.md 1": Block("torch", TORCH, "assert opt.stats().steps == 4"),
-    "README.md 2": Block("tensorflow", KERAS, "assert int(opt.iterations) >= 2"),
+    "README.md 1": Block("torch", TORCH, "assert opt.stats().steps == 4",
+                         (('dist.init_process_group("gloo")', ""),)),  # (the ranks of this job are Horovod's)
+    "README.md 2": Block("torch", TORCH + WRAPPED + SGD, STEP),
+    "README.md 3": Block("tensorflow", KERAS, "assert int(opt.iterations) >= 2"),
     "docs/advisor.md 1": Block("torch", TORCH + WRAPPED + SGD + OPTIMIZER,
                                "recorder.close()\nassert os.path.exists(f'trace/rank.{hvd.rank()}.jsonl')",
                                (("...", "opt = optimizer\n" + STEP),)),
@@ -159,11 +161,12 @@ BLOCKS = {
 
 
 def found() -> dict[str, str]:
-    """The blocks of all pages; of a diff the code after the change. Those of recipes.md are parts of whole scripts."""
+    """The blocks of all pages; of a diff the code after the change. Those of recipes.md are parts of whole scripts, and
+    from_ddp.md has one."""
     blocks = {}
     measured = ROOT / "scripts" / "benchmarks" / "measurements.md"
     for page in [ROOT / "README.md", measured, *sorted((ROOT / "docs").glob("*.md"))]:
-        if page.name == "recipes.md":
+        if page.name in ("recipes.md", "from_ddp.md"):
             continue
         for number, match in enumerate(FENCE.finditer(page.read_text(encoding="utf-8")), 1):
             lines = match[3].splitlines()

@@ -89,7 +89,7 @@ class WholeTraining(Whole):
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.optimizer = hvd.EagerOptimizer(self.sgd(), **options)
+        self.optimizer = hvd.EagerOptimizer(self.sgd(), **{"quorum": "solo", **options})
 
     def step(self, rank: int, step: int) -> None:
         """A step with that rank's gradient of that step."""
