@@ -70,6 +70,8 @@ def initialize(process_sets: str | Sequence[ProcessSet] | None) -> None:
     """
     global _next_id
     _next_id = 0
+    _known.clear()  # (a forked child has copies of its parent's, which it cannot end)
+    engine_calls.clear()
     global_process_set.ranks = list(range(world.current().size))
     _register(global_process_set)
     engine_calls.append(Calls("calls.engine", global_process_set.ranks))
