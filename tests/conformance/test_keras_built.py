@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from hvd_async.tensorflow.variables import is_built
 from hvd_async.testing import Cluster
 from hvd_async.traces.format import read_trace
 from tests.conformance.drive import scripted_engine
+from tests.conformance.elastic_board import Board, Exchange
 from tests.conformance.keras_ranks import LOSS, flat
 
 EXAMPLES, CLASSES = 8, 3
@@ -173,29 +173,28 @@ MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> threading.local:
-    """Ranks that are threads, to which the callback sends the first one's variables."""
-    place, barrier, sent = threading.local(), threading.Barrier(2, timeout=60.0), {}
+def _over_a_board(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks are threads, to which the callback sends over a board."""
+    Exchange.board = Board(2)
 
     def broadcast(variables: Any, root_rank: int) -> None:
-        if place.rank == root_rank:
-            sent["all"] = [v.numpy() for v in variables]
-        barrier.wait()
-        for variable, value in zip(variables, sent["all"], strict=True):
+        sent = Exchange().object_of(root_rank, [np.asarray(v) for v in variables], "variables")
+        for variable, value in zip(variables, sent, strict=True):
             if value.dtype != object and "seed" not in variable.path:
                 variable.assign(value)
-        barrier.wait()
 
-    monkeypatch.setattr(hvd.callbacks, "broadcast_variables", broadcast)
-    return place
+    ours = hvd.callbacks
+    monkeypatch.setattr(ours, "broadcast_variables", broadcast)
+    monkeypatch.setattr(ours, "allgather_object", lambda value, name: Exchange().everyones(value, name))
+    monkeypatch.setattr(ours, "broadcast_object", lambda value, root, name: Exchange().object_of(root, value, name))
 
 
 @pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning")
 @pytest.mark.parametrize("eagerly", [False, True], ids=["graph", "eager"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_the_usual_models_train_from_rank_0s_weights(kind, eagerly, ranks):
+@pytest.mark.usefixtures("_over_a_board")
+def test_the_usual_models_train_from_rank_0s_weights(kind, eagerly):
     def train(rank: int) -> Any:
-        ranks.rank = rank
         model, x = MODELS[kind]()
         loss = {"one": LOSS, "two": LOSS} if kind == "two outputs" else LOSS
         metrics = None if kind in ("two outputs", "train_step()") else ["accuracy"]
