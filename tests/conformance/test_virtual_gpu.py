@@ -37,13 +37,13 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    ("all", 1): Budget(0.99, 32.5, 0.0, 5.8),
-    ("solo", 1): Budget(0.95, 34.3, 0.0, 9.5),
+    ("all", 1): Budget(0.99, 32.3, 0.0, 5.0),
+    ("solo", 1): Budget(0.99, 32.8, 0.0, 6.5),
     ("sgp", 1): Budget(0.99, 28.3, 0.0, 0.0),
     ("adpsgd", 1): Budget(0.98, 28.8, 0.0, 1.0),
     ("lsgd", 1): Budget(0.99, 28.9, 0.0, 1.2),
-    ("all", 2): Budget(0.97, 32.7, 0.0, 6.0),
-    ("solo", 2): Budget(0.93, 34.9, 0.0, 9.5),
+    ("all", 2): Budget(0.97, 32.5, 0.0, 5.0),
+    ("solo", 2): Budget(0.96, 33.4, 0.0, 7.5),
     ("sgp", 2): Budget(0.96, 29.3, 0.0, 4.1),
     ("osgp", 2): Budget(0.96, 31.5, 0.0, 3.0),
     ("adpsgd", 2): Budget(0.96, 30.5, 0.0, 3.0),
@@ -86,9 +86,10 @@ def test_a_mode_stays_within_its_budget(mode, ranks):
 
 
 @pytest.mark.parametrize("prices", PRICE_SETS)
-def test_all_is_as_fast_under_all_prices(prices):
+def test_quorums_are_as_fast_under_all_prices(prices):
     assert ratio(Setup("all", PRICE_SETS[prices])) >= 0.99
-    assert ratio(Setup("all", PRICE_SETS[prices], item=True)) >= 0.92
+    assert ratio(Setup("solo", PRICE_SETS[prices])) >= 0.97
+    assert ratio(Setup("all", PRICE_SETS[prices], item=True)) >= 0.93
 
 
 def test_steps_that_are_not_announced_cost_the_engine_more(monkeypatch):
