@@ -270,11 +270,13 @@ class Engine:
         """
         self._posts.append(action)
         if hurry:
-            self._wake()
+            self._hurried = True
         else:
             self._more_to_come = self.unhurried > 0
-            if time.monotonic() >= self._looks_at and self._channel is not None:
-                self._channel.wake()
+            if time.monotonic() < self._looks_at:
+                return
+        if self._channel is not None:
+            self._channel.wake()
 
     @unfinished_until_it_returns
     def wait(self, ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> None:
@@ -388,10 +390,6 @@ class Engine:
         assert self._channel is not None
         self._channel.send(event)
 
-    def expect_posts(self) -> None:
-        """Look for actions that do not hurry after ``unhurried`` seconds (engine thread)."""
-        self._more_to_come = self.unhurried > 0
-
     def turn(self) -> int | None:
         """Reserve the next turn, see ``RankRuntime.turn`` (engine thread)."""
         return None if self._order is None else self._order.turn()
@@ -450,7 +448,8 @@ class Engine:
                 self.changed.notify_all()
             while not (self._stopping or (self._closing and not self._in_flight)):
                 message = self._channel.receive(seconds := self._next_look())
-                if message is None and seconds is None and self._gathers:
+                may_gather = self._more_to_come and not self._hurried and self._order is not None
+                if message is None and seconds is None and may_gather:
                     self._looks_at = time.monotonic() + GATHERS
                     message = self._channel.receive(GATHERS)
                 self._hurried, self._looks_at = False, 0.0  # (before the posts run: later ones wake the engine)
@@ -475,11 +474,6 @@ class Engine:
         self._hurried = True  # (first: the engine may be about to sleep on)
         if self._channel is not None:
             self._channel.wake()
-
-    @property
-    def _gathers(self) -> bool:
-        """Whether others may join the actions that have woken it."""
-        return self._more_to_come and not self._hurried and self._order is not None
 
     def _next_look(self) -> float | None:
         """Return the seconds that the engine may sleep; None to sleep until it is woken.

@@ -171,9 +171,8 @@ def test_a_bucket_without_a_finite_gradient_on_any_rank_is_applied_as_zeros_with
     mean = 1.0 / ranks  # (of the last step: one rank's gradient, over all ranks)
     weights = [-1.0 - 1.5 - 1.75, -1.0 - 0.5 - (0.25 + mean)]
     assert found == [(weights, 1 + (rank > 0)) for rank in range(ranks)]
-    assert [line.partition("no rank had ")[2][:60] for line in said] == [
-        "a finite gradient in bucket(s) [0] of round 2. It was applie"
-    ] * ranks
+    assert len(said) == ranks
+    assert all("no rank had a finite gradient in bucket(s) [0] of round 2" in line for line in said)
 
 
 # -- the marker -------------------------------------------------------------------------------------------------------

@@ -173,27 +173,20 @@ def test_an_action_that_may_wait_wakes_only_an_engine_that_will_not_wake_up_sepa
 
 def test_an_engine_in_order_lets_others_join_an_action_that_may_wait(monkeypatch):
     monkeypatch.setattr("hvd_async.runtime.engine.time.monotonic", lambda: 1.0)
-    done: list[str] = []
+    done: list[int] = []
 
-    def posts(name: str, **how: Any) -> Any:
-        return lambda engine: engine.notify(lambda: done.append(f"{name} after {len(channel.slept)}"), **how)
+    def posts(**how: Any) -> Any:
+        return lambda engine: engine.notify(lambda: done.append(len(channel.slept)), **how)
 
-    channel = Scripted(
-        [
-            posts("the first", hurry=False),
-            posts("one that joins it", hurry=False),
-            lambda engine: None,
-            posts("one later", hurry=False),
-            posts("one in a hurry"),
-            lambda engine: engine.notify(engine._stop_now),
-        ]
-    )
+    may_wait, hurries = posts(hurry=False), posts()
+    stops = lambda engine: engine.notify(engine._stop_now)  # noqa: E731
+    channel = Scripted([may_wait, may_wait, lambda engine: None, may_wait, hurries, stops])
     channel.engine._order = CollectiveOrder()
     channel.engine._run()
     assert channel.engine.failure is None
-    assert done == ["the first after 2", "one that joins it after 2", "one later after 5", "one in a hurry after 5"]
+    assert done == [2, 2, 5, 5]
     assert channel.slept == [None, GATHERS, UNHURRIED, None, GATHERS, UNHURRIED]
-    assert channel.wakes == 4, "those that joined woke nobody"
+    assert channel.wakes == 4, "what joined it woke no engine"
 
 
 def test_where_nothing_may_wait_every_action_wakes_the_engine():

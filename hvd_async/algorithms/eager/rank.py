@@ -452,12 +452,9 @@ class RoundsInFlight:
             self._wake_if_started(go.round)
             return
         if go.round == self._announced:
-            self.announced_start = (
-                go.round
-            )  # (first: the training thread wakes the engine for what it hands over from now on)
+            # (First: the training thread wakes the engine for what it hands over from now on.)
+            self.announced_start = go.round
             self.take_in(go.round)
-            if self._lacking:
-                self._engine.expect_posts()
         for bucket, arrived in zip(go.buckets, go.arrived, strict=True):
             flight.whole[bucket] = whole
             name = NAME.format(go.optimizer, bucket, go.round % self._names)
