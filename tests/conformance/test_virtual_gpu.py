@@ -120,8 +120,10 @@ def test_a_script_that_reads_its_loss_waits_under_plain_torch_too():
     assert plain.step_ms > measured(Setup("plain"))[0].step_ms + 1.0
 
 
-def test_a_gradient_scaler_waits_once_under_plain_torch():
-    assert measured(Setup("plain", scaler=True))[0].waits == 1
+@pytest.mark.parametrize("mode", ["plain", "all", "solo", "sgp", "adpsgd", "lsgd"])
+def test_a_gradient_scaler_waits_once_unless_the_optimizer_takes_overflows(mode):
+    assert measured(Setup(mode, scaler=True, fused=True))[0].waits == 0
+    assert measured(Setup(mode, scaler=True))[0].waits == (mode not in ("all", "solo"))
 
 
 # -- planted faults ----------------------------------------------------------------------------------------------------
