@@ -46,6 +46,9 @@ UNHURRIED = 0.005
 """Minimum seconds between two polls of collectives while no thread waits for their results; also the longest wait of a
 gradient that is handed over before its step. Each time the engine wakes up, it competes with the training thread for
 the interpreter lock. A thread that begins to wait wakes the engine."""
+GATHERS = 0.003
+"""Seconds for which a sleeping engine, if its collectives have an order (NCCL), lets others join an action that may
+wait: the first buckets leave close together, while the device waits for the host."""
 IN_GRAPH = "node hvd_async/hvd_async."
 """Part of TensorFlow's error after a failure of Horovod in one of this library's collectives in a training graph."""
 BEGINNING = (
@@ -117,8 +120,8 @@ class Engine:
         self.unhurried = UNHURRIED
         """``UNHURRIED``, or 0: the engine wakes up for each action."""
         self._posts: deque[Callable[[], None]] = deque()
-        self._more_to_come = False
-        """Whether an action was posted that may wait."""
+        self._more_to_come = self._hurried = False
+        """Whether an action was posted that may wait, or one that may not."""
         self._looks_at = 0.0
         """The time (``time.monotonic``) by which a sleeping engine wakes up without a post; 0 if it does not."""
         self._in_flight: list[_Flight] = []
@@ -266,7 +269,9 @@ class Engine:
             hurry: wake the engine for it, even if the engine is about to wake up anyway.
         """
         self._posts.append(action)
-        if not hurry:
+        if hurry:
+            self._hurried = True
+        else:
             self._more_to_come = self.unhurried > 0
             if time.monotonic() < self._looks_at:
                 return
@@ -385,10 +390,6 @@ class Engine:
         assert self._channel is not None
         self._channel.send(event)
 
-    def expect_posts(self) -> None:
-        """Look for actions that do not hurry after ``unhurried`` seconds (engine thread)."""
-        self._more_to_come = self.unhurried > 0
-
     def turn(self) -> int | None:
         """Reserve the next turn, see ``RankRuntime.turn`` (engine thread)."""
         return None if self._order is None else self._order.turn()
@@ -447,7 +448,11 @@ class Engine:
                 self.changed.notify_all()
             while not (self._stopping or (self._closing and not self._in_flight)):
                 message = self._channel.receive(seconds := self._next_look())
-                self._looks_at = 0.0  # (before the posts run: later ones wake the engine)
+                may_gather = self._more_to_come and not self._hurried and self._order is not None
+                if message is None and seconds is None and may_gather:
+                    self._looks_at = time.monotonic() + GATHERS
+                    message = self._channel.receive(GATHERS)
+                self._hurried, self._looks_at = False, 0.0  # (before the posts run: later ones wake the engine)
                 if message is not None:
                     self._on_command(message)
                 elif seconds and not self._posts and not any(handle.done() for handle in self._watched):
@@ -466,6 +471,7 @@ class Engine:
             self.collectives.stop()
 
     def _wake(self) -> None:
+        self._hurried = True  # (first: the engine may be about to sleep on)
         if self._channel is not None:
             self._channel.wake()
 

@@ -130,6 +130,9 @@ class FiniteFlag(Protocol):
     def choose(self, vector: Vector, other: Vector) -> Vector:
         """Return a new vector, without a wait: ``vector`` if the flag is of a finite one, else ``other``."""
 
+    def apart(self, *vectors: Vector) -> AbstractContextManager[None]:
+        """Return a context in which the engine thread computes from vectors, behind no later work of the device."""
+
 
 class CompletedHandle:
     """Completed collective of a single rank.
@@ -368,9 +371,6 @@ class RankRuntime(Protocol):
 
     def notify(self, action: Callable[[], None], hurry: bool = True) -> None:
         """Like ``call_soon``, but never raises; without ``hurry`` it may run some milliseconds later."""
-
-    def expect_posts(self) -> None:
-        """Look for actions that do not hurry some milliseconds later, so that they need not wake it (engine's side)."""
 
     def wait(self, ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> None:
         """Block until ``ready()`` is true, for ``Worker.run``. A single-threaded runtime raises: it runs programs."""

@@ -542,9 +542,6 @@ class Rank:
         """Run it."""
         action()
 
-    def expect_posts(self) -> None:
-        """Do nothing: no action waits."""
-
     def wait(self, ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> None:
         """Refuse: the job runs programs."""
         raise RuntimeError("a simulated rank runs programs, it does not block")

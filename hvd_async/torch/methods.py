@@ -17,6 +17,7 @@ from hvd_async.optimizers import methods
 from hvd_async.optimizers.local import LocalDriver
 from hvd_async.runtime.log import users_line
 from hvd_async.runtime.nested_calls import unfinished_until_it_returns
+from hvd_async.torch import streams
 from hvd_async.torch.collectives import EnteredOutside, outside_inference_mode
 from hvd_async.torch.horovod_api import hvd
 from hvd_async.torch.hyperparameters import PLAIN, noting_counters
@@ -223,7 +224,7 @@ class WeightMethods(OptimizerMethods):
                 replica.write(end.weights)
             if hooks.has_post_hooks:
                 hooks.run_post_hooks()
-            driver.publish(replica.read() if hooks.has_post_hooks else end.weights)
+            driver.publish(streams.record_ready(replica.read() if hooks.has_post_hooks else end.weights))
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # step() runs torch's step hooks itself

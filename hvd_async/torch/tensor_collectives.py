@@ -91,7 +91,7 @@ class TensorCollectives:
         return torch.zeros(length, dtype=getattr(torch, dtype), device=where)
 
     def empty_like(self, vector: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(vector)
+        return streams.record_ready(torch.empty_like(vector))
 
     def release(self, optimizer: int) -> None:
         pass

@@ -112,7 +112,7 @@ class WeightVectors:
         the same stream, which waits for the engine's own stream by then.
         """
         if _use_count is None:
-            return self._new_vector()
+            return self.new()
         stream = streams.gpu.current_stream(self.device) if self.on_gpu else None
         with self._lock:
             free: list[_Block] = []
@@ -124,7 +124,7 @@ class WeightVectors:
                     free.append(block)
             if not free:
                 with torch.inference_mode(False):  # (else they could not be written to outside of that mode)
-                    vector = self._new_vector()
+                    vector = self.new()
                     parts, storage = self.views(vector), vector.untyped_storage()
                     idle = _use_count(storage._cdata)
                     free.append(_Block(vector, parts, stream, vector.data_ptr(), storage, idle))
@@ -132,7 +132,8 @@ class WeightVectors:
             self._blocks = [*lent, *free[-FREE_BLOCKS:], block]
             return block.vector.detach()
 
-    def _new_vector(self) -> torch.Tensor:
+    def new(self) -> torch.Tensor:
+        """Return an uninitialized vector like ``empty``, in memory of its own."""
         nbytes = self.elements * self.dtype.itemsize
         return torch.empty(row_bytes(nbytes), dtype=torch.uint8, device=self.device)[:nbytes].view(self.dtype)
 
@@ -215,8 +216,22 @@ class TorchMessageFormat(MessageFormat):
     def as_bytes(self, vector: torch.Tensor) -> torch.Tensor:
         return vector.view(torch.uint8)
 
+    def mark(self, vector: torch.Tensor) -> None:
+        streams.record_ready(vector)
+
+    def apart(self, *vectors: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        return streams.on_engine_stream_after(*vectors)
+
+    def pack(self, messages: Sequence[tuple[torch.Tensor, bytes]]) -> torch.Tensor:
+        data = [data for data, _ in messages if streams.gpu.holds(data)]
+        if not data:
+            return super().pack(messages)
+        with self.apart(*data):
+            return streams.record_ready(super().pack(messages))
+
     def unpack(self, row: torch.Tensor) -> tuple[torch.Tensor, bytes]:
-        return row[: self.nbytes], streams.copy_to_host(row[-HEADER.size :]).numpy().tobytes()
+        data, header = row[: self.nbytes], streams.copy_to_host(row[-HEADER.size :])
+        return streams.record_received(data), header.numpy().tobytes()
 
     def room(self) -> torch.Tensor | None:
         if not self._received or streams.gpu.has_allocator(self._device):
@@ -268,7 +283,8 @@ class TorchMessageFormat(MessageFormat):
         written = torch.frombuffer(bytearray(headers), dtype=torch.uint8)
         if streams.gpu.holds(ends):  # (a copy from other memory would wait for all that the stream has to do)
             written = streams.gpu.pin(written)
-        ends.copy_(written.view(-1, HEADER.size), non_blocking=True)
+        # (``data``: no version counter moves, since the vectors before the headers stay as they were marked)
+        ends.data.copy_(written.view(-1, HEADER.size), non_blocking=True)
 
 
 # -- the replica -------------------------------------------------------------------------------------------------------
@@ -279,8 +295,10 @@ class _Flag:
 
     Args:
         vector: shape (n,).
-        empty: returns an uninitialized vector of this shape.
+        empty: returns an uninitialized vector of this shape, of any stream.
     """
+
+    apart = staticmethod(streams.on_engine_stream_after)
 
     def __init__(self, vector: torch.Tensor, empty: Callable[[], torch.Tensor]) -> None:
         self._elements = vector.numel()
@@ -295,7 +313,8 @@ class _Flag:
 
     def choose(self, vector: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         room = self._empty() if vector.numel() == self._elements else torch.empty_like(vector)
-        return torch.where(torch.isfinite(self._largest), vector, other, out=room)
+        is_finite = torch.isfinite(streams.use_here(self._largest))
+        return streams.record_ready(torch.where(is_finite, vector, other, out=room))
 
 
 MESSAGES_KEPT = 4
@@ -467,7 +486,7 @@ class WeightReplica(replica.WeightReplica):
         return self._vectors.on_gpu
 
     def finite_flag(self, weights: torch.Tensor) -> FiniteFlag:
-        return _Flag(weights, self._vectors.empty)
+        return _Flag(weights, self._vectors.new)
 
     def describe_nonfinite(self, step: str = "this rank's step has") -> str:
         named = self.named or {}

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from hvd_async.algorithms.gossip.message_format import HEADER
 from hvd_async.testing import Cluster, MemoryCollectives
 from hvd_async.torch import horovod_collectives as collectives
 from hvd_async.torch import streams, testing
@@ -35,6 +36,8 @@ OURS = str(Path(streams.__file__).parents[1])
 MADE_BY_SIZE = {torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.rand, torch.randn, torch.randint}
 MADE_OF_NUMBERS = {torch.tensor, torch.as_tensor}
 TO_HOST = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy", torch.Tensor.cpu: "cpu"}
+EMPTY = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::detach"}
+"""Operators without a kernel that are no views."""
 COPIES = {"aten::copy_", "aten::_to_copy"}
 ANSWERS = {"aten::equal", "aten::nonzero", "aten::masked_select"}
 """Operators that wait for their kernel, because the host needs its result."""
@@ -129,7 +132,9 @@ class _Arguments(sanitizer.ArgumentHandler):
     def _handle_argument(
         self, value: Any, is_write: bool, metadata_only: bool, name: str | None = None, is_output: bool = False
     ) -> None:
-        if isinstance(value, torch.Tensor) and (block := self._gpu.block(value)) is not None:
+        if not isinstance(value, torch.Tensor) or (value.dtype == torch.uint8 and value.shape[-1:] == (HEADER.size,)):
+            return  # (a header's bytes lie behind a vector that others may read meanwhile)
+        if (block := self._gpu.block(value)) is not None:
             if is_write:
                 self.dataptrs_written.add(block.number)
             elif not metadata_only:
@@ -148,6 +153,7 @@ class RacyGpu(testing.FakeGpu):
         errors: one line for each error found.
         waits_for_all: how often an engine's own stream waited for all work of another stream, or a collective was
             submitted from another stream, which has the same effect. Neither is an error; both reduce overlap.
+        behind_training: number of an engine's kernels, by operator, behind work that the training thread has queued.
     """
 
     def __init__(self) -> None:
@@ -156,6 +162,7 @@ class RacyGpu(testing.FakeGpu):
         self.handler = sanitizer.EventHandler()
         self.errors: list[str] = []
         self.waits_for_all = 0
+        self.behind_training = Counter[str]()
         self._lock = threading.RLock()
         self._blocks: dict[int, Block] = {}
         self._freed: deque[Block] = deque()
@@ -360,6 +367,8 @@ class _Kernels(TorchDispatchMode):
         arguments = _Arguments(gpu)
         arguments.parse_inputs(schema, args, kwargs, is_factory=is_factory)
         given = gpu.current_stream(CPU)
+        if gpu.thread == "engine" and given is not gpu.engine_stream(CPU):
+            gpu.behind_training[schema.name] += not (func.is_view or schema.name in EMPTY)
         out = func(*args, **kwargs)
         on_gpu = not taken or any(block.where == "gpu" for block in taken)
         for tensor in tree_leaves(out):

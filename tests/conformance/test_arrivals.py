@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from hvd_async.algorithms.eager import rank as eager_rank
 from hvd_async.algorithms.eager.config import EagerOptions
 from hvd_async.algorithms.eager.gradient_format import GradientFormat
 from hvd_async.algorithms.eager.rank import EagerWorker
@@ -18,6 +19,7 @@ from hvd_async.testing import Cluster, LateCollectives, MemoryCollectives
 from hvd_async.torch import streams, testing
 from hvd_async.torch.arrival import FIRST, Arrivals, Lead
 from tests.conformance.cases import Case
+from tests.conformance.eager_ranks import NAN
 from tests.conformance.torch_ranks import TINY, TorchTrainer, TorchVectors
 from tests.conformance.virtual_gpu import Cost, Setup, run
 
@@ -152,6 +154,27 @@ def test_rounds_have_the_same_bits_as_on_the_confirmed_path(quorum, monkeypatch)
     assert trained[0] == trained[1]
 
 
+@pytest.mark.parametrize("quorum", ["solo", 2, "all"])
+def test_a_bucket_without_a_finite_gradient_on_any_rank_is_applied_as_zeros_with_a_warning(quorum, monkeypatch):
+    ranks, said = 1 if quorum == "solo" else 2, list[str]()
+    monkeypatch.setattr(eager_rank, "warn", said.append)
+
+    def train(rank: int) -> tuple[list[float], int]:
+        one = TorchVectors([1, 1], Case("unit", "sgd", 1.0, momentum=0.5), quorum=quorum, bucket_cap_mb=TINY)
+        for second in (1.0, NAN, NAN if rank else 1.0):
+            one.take(1.0, second)
+        one.opt.drain()
+        return one.weights().tolist(), one.opt.stats().gradients_skipped
+
+    with testing.FakeGpu().installed():
+        found = Cluster(ranks, wrap=late_plane).run(train)
+    mean = 1.0 / ranks  # (of the last step: one rank's gradient, over all ranks)
+    weights = [-1.0 - 1.5 - 1.75, -1.0 - 0.5 - (0.25 + mean)]
+    assert found == [(weights, 1 + (rank > 0)) for rank in range(ranks)]
+    assert len(said) == ranks
+    assert all("no rank had a finite gradient in bucket(s) [0] of round 2" in line for line in said)
+
+
 # -- the marker -------------------------------------------------------------------------------------------------------
 
 
@@ -246,7 +269,7 @@ def costs(**options: Any) -> list[Cost]:
 
 def test_a_lead_keeps_the_device_busy_and_none_lets_it_wait():
     step_ms = [costs(lead=lead)[0].step_ms for lead in (0.0, 0.004, 0.008)]
-    assert step_ms[0] > step_ms[1] + 3.0 > step_ms[2] + 6.0
+    assert step_ms[0] > step_ms[1] + 3.0 > step_ms[2] + 5.5
     assert costs()[0].step_ms == pytest.approx(step_ms[2], abs=0.1)
 
 

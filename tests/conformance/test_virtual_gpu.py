@@ -37,16 +37,16 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    ("all", 1): Budget(0.99, 32.5, 0.0, 5.8),
-    ("solo", 1): Budget(0.95, 34.3, 0.0, 9.5),
+    ("all", 1): Budget(0.99, 32.3, 0.0, 5.0),
+    ("solo", 1): Budget(0.99, 32.8, 0.0, 6.5),
     ("sgp", 1): Budget(0.99, 28.3, 0.0, 0.0),
     ("adpsgd", 1): Budget(0.98, 28.8, 0.0, 1.0),
     ("lsgd", 1): Budget(0.99, 28.9, 0.0, 1.2),
-    ("all", 2): Budget(0.97, 32.7, 0.0, 6.0),
-    ("solo", 2): Budget(0.93, 34.9, 0.0, 9.5),
-    ("sgp", 2): Budget(0.96, 29.3, 0.0, 4.1),
-    ("osgp", 2): Budget(0.96, 31.5, 0.0, 3.0),
-    ("adpsgd", 2): Budget(0.96, 30.5, 0.0, 3.0),
+    ("all", 2): Budget(0.97, 32.5, 0.0, 5.0),
+    ("solo", 2): Budget(0.96, 33.4, 0.0, 7.5),
+    ("sgp", 2): Budget(0.97, 29.3, 0.0, 4.0),
+    ("osgp", 2): Budget(0.97, 30.4, 0.0, 3.0),
+    ("adpsgd", 2): Budget(0.975, 30.7, 0.0, 3.0),
     ("lsgd", 2): Budget(0.98, 29.0, 0.0, 1.2),
 }
 """By mode and number of ranks."""
@@ -86,16 +86,18 @@ def test_a_mode_stays_within_its_budget(mode, ranks):
 
 
 @pytest.mark.parametrize("prices", PRICE_SETS)
-def test_all_is_as_fast_under_all_prices(prices):
+def test_quorums_are_as_fast_under_all_prices(prices):
     assert ratio(Setup("all", PRICE_SETS[prices])) >= 0.99
-    assert ratio(Setup("all", PRICE_SETS[prices], item=True)) >= 0.92
+    assert ratio(Setup("solo", PRICE_SETS[prices])) >= 0.969
+    assert ratio(Setup("all", PRICE_SETS[prices], item=True)) >= 0.93
 
 
 def test_steps_that_are_not_announced_cost_the_engine_more(monkeypatch):
+    (announced,) = measured(Setup("all"))
     monkeypatch.setenv("HVD_ASYNC_AGREE", "0")
-    (apart,), (announced,) = run(Setup("all")), measured(Setup("all"))
-    assert apart.wakeups >= announced.wakeups + 4
-    assert apart.training_ms >= announced.training_ms + 1.0
+    (apart,) = run(Setup("all"))
+    assert apart.wakeups >= announced.wakeups + 1
+    assert apart.training_ms >= announced.training_ms + 0.2
 
 
 @pytest.mark.parametrize("slow", [{"slow_host": 6.0}, {"slow_device": 1.3}], ids=["host", "device"])
@@ -118,8 +120,10 @@ def test_a_script_that_reads_its_loss_waits_under_plain_torch_too():
     assert plain.step_ms > measured(Setup("plain"))[0].step_ms + 1.0
 
 
-def test_a_gradient_scaler_waits_once_under_plain_torch():
-    assert measured(Setup("plain", scaler=True))[0].waits == 1
+@pytest.mark.parametrize("mode", ["plain", "all", "solo", "sgp", "adpsgd", "lsgd"])
+def test_a_gradient_scaler_waits_once_unless_the_optimizer_takes_overflows(mode):
+    assert measured(Setup(mode, scaler=True, fused=True))[0].waits == 0
+    assert measured(Setup(mode, scaler=True))[0].waits == (mode not in ("all", "solo"))
 
 
 # -- planted faults ----------------------------------------------------------------------------------------------------
@@ -172,4 +176,4 @@ def test_work_of_the_engine_is_found(monkeypatch):
     sound, cost = planted(monkeypatch, RoundsInFlight, "_prepare", work, "all")
     assert cost.lock_ms > sound.lock_ms + 1.0
     assert cost.training_ms > sound.training_ms + 1.0
-    assert cost.step_ms > sound.step_ms + 1.0
+    assert cost.step_ms > sound.step_ms + 0.5

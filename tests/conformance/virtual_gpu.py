@@ -721,6 +721,7 @@ class Setup(NamedTuple):
         ranks: number of ranks.
         item: whether the script reads its loss in each step.
         scaler: whether it uses a ``GradScaler``.
+        fused: whether its optimizer is a fused one, whose kernels skip a step that overflows.
         slow_device: factor of the device's times on the last of several ranks.
         slow_host: more milliseconds of the host in each of its steps.
         lead: ``arrival_lead`` of quorums.
@@ -731,6 +732,7 @@ class Setup(NamedTuple):
     ranks: int = 1
     item: bool = False
     scaler: bool = False
+    fused: bool = False
     slow_device: float = 1.0
     slow_host: float = 0.0
     lead: float | str = "auto"
@@ -859,8 +861,8 @@ class Rank:
 
     def _wrapped(self, scaler: Any) -> Any:
         """Return the optimizer."""
-        parameters, mode = self._model.parameters, self._setup.mode
-        optimizer: Any = torch.optim.SGD(parameters, lr=1e-6, momentum=0.9, foreach=True)
+        parameters, mode, fused = self._model.parameters, self._setup.mode, self._setup.fused
+        optimizer: Any = torch.optim.SGD(parameters, lr=1e-6, momentum=0.9, foreach=not fused, fused=fused)
         if mode in EAGER:
             numbers = buckets_of(self._model.groups)
             buckets: list[list[torch.Tensor]] = [[] for _ in range(numbers[-1] + 1)]
@@ -1030,6 +1032,7 @@ def main() -> None:
     parser.add_argument("--price", nargs="*", default=[], metavar="NAME=VALUE", help="change prices")
     parser.add_argument("--item", action="store_true", help="the script reads its loss in each step, plain torch's too")
     parser.add_argument("--scaler", action="store_true", help="the script uses a GradScaler, plain torch's too")
+    parser.add_argument("--fused", action="store_true", help="the optimizer is a fused one, plain torch's too")
     parser.add_argument("--floor", action="store_true", help="a device that takes no time: a step is the host's")
     parser.add_argument("--slow-device", type=float, default=1.0, metavar="FACTOR", help="rank 1's device is slower")
     parser.add_argument("--slow-host", type=float, default=0.0, metavar="MS", help="rank 1's host is slower")
@@ -1042,7 +1045,8 @@ def main() -> None:
     for prices in PRICE_SETS if args.prices == "all" else [args.prices]:
         price = _price(PRICE_SETS[prices], args.price, args.floor)
         lead = "auto" if args.lead is None else args.lead
-        setup = Setup("plain", price, args.ranks, args.item, args.scaler, args.slow_device, args.slow_host, lead)
+        own = {name: getattr(args, name) for name in ("ranks", "item", "scaler", "fused", "slow_device", "slow_host")}
+        setup = Setup("plain", price, **own, lead=lead)
         (base,) = run(setup)
         for mode in ("plain", *args.modes):
             one = row(setup._replace(mode=mode), base, prices)

@@ -171,9 +171,6 @@ class Rank:
         """As ``call_soon``."""
         self.call_soon(action)
 
-    def expect_posts(self) -> None:
-        """Do nothing: no action waits."""
-
     def wait(self, ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> None:
         """Refuse: programs are run by moves."""
         raise AssertionError("a program waits without yielding")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvd_async.runtime.engine import UNHURRIED, Engine
+from hvd_async.runtime.engine import GATHERS, UNHURRIED, CollectiveOrder, Engine
 
 
 class Looked:
@@ -169,6 +169,24 @@ def test_an_action_that_may_wait_wakes_only_an_engine_that_will_not_wake_up_sepa
     assert channel.engine.failure is None
     assert done == ["the first", "one soon after", "one in a hurry", "one after others", "one later"]
     assert channel.slept == [None, UNHURRIED, UNHURRIED, None, UNHURRIED, None, UNHURRIED]
+
+
+def test_an_engine_in_order_lets_others_join_an_action_that_may_wait(monkeypatch):
+    monkeypatch.setattr("hvd_async.runtime.engine.time.monotonic", lambda: 1.0)
+    done: list[int] = []
+
+    def posts(**how: Any) -> Any:
+        return lambda engine: engine.notify(lambda: done.append(len(channel.slept)), **how)
+
+    may_wait, hurries = posts(hurry=False), posts()
+    stops = lambda engine: engine.notify(engine._stop_now)  # noqa: E731
+    channel = Scripted([may_wait, may_wait, lambda engine: None, may_wait, hurries, stops])
+    channel.engine._order = CollectiveOrder()
+    channel.engine._run()
+    assert channel.engine.failure is None
+    assert done == [2, 2, 5, 5]
+    assert channel.slept == [None, GATHERS, UNHURRIED, None, GATHERS, UNHURRIED]
+    assert channel.wakes == 4, "what joined it woke no engine"
 
 
 def test_where_nothing_may_wait_every_action_wakes_the_engine():

@@ -455,8 +455,6 @@ class RoundsInFlight:
             # (first: the training thread wakes the engine for what it hands over from now on)
             self.announced_start = go.round
             self.take_in(go.round)
-            if self._lacking:
-                self._engine.expect_posts()
         for bucket, arrived in zip(go.buckets, go.arrived, strict=True):
             flight.whole[bucket] = whole
             name = NAME.format(go.optimizer, bucket, go.round % self._names)
@@ -880,7 +878,7 @@ class EagerWorker(Worker):
             if is_first and self._foreseen is not None and self.steady >= STEADY:
                 self._announced_step = step
                 unsent = self._unsent(self._foreseen)
-                self.engine.notify(partial(in_flight.announce, number, step, unsent, self._order))
+                self.engine.notify(partial(in_flight.announce, number, step, unsent, self._order), hurry=False)
             elif self._arrives is not None:
                 self._await_arrival(number, bucket, vector, step)
             elif self._announced_step != step:
@@ -1038,7 +1036,7 @@ class EagerWorker(Worker):
             self._last_given = 0, None
         elif self._announced_step != step:
             self.engine.notify(partial(self._in_flight.report, number, step, True, self._unsent(hyper)))
-        elif self._in_flight.announced_start == step and not self._in_flight.has_announced(step):
+        elif self._in_flight.announced_start < step or not self._in_flight.has_announced(step):
             self.engine.notify(partial(self._in_flight.take_in, step))
 
     # -- steps whose buckets the training graph submits (training thread) -----------------------------------------

@@ -189,6 +189,7 @@ class ADPSGDWorker(GossipWorker):
         with self._lock:
             self._state, self._shown = on_step(self._state, after, self._post.add, self._post.times), self.flag
             z = self._state.model
+            self._post.mark(self._state.shadow)
             if self.log is not None:
                 self.log.append(("step", self._before + self._step))
         self.engine.call_soon(self._pairing.ask)
@@ -260,20 +261,23 @@ class ADPSGDWorker(GossipWorker):
         with self._lock:
             shadow = self._state.shadow
             if self._shown is not None and self._good is not None:
-                shadow = self._good = self._shown.choose(shadow, self._good)
-            elif self._post.lossless:
-                shadow = self._post.times(shadow, 1.0)
-            data = self._post.encode(shadow)
+                with self._post.apart(shadow, self._good):
+                    self._good = self._shown.choose(shadow, self._good)
+                    data = self._post.encode(self._good)
+                    self._post.mark(data)
+            else:
+                data = self._post.encode(self._post.times(shadow, 1.0) if self._post.lossless else shadow)
             if self.log is not None:
                 self.log.append(("sent", round_, partner))
         self._mine[round_] = data
         return data
 
     def _deliver(self, sender: int, key: int, weight: float, data: Vector) -> None:
-        mine = self._post.decode(self._mine.pop(key))
-        theirs = self._post.decode(data)
-        with self._lock:
+        own = self._mine.pop(key)
+        with self._lock, self._post.apart(self._state.shadow, own, data):
+            mine, theirs = self._post.decode(own), self._post.decode(data)
             self._state = on_average(self._state, mine, theirs, self._post.add, self._shares.pop(key))
+            self._post.mark(self._state.shadow)
             if self.log is not None:
                 self.log.append(("landed", key, sender))
         self._averagings += 1

@@ -164,6 +164,7 @@ class DifferenceAverages:
         """Enter the next average with a fragment's vector, taking ownership of it, a number, and the set of parameters
         that this rank has moved."""
         index = average - self._first + 1
+        self._post.mark(vector)
 
         def send() -> None:
             self._contributed[index] = vector

@@ -6,6 +6,7 @@ An encoded vector is the same bytes in every framework.
 from __future__ import annotations
 
 import abc
+import contextlib
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -121,6 +122,14 @@ class MessageFormat(abc.ABC):
     @abc.abstractmethod
     def as_bytes(self, vector: Vector) -> Vector:
         """Return a part as bytes like ``encode``, without compression."""
+
+    def mark(self, vector: Vector) -> None:  # noqa: B027  on a CPU a vector is computed at once
+        """Note that a vector is computed, and read, by the work queued so far, for ``apart``."""
+
+    def apart(self, *vectors: Vector) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the engine thread computes from vectors, behind no later work of the device. Work
+        that the training thread queues afterwards comes behind it."""
+        return contextlib.nullcontext()
 
     def from_bytes(self, data: Vector) -> Vector:
         """Return the part of which these are ``as_bytes``; further bytes may follow."""

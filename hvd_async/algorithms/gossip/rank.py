@@ -187,6 +187,8 @@ class MessageExchange:
     def _pieces(self, data: Vector) -> list[Vector]:
         """Split a message into the data of its rows, each of which gets its header."""
         step = max(1, self._post.nbytes)
+        if len(data) <= step:
+            return [data]
         return [data[start : start + step] for start in range(0, max(1, len(data)), step)]
 
     def _prepare(self, due: _Due, name: str) -> Collective:
@@ -847,6 +849,8 @@ class Sender:
         elif out:
             data, decoded = self._known.encode(edge("out", self._plan, phase), self._finite(x, weight))
             sent = Sent(Message(x if self._post.lossless else decoded, weight), sum(p for _, p in out))
+        if out:
+            self._post.mark(data)
         messages = [OutgoingMessage(to, data) for to, _ in out]
         self.offered += bool(messages)
         self._engine.call_soon(lambda: self._exchanges.offer(optimizer, step, messages, weight))

@@ -7,6 +7,7 @@ last step, and keeps the results.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter, deque
@@ -387,9 +388,12 @@ class PullExecutor:
         collectives, leads = self._engine.collectives, command.leader == self._engine.rank
         started = self._engine.clock()
         with self._lock:
-            snapshot = self._position()
-            if self._flag is not None:
-                snapshot = self.good = self._flag.choose(snapshot, self.good)
+            snapshot, flag = self._position(), self._flag
+            with contextlib.nullcontext() if flag is None else flag.apart(snapshot, self.good):
+                if flag is not None:
+                    snapshot = self.good = flag.choose(snapshot, self.good)
+                sends = leads or command.leader == CENTER
+                vector = snapshot if sends else collectives.empty_like(snapshot)
             self._note("sent", command.round)
 
         def on_sum(total: Vector) -> None:
@@ -402,7 +406,6 @@ class PullExecutor:
 
         if command.leader == CENTER:
             return Collective(lambda: collectives.allreduce_sum(snapshot + 0, name, process_set), on_sum)
-        vector = snapshot if leads else collectives.empty_like(snapshot)
         return Collective(lambda: collectives.broadcast(vector, command.leader, name, process_set), on_leaders_weights)
 
     def _ring_bytes(self, command: StartPull, total: Vector) -> int:
