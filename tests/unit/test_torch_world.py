@@ -76,7 +76,8 @@ def open_calls(monkeypatch: pytest.MonkeyPatch) -> Open:
 
     def opened(rank: int, size: int) -> Calls:
         here.world = own = object.__new__(world.World)
-        own.rank, own.store, own._made, own._groups = rank, store, Counter(), {}  # type: ignore[assignment]
+        own.rank, own.store, own._made, own._groups = rank, PrefixStore("", store), Counter(), {}
+        own._shared, own._prefix = store, ""
         return Calls("calls.0", range(size))
 
     return opened

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from hvd_async.errors import RankLostError
 from hvd_async.runtime import descriptors
-from hvd_async.runtime.addresses import own_addresses
-from hvd_async.runtime.rendezvous import machine
+from hvd_async.runtime.addresses import machine, own_addresses
 from hvd_async.torch.distributed import world
 from hvd_async.torch.distributed.world import HorovodInternalError
 
@@ -29,7 +28,7 @@ class Door(NamedTuple):
 
     Attributes:
         host: the name of the rank's host.
-        machine: see ``rendezvous.machine``.
+        machine: see ``addresses.machine``.
         addresses, port: where it listens, without ever accepting.
     """
 

@@ -16,7 +16,7 @@ import torch
 from common import Report
 
 import hvd_async.torch as hvd
-from hvd_async.torch.horovod_api import ON_HOROVOD
+from hvd_async.torch.horovod_api import hvd as plane
 
 ENDS_IN = 30.0
 """Seconds at most until what has ended is gone: the last rank's end has to reach the others."""
@@ -33,7 +33,7 @@ def counts() -> Counts:
     """Threads, descriptors, keys."""
     gc.collect()
     keys = 0
-    if not ON_HOROVOD and hvd.is_initialized():
+    if not plane.on_horovod and hvd.is_initialized():
         from hvd_async.torch.distributed import world
 
         keys = world.current().store.num_keys()
@@ -91,14 +91,16 @@ def main() -> None:
         first = first or last
     report.put("switches", first=first, last=last)
     optimizer.discard()
-    for number in range(cycles):
+    first = None
+    for _ in range(cycles):
         hvd.shutdown()
-        last = counts()
-        first = last if number == 0 else first
+        threads, descriptors, _ = counts()
         hvd.init()
+        last = threads, descriptors, settled(None if first is None else (1 << 30, 1 << 30, first[2]))[2]
+        first = first or last
         train("gossip", "drain")
     hvd.shutdown()
-    report.put("cycles", first=first, last=counts())
+    report.put("cycles", first=first, last=last)
 
 
 if __name__ == "__main__":
