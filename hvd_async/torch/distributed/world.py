@@ -82,7 +82,7 @@ class World:
     def __init__(self) -> None:
         group = default_group()
         started = launch.read(os.environ, group)
-        self.rank, self.size, self.launcher, self.process = started.rank, started.size, started.launcher, os.getpid()
+        self.rank, self.size, self.process = started.rank, started.size, os.getpid()
         deadline = time.monotonic() + _meeting_limit().total_seconds()
         while True:
             made = group is not None and group.size > 0
@@ -112,8 +112,13 @@ class World:
         Raises:
             HorovodInternalError: a rank did not within the limit, or the store was lost.
         """
+        keys, deadline = [f"here/{rank}" for rank in ranks], time.monotonic() + limit.total_seconds()
         try:
-            missing = self._missing("here", "", ranks, limit, store)
+            store.set(f"here/{self.rank}", "")
+            # (The store's own ``wait`` would keep this process's other threads from the store.)
+            while not (complete := store.check(keys)) and time.monotonic() < deadline:
+                time.sleep(POLL)
+            missing = [] if complete else [r for r, key in zip(ranks, keys, strict=True) if not store.check([key])]
             decision = store.compare_set("all are here", "", str(not missing))
         except RuntimeError as error:
             raise HorovodInternalError(f"{STORE_LOST} ({error})") from error
@@ -122,20 +127,6 @@ class World:
                 f"{ranks_text(missing) or 'a rank'} did not join the other ranks' process group within "
                 f"{limit.total_seconds():.0f} s. See their output, or set HVD_ASYNC_CONNECT_TIMEOUT to more seconds."
             )
-
-    def _missing(
-        self, name: str, own: str, ranks: Sequence[int], limit: timedelta, store: PrefixStore | None = None
-    ) -> list[int]:
-        """Set this rank's value of a name in the store; return the ranks that have not set theirs within the limit.
-
-        The store's own ``wait`` would keep this process's other threads from the store.
-        """
-        keys, store = [f"{name}/{rank}" for rank in ranks], store or self.store
-        store.set(f"{name}/{self.rank}", own)
-        deadline = time.monotonic() + limit.total_seconds()
-        while not (complete := store.check(keys)) and time.monotonic() < deadline:
-            time.sleep(POLL)
-        return [] if complete else [r for r, key in zip(ranks, keys, strict=True) if not store.check([key])]
 
     def group(self, name: str, ranks: Sequence[int], timeout: timedelta = FOREVER) -> Any:
         """Return a new Gloo process group of some ranks, all of which call this. A collective.
