@@ -211,6 +211,7 @@ def _contiguous(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
 
 def _scale(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     """Multiply a tensor in place, integers with rounding towards zero; return it."""
+    tensor = tensor.detach()  # (an alias, which may be changed though the tensor is of an inference mode that was left)
     if factor != 1.0:
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
             tensor.mul_(factor)
