@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import runpy
 import shlex
 import sys
@@ -233,7 +232,7 @@ def run_record(arguments: argparse.Namespace) -> int:
         tried.write(bytes(4096))
     made = record_what_is_made(arguments.out, arguments.synchronize)
     sys.argv = [script, *arguments.arguments]
-    sys.path.insert(0, os.getcwd() if arguments.module else str(Path(script).resolve().parent))
+    sys.path.insert(0, str(Path(script).resolve().parent))  # (of a module's name: the working directory)
     try:
         if arguments.module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)

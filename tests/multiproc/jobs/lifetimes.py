@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,6 +73,18 @@ def train(kind: str, end: str) -> None:
     getattr(optimizer, end)()
 
 
+def shut_down(number: int) -> None:
+    """Shut down; on Horovod, wait until all ranks have. Its launcher keeps addresses of ranks until all have ended, so
+    a rank that begins again earlier would connect to an old one."""
+    rank, size, out = hvd.rank(), hvd.size(), Path(os.environ["HVD_ASYNC_TEST_OUT"])
+    hvd.shutdown()
+    if plane.on_horovod:
+        (out / f"ended.{number}.{rank}").touch()
+        deadline = time.monotonic() + ENDS_IN
+        while len(list(out.glob(f"ended.{number}.*"))) < size and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
 def main() -> None:
     optimizers, switches, cycles = map(int, sys.argv[1:])
     hvd.init()
@@ -92,8 +105,8 @@ def main() -> None:
     report.put("switches", first=first, last=last)
     optimizer.discard()
     first = None
-    for _ in range(cycles):
-        hvd.shutdown()
+    for number in range(cycles):
+        shut_down(number)
         threads, descriptors, _ = counts()
         hvd.init()
         last = threads, descriptors, settled(None if first is None else (1 << 30, 1 << 30, first[2]))[2]
