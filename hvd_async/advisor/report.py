@@ -151,7 +151,7 @@ def first_sentences(advice: Advice) -> Iterator[str]:
             lost = 10 * (rate - found.work.mean()) / rate
             yield f"No rank is to blame alone. Of 10 hours under {advice.base} a rank waits {lost:.1f}."
         return
-    yield found.text(advice.trace.headers[found.slow].host)
+    yield found.text(advice.trace.hosts[found.slow])
     under = "" if advice.trace.synchronous else f", under {advice.base}"
     yield (
         f"Fix that first: the job would be {advice.fixed:.2f} times as fast{under}, without changing a line. "

@@ -204,7 +204,8 @@ def add_record(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the trace, for all ranks")
     waits = "wait for the GPU before each mark; without it, times on CUDA are not meaningful"
     parser.add_argument("--synchronize", action="store_true", help=waits)
-    parser.add_argument("script", type=Path, help="the training script")
+    parser.add_argument("-m", action="store_true", dest="module", help="the script is a module, as for python -m")
+    parser.add_argument("script", help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
 
 
@@ -212,7 +213,8 @@ def run_record(arguments: argparse.Namespace) -> int:
     """Run a torch training script, unchanged, and record when each rank computes and when it waits.
 
     It runs on every rank: ``torchrun --nproc-per-node 4 -m hvd_async record --out trace train.py --its --own options``,
-    or ``horovodrun -np 4 --gloo python -m hvd_async record ...``. The first optimizer is recorded: Horovod's
+    or ``horovodrun -np 4 --gloo python -m hvd_async record ...``; ``-m package.train`` in place of ``train.py`` runs a
+    module. The first optimizer is recorded: Horovod's
     DistributedOptimizer, one of this library, or that of a script for torchrun, under DDP, FSDP2 or its own
     collectives. Returns 1 if the script fails.
 
@@ -222,17 +224,20 @@ def run_record(arguments: argparse.Namespace) -> int:
     """
     from hvd_async.traces.recorded import record_what_is_made
 
-    script: Path = arguments.script
-    if not script.is_file():
-        raise ValueError(f"there is no script {script}: name a Python file, then its own arguments")
+    script: str = arguments.script
+    if not arguments.module and not Path(script).is_file():
+        raise ValueError(f"there is no script {script}: name a Python file, or -m and a module, then its own arguments")
     arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=arguments.out) as tried:  # (before hours of training)
         tried.write(bytes(4096))
     made = record_what_is_made(arguments.out, arguments.synchronize)
-    sys.argv = [str(script), *arguments.arguments]
-    sys.path.insert(0, str(script.resolve().parent))
+    sys.argv = [script, *arguments.arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))  # (of a module's name: the working directory)
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        if arguments.module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
     except Exception:  # noqa: BLE001  the script's own, shown as Python shows it
         traceback.print_exc()
         return 1

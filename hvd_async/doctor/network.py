@@ -26,7 +26,7 @@ from hvd_async.doctor.programs import launch_command, run_job
 from hvd_async.doctor.software import BUILD, FRAMEWORKS, installed, read_build
 from hvd_async.errors import EngineError
 from hvd_async.runtime import launch
-from hvd_async.runtime.addresses import own_addresses, reachable
+from hvd_async.runtime.addresses import own_addresses, own_seat, reachable
 from hvd_async.runtime.data_plane import TORCH, choose
 
 FIRST, LARGEST = 2**18, 2**26
@@ -236,10 +236,11 @@ def measure(ranks: Ranks) -> Measurement:
     if size < 2:
         raise ValueError("the measurement of a network needs at least two ranks: start it with horovodrun -np 2")
     version = f"Python {platform.python_version()}, hvd_async {hvd_async.__version__}, {ranks.framework}"
-    host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+    seat = own_seat(launch.known(os.environ))
     with contextlib.closing(Echo()) as echo:
-        cards = ranks.gather((host, own_addresses(rank == 0), echo.port, echo.token, version))
-        hosts = [str(card[0]) for card in cards]
+        cards = ranks.gather((seat, own_addresses(rank == 0), echo.port, echo.token, version))
+        seats = [card[0] for card in cards]
+        hosts = [launch.place_of(one, seats).host for one in range(size)]
         names = [host if hosts.count(host) == 1 else f"{host}[{place}]" for place, host in enumerate(hosts)]
         software = fastest(ranks, lambda: ranks.allreduce(SMALL))
         links = []
@@ -266,7 +267,7 @@ def measure(ranks: Ranks) -> Measurement:
         software,
         tuple(links),
         allreduces,
-        {str(card[0]): str(card[4]) for card in cards},
+        {host: str(card[4]) for host, card in zip(hosts, cards, strict=True)},
     )
 
 

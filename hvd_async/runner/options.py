@@ -19,6 +19,7 @@ from hvd_async.algorithms.gossip.config import GossipOptions
 from hvd_async.algorithms.leader.config import LeaderOptions
 from hvd_async.algorithms.option import Option, Real, Whole, either, flag, in_flags, option, options_of
 from hvd_async.algorithms.registry import ALGORITHMS, OPTIONS
+from hvd_async.runtime import launch
 
 from .course import FORMS, Injector, Schedule
 
@@ -363,10 +364,11 @@ class Options(AlgorithmFlags, DataFlags, TrainingFlags, OutputFlags):
 
 
 def _is_single_group(group: str | int | None) -> bool:
-    """Whether each rank is a group, or all ranks are one, as far as Horovod's launcher reports it."""
-    size, of_host = os.environ.get("HOROVOD_SIZE"), os.environ.get("HOROVOD_LOCAL_SIZE")
-    ranks = of_host if group in (None, "host") else str(group)
-    return group == 1 or (size is not None and ranks == size)  # (if this host has one rank, another may have more)
+    """Whether each rank is a group, or all ranks are one, as far as the launcher reports it."""
+    started = launch.known(os.environ)
+    ranks = started.local_size if group in (None, "host") else group
+    # (If this host has one rank, another may have more; and without a known launcher MPI may know of more.)
+    return group == 1 or (started.size > 1 and str(ranks) == str(started.size))
 
 
 # -- the parser --------------------------------------------------------------------------------------------------------

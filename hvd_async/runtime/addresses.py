@@ -1,4 +1,4 @@
-"""The addresses of this host, best guess first, and which address of another host accepts connections."""
+"""Which host this is, its addresses, best guess first, and which address of another host accepts connections."""
 
 from __future__ import annotations
 
@@ -14,11 +14,31 @@ from typing import Any
 import psutil
 
 from hvd_async.errors import EngineError
+from hvd_async.runtime.launch import Launch, Seat
 
 STAGGER = 0.25
 """Seconds between the first attempts at consecutive addresses."""
 AGAIN = 0.1
 """Seconds before an address that refused is tried again: its process may not be listening yet."""
+
+
+def machine() -> str:
+    """Return an identifier of this machine, its boot and its network namespace; empty if it is unknown."""
+    named = os.environ.get("HVD_ASYNC_MACHINE", "")
+    if named:
+        return named
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return ""
+
+
+def own_seat(started: Launch) -> Seat:
+    """Return this rank's place, as far as it is known. If no variable names the host, the machine does."""
+    host = os.environ.get("HVD_ASYNC_HOST") or started.host or socket.gethostname()
+    node = started.node or (machine() if started.local_rank is None else "")
+    return Seat(host, node, started.local_rank, started.local_size)
 
 
 def own_addresses(configured: bool = True) -> list[str]:

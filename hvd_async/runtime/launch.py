@@ -136,10 +136,7 @@ def _of_group(environment: Mapping[str, str], group: Group) -> Launch:
     Raises:
         ValueError: the environment is of more ranks.
     """
-    try:
-        started = parse(environment)
-    except ValueError:
-        started = ALONE
+    started = known(environment)
     if started.size > group.size:
         raise _smaller(environment, group, started.size)
     if (started.rank, started.size) != group:
@@ -176,6 +173,14 @@ def parse(environment: Mapping[str, str]) -> Launch:
             f"such as torchrun, or set {partly.rank} and {partly.size} before hvd.init()."
         )
     return ALONE
+
+
+def known(environment: Mapping[str, str]) -> Launch:
+    """Return what ``parse`` does, ``ALONE`` where it raises."""
+    try:
+        return parse(environment)
+    except ValueError:
+        return ALONE
 
 
 def _in_order(environment: Mapping[str, str]) -> Iterator[Launcher]:

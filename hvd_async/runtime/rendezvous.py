@@ -20,7 +20,7 @@ import zmq
 import hvd_async
 from hvd_async.errors import EngineError, RankLostError, ranks_text
 from hvd_async.runtime import time_limits
-from hvd_async.runtime.addresses import own_addresses, reachable
+from hvd_async.runtime.addresses import machine, own_addresses, reachable
 from hvd_async.runtime.coordinator import Coordinator
 from hvd_async.runtime.descriptors import shortage
 from hvd_async.runtime.engine import error_of
@@ -229,18 +229,6 @@ def _raise_problems(problems: Iterator[tuple[int, str, str]]) -> None:
     for rank, host, problem in problems:
         if problem:
             raise EngineError(f"rank {rank}{f' on host {host}' if host else ''}: {problem}")
-
-
-def machine() -> str:
-    """Return an identifier of this machine, its boot and its network namespace; empty if it is unknown."""
-    named = os.environ.get("HVD_ASYNC_MACHINE", "")
-    if named:
-        return named
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        return ""
 
 
 def _handshake(channel: ZmqChannel, collectives: Collectives, coordinator: str, deadline: float) -> None:

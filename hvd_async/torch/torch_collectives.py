@@ -183,7 +183,7 @@ class TorchCollectives(TensorCollectives):
         for key in [key for key in self._waiters if _optimizer_of(key) in over]:
             self._waiters.pop(key).close()
         self._world.close([self._groups.pop(key) for key in list(self._groups) if _optimizer_of(key) in over])
-        world.sweep()
+        self._world.sweep()
 
     # -- process groups -------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_async.algorithms.eager.quorum import waits_for_all
+from hvd_async.runtime.launch import Seat, place_of
 
 # -- the format --------------------------------------------------------------------------------------------------------
 
@@ -50,6 +51,7 @@ class Header(msgspec.Struct, frozen=True, omit_defaults=True):
         synchronized: whether the device was synchronized before each mark, so that times on a GPU are correct.
         clock_ahead_s: seconds by which this rank's clock is ahead of rank 0's; None: unknown.
         run: identifies the run, the same on all ranks; None: unknown.
+        node, local_rank: what tells hosts of one name apart, see ``launch.Seat``; files of 0.2.0 have neither.
     """
 
     version: int
@@ -64,6 +66,8 @@ class Header(msgspec.Struct, frozen=True, omit_defaults=True):
     synchronized: bool = True
     clock_ahead_s: float | None = None
     run: str | None = None
+    node: str = ""
+    local_rank: int | None = None
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -139,9 +143,15 @@ class Trace:
         return float(np.mean(self.steps / (self.done - self.begin).sum(axis=0)))
 
     @property
+    def hosts(self) -> list[str]:
+        """Name of each rank's host, which no other host has."""
+        seats = [Seat(header.host, header.node, header.local_rank) for header in self.headers]
+        return [place_of(rank, seats).host for rank in range(self.ranks)]
+
+    @property
     def local_size(self) -> int:
         """Ranks per host; 1 if hosts differ in their number, or if a host's ranks are not consecutive."""
-        hosts = [header.host for header in self.headers]
+        hosts = self.hosts
         size = hosts.count(hosts[0])
         groups = [set(hosts[first : first + size]) for first in range(0, len(hosts), size)]
         alike = len(hosts) % size == 0 and all(len(group) == 1 for group in groups) and len(set(hosts)) == len(groups)
@@ -163,7 +173,7 @@ class Trace:
         recorded = [header.clock_ahead_s for header in self.headers]
         if all(each is not None for each in recorded):
             return np.array(recorded, dtype=np.float64)
-        if len({header.host for header in self.headers}) == 1:
+        if len(set(self.hosts)) == 1:
             return np.zeros(self.ranks)
         if not self.synchronous:
             return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import Any, cast
 
 import msgspec
 
+from hvd_async.runtime import launch
+from hvd_async.runtime.addresses import own_seat
 from hvd_async.runtime.log import warn
 from hvd_async.traces.format import PLAIN, VERSION, Header, Step, file_of
 
@@ -67,11 +68,12 @@ class Recorder:
     ) -> None:
         if not 0 <= rank < ranks:
             raise ValueError(f"rank must be from 0 to {ranks - 1}, got rank {rank} of {ranks}")
+        seat = own_seat(launch.known(os.environ))
         self.header = Header(
             version=VERSION,
             rank=rank,
             ranks=ranks,
-            host=socket.gethostname(),
+            host=seat.host,
             framework=framework,
             algorithm=algorithm,
             options=_plain(options or {}),
@@ -79,6 +81,8 @@ class Recorder:
             buckets=buckets,
             synchronized=synchronized,
             run=run or launched(os.environ),
+            node=seat.node,
+            local_rank=seat.local_rank,
         )
         self._clock, self._origin = clock, time.time() - clock()
         self._begin: float | None = clock()

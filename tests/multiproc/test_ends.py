@@ -144,6 +144,14 @@ def test_a_death_during_a_collective_of_the_script_is_named(
         assert "RankLostError" in job.outputs[survivor], str(job)
 
 
+def test_tensorflows_own_collectives_end_with_a_lost_rank(forked: RunJob) -> None:
+    """Though a forked child of it lives. Horovod's error names nobody; this library does, on rank 0."""
+    args = (*ends("tensorflow", "forked, sigkill"), "--point", "call")
+    job = forked("tensorflow", "ends.py", 3, args=args, timeout=PROMISED).check_clean()
+    assert "hvd_async: rank 1 on host localhost died" in job.outputs[0], str(job)
+    assert delay(job, 1) < HELD
+
+
 def check_served_by_a_process(job: Job) -> None:
     """The coordinator had a process in addition to rank 0, which has ended; there were no relays."""
     assert [rank["serves"] for rank in job.check_clean().case("first step")] == [["coordinator"], []], str(job)

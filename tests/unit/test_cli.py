@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import hvd_async
 from hvd_async.cli.main import COMMANDS
@@ -13,9 +16,9 @@ from tests.fixtures import frozen
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def called(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hvd_async", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+def called(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command, env = [sys.executable, "-m", "hvd_async", *arguments], {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=cwd, env=env)
 
 
 def test_version_and_help():
@@ -29,10 +32,18 @@ def test_flags_are_the_ones_that_users_know():
     assert frozen.flags() == frozen.FLAGS.read_text("utf-8"), "see tests/fixtures/frozen.py"
 
 
-def test_a_script_that_makes_no_optimizer_gets_an_error_that_says_so(tmp_path):
-    (tmp_path / "train.py").write_text("import sys\nprint(sys.argv[1:])\n")
-    done = called("record", "--out", str(tmp_path / "trace"), str(tmp_path / "train.py"), "--out", "x")
-    assert "['--out', 'x']" in done.stdout
+@pytest.mark.parametrize("script", ["train.py", "package/train.py", "-m package.train", "-m package"])
+def test_a_script_that_makes_no_optimizer_gets_an_error_that_says_so(tmp_path, script):
+    """Scripts and modules find their arguments and what they import as without ``record``."""
+    (tmp_path / "package").mkdir()
+    text = "import os, sys\nimport {0}\nprint(os.path.realpath(sys.argv[0]), sys.argv[1:], {0}.X, __name__)\n"
+    for path, imported in {"train.py": "here", "package/train.py": "own", "package/__main__.py": "package.own"}.items():
+        (tmp_path / path).write_text(text.format("package.own" if script == "-m package.train" else imported))
+    for path in ("here.py", "package/own.py", "package/__init__.py"):
+        (tmp_path / path).write_text("X = 7\n")
+    done = called("record", "--out", "trace", *script.split(), "-m", "--out", "x", cwd=tmp_path)
+    path = {"-m package.train": "package/train.py", "-m package": "package/__main__.py"}.get(script, script)
+    assert done.stdout == f"{(tmp_path / path).resolve()} ['-m', '--out', 'x'] 7 __main__\n", done.stderr
     assert done.returncode == 2
     assert "hvd_async record: nothing was recorded" in done.stderr
     assert "RecordCallback" in done.stderr

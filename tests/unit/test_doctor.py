@@ -28,7 +28,7 @@ from hvd_async.doctor.network import Allreduce, Echo, Link, Measurement, in_a_jo
 from hvd_async.doctor.programs import RESULT, Outcome, run_limited
 from hvd_async.doctor.software import PATCH, Answer, Build
 from hvd_async.errors import EngineError
-from hvd_async.runtime.launch import LAUNCHERS
+from hvd_async.runtime.launch import LAUNCHERS, Seat
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -402,7 +402,7 @@ class Net:
     framework, transport = "paper 1.0", "Gloo"
 
     def __init__(self, hosts: str, bandwidth: Callable[[int, int], float]) -> None:
-        """hosts: of each rank, named by a letter."""
+        """hosts: of each rank, named by a letter; a capital one is another host of the same name."""
         self.hosts, self.size, self.bandwidth, self.now = hosts, len(hosts), bandwidth, 0.0
         self.own, self.meet, self.slots = threading.local(), threading.Barrier(self.size, timeout=30), list(hosts)
 
@@ -432,9 +432,8 @@ class Net:
 
     def measured(self, monkeypatch: pytest.MonkeyPatch) -> Measurement:
         """What all ranks measure."""
-        monkeypatch.delenv("HOROVOD_HOSTNAME", raising=False)
         monkeypatch.setattr(network, "time", SimpleNamespace(perf_counter=lambda: self.now))
-        monkeypatch.setattr(network.socket, "gethostname", lambda: self.hosts[self.rank])
+        monkeypatch.setattr(network, "own_seat", lambda _: Seat(self.hosts[self.rank].lower(), self.hosts[self.rank]))
         found: dict[int, Measurement] = {}
 
         def run(rank: int) -> None:
@@ -463,15 +462,20 @@ def test_each_link_has_its_own_bandwidth(monkeypatch: pytest.MonkeyPatch):
     assert found.hosts == {"a": 1, "b": 1, "c": 1}
 
 
-def test_the_first_rank_of_each_host_is_measured_and_a_failure_is_reported(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("hosts", "other"), [("aabb", "b"), ("aaAA", "a#1")])
+def test_the_first_rank_of_each_host_is_measured_and_a_failure_is_reported(
+    monkeypatch: pytest.MonkeyPatch, hosts: str, other: str
+):
     def refused(addresses: Sequence[str], port: int, token: bytes, owner: str) -> float:
         raise EngineError(f"{owner} is behind a wall")
 
     monkeypatch.setattr(network, "latency", refused)
-    found = Net("aabb", lambda i, j: 1e9).measured(monkeypatch)
-    assert {(link.sender, link.receiver) for link in found.links} == {("a[0]", "b[2]"), ("b[2]", "a[0]")}
-    assert (found.hosts, found.latency_s) == ({"a": 2, "b": 2}, None)
-    assert "a[0] to b[2]: b[2] is behind a wall" in next(iter(judge_network(found))).fact
+    found = Net(hosts, lambda i, j: 1e9).measured(monkeypatch)
+    second = f"{other}[2]"
+    assert {(link.sender, link.receiver) for link in found.links} == {("a[0]", second), (second, "a[0]")}
+    assert (found.hosts, found.latency_s) == ({"a": 2, other: 2}, None)
+    assert found.versions.keys() == found.hosts.keys()
+    assert f"a[0] to {second}: {second} is behind a wall" in next(iter(judge_network(found))).fact
 
 
 @pytest.mark.parametrize(

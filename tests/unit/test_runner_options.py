@@ -13,6 +13,7 @@ from hvd_async.algorithms.leader.config import LeaderOptions
 from hvd_async.algorithms.option import options_of
 from hvd_async.algorithms.registry import ALGORITHMS, OPTIONS
 from hvd_async.runner.options import build_parser, parse
+from hvd_async.runtime.launch import HOROVODRUN, LAUNCHERS, TORCHRUN
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_FLAG = {"algorithm", "seed", "arrival_lead", "bucket_cap_mb", "late_cap_mb", "nonfinite", "buffers"}
@@ -131,9 +132,15 @@ def test_every_flag_of_leaders_reaches_the_optimizer():
         ((), None, None, True),  # another launcher's, which says nothing that is known here
     ],
 )
-def test_process_sets_are_asked_for_where_there_may_be_several_groups(monkeypatch, group, size, of_host, asked):
-    for name, value in (("HOROVOD_SIZE", size), ("HOROVOD_LOCAL_SIZE", of_host)):
-        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+@pytest.mark.parametrize("launcher", [HOROVODRUN, TORCHRUN])
+def test_process_sets_are_asked_for_where_there_may_be_several_groups(
+    monkeypatch, group, size, of_host, asked, launcher
+):
+    for name in [name for one in LAUNCHERS for name in (one.rank, one.size, one.local_rank, one.local_size) if name]:
+        monkeypatch.delenv(name, raising=False)
+    if size is not None:
+        for name, value in ((launcher.rank, "0"), (launcher.size, size), (launcher.local_size, of_host)):
+            monkeypatch.setenv(name, value)
     options = parse("torch", ["--algorithm", "lsgd", *group])
     assert options.init_settings == ({"process_sets": "dynamic"} if asked else {})
 

@@ -76,7 +76,8 @@ def open_calls(monkeypatch: pytest.MonkeyPatch) -> Open:
 
     def opened(rank: int, size: int) -> Calls:
         here.world = own = object.__new__(world.World)
-        own.rank, own.store, own._made, own._groups = rank, store, Counter(), {}  # type: ignore[assignment]
+        own.rank, own.store, own._made, own._groups = rank, PrefixStore("", store), Counter(), {}
+        own._shared, own._prefix = store, ""
         return Calls("calls.0", range(size))
 
     return opened
@@ -170,7 +171,7 @@ def test_the_rank_that_has_ended_is_found_and_no_other(open_calls: Open, monkeyp
         return calls.begin(Call("allreduce"), steps).wait()
 
     assert two_ranks(open_calls, refused) == ["HorovodInternalError: allreduce has failed: Invalid scalar type"] * 2
-    own = [doors.Doors() for _ in range(3)]
+    own = [doors.Doors("a") for _ in range(3)]
     for one in own:
         one.all = [each.own for each in own]
     with ThreadPoolExecutor(1) as thread:  # (a rank of the job, which has the store)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hvd_async.cli.main import main
+from hvd_async.runtime.launch import LAUNCHERS
 from hvd_async.traces.format import HOROVOD, PLAIN, file_of, read_trace
 from hvd_async.traces.recorded import recorded
 from hvd_async.traces.recorder import BUFFERED, LAUNCHES, Recorder
@@ -20,7 +21,7 @@ from hvd_async.traces.recorder import BUFFERED, LAUNCHES, Recorder
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch) -> None:
     """The tests may run under a launcher."""
-    for name in ("SLURM_JOB_ID", *LAUNCHES):
+    for name in ("SLURM_JOB_ID", *LAUNCHES, *(name for one in LAUNCHERS for name in (one.rank, one.size))):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -150,7 +151,8 @@ def test_a_full_disk_ends_the_recording_and_not_the_job(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["full", "a file"])
-def test_a_folder_that_cannot_be_written_is_found_before_the_script_runs(tmp_path, capsys, kind):
+def test_a_folder_that_cannot_be_written_is_found_before_the_script_runs(tmp_path, monkeypatch, capsys, kind):
+    monkeypatch.setattr("hvd_async.traces.recorded.record_what_is_made", lambda *_: [])  # (torch is imported already)
     script, out = tmp_path / "train.py", tmp_path / "out"
     script.write_text("raise AssertionError('the script has run')")
     if kind == "a file":
@@ -236,12 +238,20 @@ def test_another_format_is_refused(tmp_path, line, error):
         read_trace(tmp_path)
 
 
-@pytest.mark.parametrize(("hosts", "size"), [("aabb", 2), ("abab", 1), ("aab", 1)])
-def test_ranks_of_a_host_are_counted_where_all_have_as_many(tmp_path, monkeypatch, hosts, size):
+@pytest.mark.parametrize(
+    ("hosts", "nodes", "size"), [("aabb", "", 2), ("abab", "", 1), ("aab", "", 1), ("aaaa", "", 4), ("aaaa", "0011", 2)]
+)
+def test_ranks_of_a_host_are_counted_where_all_have_as_many(tmp_path, monkeypatch, hosts, nodes, size):
+    """Two containers of one host name are two hosts."""
     for rank, host in enumerate(hosts):
         monkeypatch.setattr("socket.gethostname", lambda host=host: host)
+        if nodes:
+            for variable, value in (("RANK", rank), ("WORLD_SIZE", len(hosts)), ("GROUP_RANK", nodes[rank])):
+                monkeypatch.setenv(variable, str(value))
         write(tmp_path, rank, len(hosts), [(0.1, 0.1, 0.0)] * 30)
-    assert read_trace(tmp_path).local_size == size
+    trace = read_trace(tmp_path)
+    assert trace.local_size == size
+    assert trace.hosts == (["a", "a", "a#1", "a#1"] if nodes else list(hosts))
 
 
 @pytest.mark.parametrize(("algorithm", "ahead"), [(HOROVOD, [0.0, 7.0]), ("sgp", None)])

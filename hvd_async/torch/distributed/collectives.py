@@ -182,36 +182,36 @@ class _Differentiable(torch.autograd.Function):
 # -- allreduce --------------------------------------------------------------------------------------------------
 
 
-def _allreduce(
-    tensors: Tensors, average: Any, name: Any, op: Any, pre: float, post: float, process_set: ProcessSet, copy: bool
+def _reduce(
+    kind: str, tensors: Tensors, name: Any, op: int, pre: float, post: float, process_set: ProcessSet, copy: bool = True
 ) -> Handle:
-    chosen = _operation(op, average)
+    """Begin a reduction; its result are tensors on the CPU.
 
-    def prepare(tensor: torch.Tensor) -> torch.Tensor:
-        return _scale(tensor.clone(memory_format=torch.contiguous_format) if copy else tensor.contiguous(), pre)
-
+    Args:
+        copy: whether they are new ones.
+    """
+    factor = post / calls_of(process_set).size if op == Average else post
     handle = _begin(
-        ALLREDUCE,
+        kind,
         tensors,
         name,
         process_set,
-        lambda calls, here, _: calls.reduced(here, chosen),
-        {"op": OPERATIONS[chosen], "prescale_factor": pre, "postscale_factor": post},
-        prepare=prepare,
+        lambda calls, here, _: calls.reduced(here, op),
+        {"op": OPERATIONS[op], "prescale_factor": pre, "postscale_factor": post},
+        prepare=lambda tensor: _scale(_contiguous(tensor, copy), pre),
     )
-    return _one(handle, _scaled(tensors, chosen, post, process_set))
+    return _one(
+        handle, lambda sums: [_scale(one.to(own.dtype), factor) for one, own in zip(sums, tensors, strict=True)]
+    )
 
 
-def _scaled(
-    tensors: Tensors, op: int, factor: float, process_set: ProcessSet
-) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """Return a function that makes a reduction's results of what ``Calls.reduced`` returns."""
-    factor = factor / calls_of(process_set).size if op == Average else factor
-    return lambda sums: [_scale(one.to(own.dtype), factor) for one, own in zip(sums, tensors, strict=True)]
+def _contiguous(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format) if copy else tensor.contiguous()
 
 
 def _scale(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     """Multiply a tensor in place, integers with rounding towards zero; return it."""
+    tensor = tensor.detach()  # (an alias, which may be changed though the tensor is of an inference mode that was left)
     if factor != 1.0:
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
             tensor.mul_(factor)
@@ -230,7 +230,8 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begin to reduce tensors over the ranks; the result are new tensors."""
-    handle = _allreduce(tensors, average, name, op, prescale_factor, postscale_factor, process_set, copy=True)
+    chosen = _operation(op, average)
+    handle = _reduce(ALLREDUCE, tensors, name, chosen, prescale_factor, postscale_factor, process_set)
     return _one(handle, _to_device_of(tensors))
 
 
@@ -244,7 +245,8 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begin to reduce tensors in place over the ranks."""
-    handle = _allreduce(tensors, average, name, op, prescale_factor, postscale_factor, process_set, copy=False)
+    chosen = _operation(op, average)
+    handle = _reduce(ALLREDUCE, tensors, name, chosen, prescale_factor, postscale_factor, process_set, copy=False)
     return _one(handle, _in_place(tensors))
 
 
@@ -393,10 +395,8 @@ def _broadcast(tensor: torch.Tensor, root_rank: int, name: Any, process_set: Pro
             yield from until_done(calls.group.broadcast([here[0].reshape(-1).view(torch.uint8)], options))
         return here
 
-    def prepare(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone(memory_format=torch.contiguous_format) if copy else tensor.contiguous()
-
-    return _begin("broadcast", [tensor], name, process_set, run, {"root_rank": root_rank}, prepare=prepare)
+    options, prepare = {"root_rank": root_rank}, lambda one: _contiguous(one, copy)
+    return _begin("broadcast", [tensor], name, process_set, run, options, prepare=prepare)
 
 
 def broadcast_async(
@@ -521,22 +521,12 @@ def grouped_reducescatter_async(
     chosen = _operation(op, None)
     if chosen not in (Average, Sum):
         raise ValueError("op of a reducescatter must be hvd.Average or hvd.Sum.")
-
     calls = calls_of(process_set)
-    scaled = _scaled(tensors, chosen, postscale_factor, process_set)
 
     def shares(sums: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [torch.tensor_split(total, calls.size)[calls.place].clone() for total in scaled(sums)]
+        return [torch.tensor_split(total, calls.size)[calls.place].clone() for total in sums]
 
-    handle = _begin(
-        "reducescatter",
-        tensors,
-        name,
-        process_set,
-        lambda calls, here, _: calls.reduced(here, chosen),
-        {"op": OPERATIONS[chosen], "prescale_factor": prescale_factor, "postscale_factor": postscale_factor},
-        prepare=lambda one: _scale(one.clone(memory_format=torch.contiguous_format), prescale_factor),
-    )
+    handle = _reduce("reducescatter", tensors, name, chosen, prescale_factor, postscale_factor, process_set)
     return _one(_one(handle, shares), _to_device_of(tensors))
 
 

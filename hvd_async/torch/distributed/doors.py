@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -11,8 +10,7 @@ from typing import NamedTuple
 
 from hvd_async.errors import RankLostError
 from hvd_async.runtime import descriptors
-from hvd_async.runtime.addresses import own_addresses
-from hvd_async.runtime.rendezvous import machine
+from hvd_async.runtime.addresses import machine, own_addresses
 from hvd_async.torch.distributed import world
 from hvd_async.torch.distributed.world import HorovodInternalError
 
@@ -29,7 +27,7 @@ class Door(NamedTuple):
 
     Attributes:
         host: the name of the rank's host.
-        machine: see ``rendezvous.machine``.
+        machine: see ``addresses.machine``.
         addresses, port: where it listens, without ever accepting.
     """
 
@@ -62,13 +60,15 @@ class Door(NamedTuple):
 class Doors:
     """The doors of all ranks.
 
+    Args:
+        host: the name of this rank's.
+
     Attributes:
         own: this rank's.
         all: in the order of the ranks, once they are known.
     """
 
-    def __init__(self) -> None:
-        host = os.environ.get("HVD_ASYNC_HOST") or socket.gethostname()
+    def __init__(self, host: str) -> None:
         with descriptors.closed_in_children():
             self._socket = socket.create_server(("", 0))
         self.own = Door(host, machine(), own_addresses(configured=False), self._socket.getsockname()[1])
@@ -95,7 +95,7 @@ _doors: Doors | None = None
 def open_own() -> Doors:
     """Open this rank's door, and return all."""
     global _doors
-    _doors = Doors()
+    _doors = Doors(world.current().place.host)
     return _doors
 
 

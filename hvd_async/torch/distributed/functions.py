@@ -1,8 +1,7 @@
-"""Horovod's functions of objects, parameters and optimizers on torch.distributed, and its ``SyncBatchNorm``."""
+"""Horovod's functions of objects and optimizers on torch.distributed, and its ``SyncBatchNorm``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,16 +10,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvd_async.torch import objects
 from hvd_async.torch.distributed import world
-from hvd_async.torch.distributed.calls import Adasum, Average, Call, Calls, Steps, Sum, until_done
-from hvd_async.torch.distributed.collectives import (
-    Compression,
-    allreduce,
-    broadcast_async_,
-    gathered,
-    synchronize,
-)
+from hvd_async.torch.distributed.calls import Call, Calls, Steps, Sum, until_done
+from hvd_async.torch.distributed.collectives import allreduce, gathered
 from hvd_async.torch.distributed.process_sets import ProcessSet, calls_of, global_process_set
-from hvd_async.torch.distributed.world import no_counterpart
 
 
 def broadcast_object(
@@ -69,21 +61,6 @@ def gather_objects(calls: Calls, obj: Any, name: str | None = None) -> list[Any]
     return [objects.unpack(data, rank) for rank, data in zip(calls.ranks, received, strict=True)]
 
 
-def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Send the tensors of ``root_rank`` to every rank, in place.
-
-    Args:
-        params: a dictionary of tensors, or a list of tensors or of pairs (name, tensor); the same names on all ranks.
-        root_rank: the rank whose tensors are sent.
-    """
-    if not isinstance(params, Mapping | list):
-        raise ValueError(f"params must be a dict or a list, got {type(params).__name__}. Pass model.state_dict().")
-    listed = sorted(params.items()) if isinstance(params, Mapping) else params
-    pairs = [one if isinstance(one, tuple) else (None, one) for one in listed]
-    for handle in [broadcast_async_(tensor, root_rank, name) for name, tensor in pairs]:
-        synchronize(handle)
-
-
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
     """Send the state and the options of ``root_rank``'s optimizer to every rank.
 
@@ -98,41 +75,11 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         optimizer.load_state_dict(state)
 
 
-def DistributedOptimizer(  # noqa: N802  Horovod's name
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: Any = Compression.none,
-    backward_passes_per_step: int = 1,
-    op: int = Average,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: Any = None,
-    sparse_as_dense: bool = False,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
-    """Return ``EagerOptimizer(optimizer, ..., quorum="all")``: synchronous averages of gradients, as Horovod's.
-
-    Raises:
-        NotImplementedError: ``op`` is ``hvd.Adasum``.
-    """
-    if op == Adasum:
-        no_counterpart("op=hvd.Adasum", "Pass op=hvd.Average or op=hvd.Sum.")
+def DistributedOptimizer(*arguments: Any, **options: Any) -> Any:  # noqa: N802  Horovod's name
+    """Return ``EagerOptimizer(..., quorum="all")``: synchronous averages of gradients, as Horovod's."""
     from hvd_async.torch.factories import EagerOptimizer  # (which stands on this module)
 
-    make: Callable[..., Any] = EagerOptimizer
-    return make(
-        optimizer,
-        named_parameters,
-        compression,
-        backward_passes_per_step,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        sparse_as_dense,
-        process_set,
-        quorum="all",
-    )
+    return EagerOptimizer(*arguments, quorum="all", **options)
 
 
 class SyncBatchNorm(_BatchNorm):

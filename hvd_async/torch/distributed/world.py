@@ -7,7 +7,6 @@ import ctypes
 import hashlib
 import json
 import os
-import socket
 import sys
 import time
 import uuid
@@ -21,7 +20,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from hvd_async.errors import NotInitializedError, ranks_text
 from hvd_async.runtime import data_plane, descriptors, launch, time_limits
-from hvd_async.runtime.rendezvous import machine
+from hvd_async.runtime.addresses import own_seat
 
 try:
     from horovod.common.exceptions import HorovodInternalError  # (one class, whichever data plane it is)
@@ -83,7 +82,7 @@ class World:
     def __init__(self) -> None:
         group = default_group()
         started = launch.read(os.environ, group)
-        self.rank, self.size, self.launcher, self.process = started.rank, started.size, started.launcher, os.getpid()
+        self.rank, self.size, self.process = started.rank, started.size, os.getpid()
         deadline = time.monotonic() + _meeting_limit().total_seconds()
         while True:
             made = group is not None and group.size > 0
@@ -97,12 +96,14 @@ class World:
                 # (without a group it may have been that of one that was ended, and rank 0 makes the next)
                 if made or time.monotonic() > deadline:
                     raise HorovodInternalError(f"{STORE_LOST} ({error})") from error
-        self.store = PrefixStore(f"hvd_async/{job}", store)
+        self._shared, self._prefix = store, f"hvd_async/{job}"
+        self.store = PrefixStore(self._prefix, store)
         self.place = launch.place_of(self.rank, seats)
         self._made: Counter[str] = Counter()
         """Number of stores that this rank has asked for, by name and ranks."""
         self._groups: dict[Any, Any] = {}
-        """The process groups that are open, and the store of each."""
+        """The process groups that are open, and this rank's key in the store of each."""
+        self.sweep()
 
     def meet(self, store: PrefixStore, ranks: Sequence[int], limit: timedelta) -> None:
         """Wait until all of some ranks have called this with their new store (``store_of``). It succeeds on all ranks
@@ -111,8 +112,13 @@ class World:
         Raises:
             HorovodInternalError: a rank did not within the limit, or the store was lost.
         """
+        keys, deadline = [f"here/{rank}" for rank in ranks], time.monotonic() + limit.total_seconds()
         try:
-            missing = self._missing("here", "", ranks, limit, store)
+            store.set(f"here/{self.rank}", "")
+            # (The store's own ``wait`` would keep this process's other threads from the store.)
+            while not (complete := store.check(keys)) and time.monotonic() < deadline:
+                time.sleep(POLL)
+            missing = [] if complete else [r for r, key in zip(ranks, keys, strict=True) if not store.check([key])]
             decision = store.compare_set("all are here", "", str(not missing))
         except RuntimeError as error:
             raise HorovodInternalError(f"{STORE_LOST} ({error})") from error
@@ -122,20 +128,6 @@ class World:
                 f"{limit.total_seconds():.0f} s. See their output, or set HVD_ASYNC_CONNECT_TIMEOUT to more seconds."
             )
 
-    def _missing(
-        self, name: str, own: str, ranks: Sequence[int], limit: timedelta, store: PrefixStore | None = None
-    ) -> list[int]:
-        """Set this rank's value of a name in the store; return the ranks that have not set theirs within the limit.
-
-        The store's own ``wait`` would keep this process's other threads from the store.
-        """
-        keys, store = [f"{name}/{rank}" for rank in ranks], store or self.store
-        store.set(f"{name}/{self.rank}", own)
-        deadline = time.monotonic() + limit.total_seconds()
-        while not (complete := store.check(keys)) and time.monotonic() < deadline:
-            time.sleep(POLL)
-        return [] if complete else [r for r, key in zip(ranks, keys, strict=True) if not store.check([key])]
-
     def group(self, name: str, ranks: Sequence[int], timeout: timedelta = FOREVER) -> Any:
         """Return a new Gloo process group of some ranks, all of which call this. A collective.
 
@@ -144,21 +136,24 @@ class World:
             ranks: in order; this one is among them.
             timeout: of making the connections, and of collectives that do not set their own.
         """
-        sweep()
-        store = self.store_of(name, ranks)
+        self.sweep()
+        prefix = self._new(name, ranks)
         with descriptors.closed_in_children():
-            group = dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), timeout)
+            group = dist.ProcessGroupGloo(PrefixStore(prefix, self.store), ranks.index(self.rank), len(ranks), timeout)
         # (its destructor waits for collectives in flight, so two failed ranks would wait for each other forever)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-        self._groups[group] = store
+        self._groups[group] = f"{self._prefix}/{prefix}/0/{ranks.index(self.rank)}"
         return group
 
     def store_of(self, name: str, ranks: Sequence[int]) -> PrefixStore:
         """Return a store for some ranks to meet in, all of which call this. It is a new one each time: in the last one
         they might find addresses of an earlier group."""
+        return PrefixStore(self._new(name, ranks), self.store)
+
+    def _new(self, name: str, ranks: Sequence[int]) -> str:
         prefix = f"{name}/{','.join(map(str, ranks))}"
         self._made[prefix] += 1
-        return PrefixStore(f"{prefix}/{self._made[prefix]}", self.store)
+        return f"{prefix}/{self._made[prefix]}"
 
     def close(self, groups: Sequence[Any] | None = None) -> None:
         """Close process groups, on which no collective is under way.
@@ -167,8 +162,15 @@ class World:
             groups: which; None for all.
         """
         for group in list(self._groups) if groups is None else groups:
-            _to_sweep.append((self._groups.pop(group), f"0/{group.rank()}"))
+            _to_sweep.append(self._groups.pop(group))
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
+
+    def sweep(self) -> None:
+        """Delete keys that no rank reads any more. (Not when they become useless: then the store may have ended with
+        rank 0, and say so. Where it outlives ``shutdown``, the next ``init`` does.)"""
+        while _to_sweep:
+            with contextlib.suppress(RuntimeError):  # (a store that deletes none)
+                self._shared.delete_key(_to_sweep.pop())
 
 
 def _meeting_limit() -> timedelta:
@@ -185,13 +187,6 @@ def default_group() -> launch.Group | None:
     return launch.Group(0, 0) if ended else None
 
 
-def _seat(started: launch.Launch) -> launch.Seat:
-    """Return this rank's place, as far as it is known. If no variable names the host, the machine does."""
-    host = os.environ.get("HVD_ASYNC_HOST") or started.host or socket.gethostname()
-    node = started.node or (machine() if started.local_rank is None else "")
-    return launch.Seat(host, node, started.local_rank, started.local_size)
-
-
 def _roll(store: Any, started: launch.Launch, deadline: float) -> tuple[str, list[launch.Seat]]:
     """Wait until all ranks are there; return a name for their job, and their seats.
 
@@ -203,7 +198,7 @@ def _roll(store: Any, started: launch.Launch, deadline: float) -> tuple[str, lis
         HorovodInternalError: a rank did not come in time.
     """
     store = PrefixStore("hvd_async/roll", store)
-    own, ranks = json.dumps([uuid.uuid4().hex, *_seat(started)]), range(started.size)
+    own, ranks = json.dumps([uuid.uuid4().hex, *own_seat(started)]), range(started.size)
     store.set(f"card/{started.rank}", own)
 
     def all_of(key: str) -> list[str]:
@@ -258,16 +253,8 @@ def _hint_of_absence() -> str:
     return data_plane.hint_of_absence(os.environ, data_plane.find_horovod() is not None)
 
 
-_to_sweep: list[tuple[Any, str]] = []
-"""Keys of this rank in the ranks' store that no rank reads any more."""
-
-
-def sweep() -> None:
-    """Delete these keys. (Not when they become useless: then the store may have ended with rank 0, and say so.)"""
-    while _to_sweep:
-        store, key = _to_sweep.pop()
-        with contextlib.suppress(RuntimeError):  # (a store that deletes none)
-            store.delete_key(key)
+_to_sweep: list[str] = []
+"""Keys of this rank in the ranks' store that no rank reads any more, of this job and of earlier ones."""
 
 
 _world: World | None = None
@@ -289,7 +276,6 @@ def init() -> None:
 def forget() -> None:
     """Undo ``init``."""
     global _world
-    _to_sweep.clear()  # (they keep the store, and rank 0's next one may need its port)
     _world = None
 
 

@@ -59,22 +59,22 @@ def measure_ratios(
     say(f"repetitions of {len(arms)} blocks of {args.steps} steps, for {args.limit:g} min at most")
     stays = {"keep": True} if keep else {}
     blocks = [make(arm, repetition) | stays for repetition, arm in repetitions(arms, args.repetitions)]
-    deadline: float | None = None
+    progress = Progress(len(blocks) + len(last), say)
 
     def enough(found: list[Block]) -> bool:
-        nonlocal deadline
-        if not found:
+        if progress.ends is None:
             return False
-        deadline = deadline or time.monotonic() + args.limit * 60
         ratios = Ratios(baseline, (block for block in found if not block.get("profile")))
         known = len(ratios.cycles) >= LEAST and ratios.width(judged) <= args.wide
-        return known or time.monotonic() > deadline
+        return known or time.monotonic() > progress.ends
 
     def tell(block: Block) -> str:
+        if progress.ends is None:
+            progress.ends = time.monotonic() + args.limit * 60
         return f"{block['arm']}: {mean_seconds(block):.4f} s a step" if "ends" in block["by_rank"][0] else block["arm"]
 
     limit = 2 * START + args.limit * 60 + 400
-    return measure(args, job, [*blocks, *last], say, tell, seconds=limit, enough=enough, **how)
+    return measure(args, job, [*blocks, *last], say, tell, seconds=limit, progress=progress, enough=enough, **how)
 
 
 def ratio_options(steps: int, wide: float, pixels: int, batch: int) -> tuple[Option, ...]:

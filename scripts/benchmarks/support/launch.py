@@ -248,10 +248,14 @@ class Progress:
     Args:
         total: number of blocks; fewer if an earlier run has kept results.
         say: takes a line of text.
+
+    Attributes:
+        ends: time of the monotonic clock after which no block begins; None: all are done.
     """
 
     def __init__(self, total: int, say: Say) -> None:
         self.total, self._say = total, say
+        self.ends: float | None = None
         self._done, self._started = 0, time.monotonic()
         self._first: float | None = None
 
@@ -264,6 +268,8 @@ class Progress:
         # The first block's time has the job's start in it, so the rest is reckoned by those after it.
         each = (now - self._first) / (self._done - 1) if self._done > 1 else now - self._started
         left = max(0, self.total - self._done) * each
+        if self.ends is not None:
+            left = min(left, max(0.0, self.ends - now))
         self._say(f"[{self._done}/{self.total}] {text}; {left / 60:.1f} min left")
 
 

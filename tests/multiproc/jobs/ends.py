@@ -56,7 +56,7 @@ class TorchRank:
         import hvd_async.torch as hvd
         from hvd_async.torch.collectives import plane_collectives
 
-        self.torch, self.hvd = torch, hvd
+        self.torch, self.hvd, self.ones = torch, hvd, torch.ones
         hvd.init()
         self.collectives: Any = plane_collectives()
 
@@ -87,7 +87,7 @@ class TensorflowRank:
         import hvd_async.tensorflow as hvd
         from hvd_async.tensorflow.collectives import HorovodCollectives
 
-        self.keras, self.tf, self.hvd, self.collectives = keras, tf, hvd, HorovodCollectives
+        self.keras, self.tf, self.hvd, self.collectives, self.ones = keras, tf, hvd, HorovodCollectives, tf.ones
         hvd.init()
 
     def wrap(self, quorum: str) -> Any:
@@ -217,7 +217,7 @@ def main() -> None:
 
     def step_or_call(step: int) -> None:
         if point.startswith("call") and step == (1 if point == "call before" else STEPS):
-            framework.hvd.allreduce(framework.torch.ones(2), name="metric")
+            framework.hvd.allreduce(framework.ones(2), name="metric")
         framework.step(optimizer, integers(SHAPE, rank, step, 0))
 
     for step in range(1, 10_000 if endless and point not in AT_ENDS else steps[rank] + 1):

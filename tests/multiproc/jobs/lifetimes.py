@@ -10,13 +10,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from common import Report
 
 import hvd_async.torch as hvd
-from hvd_async.torch.horovod_api import hvd as api
+from hvd_async.torch.horovod_api import hvd as plane
 
 ENDS_IN = 30.0
 """Seconds at most until what has ended is gone: the last rank's end has to reach the others."""
@@ -33,7 +34,7 @@ def counts() -> Counts:
     """Threads, descriptors, keys."""
     gc.collect()
     keys = 0
-    if not api.on_horovod and hvd.is_initialized():
+    if not plane.on_horovod and hvd.is_initialized():
         from hvd_async.torch.distributed import world
 
         keys = world.current().store.num_keys()
@@ -72,6 +73,18 @@ def train(kind: str, end: str) -> None:
     getattr(optimizer, end)()
 
 
+def shut_down(number: int) -> None:
+    """Shut down; on Horovod, wait until all ranks have. Its launcher keeps addresses of ranks until all have ended, so
+    a rank that begins again earlier would connect to an old one."""
+    rank, size, out = hvd.rank(), hvd.size(), Path(os.environ["HVD_ASYNC_TEST_OUT"])
+    hvd.shutdown()
+    if plane.on_horovod:
+        (out / f"ended.{number}.{rank}").touch()
+        deadline = time.monotonic() + ENDS_IN
+        while len(list(out.glob(f"ended.{number}.*"))) < size and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
 def main() -> None:
     optimizers, switches, cycles = map(int, sys.argv[1:])
     hvd.init()
@@ -92,14 +105,15 @@ def main() -> None:
     report.put("switches", first=first, last=last)
     optimizer.discard()
     first = None
-    for _ in range(cycles):
-        hvd.shutdown()
-        last = settled(first)
-        first = first or last
+    for number in range(cycles):
+        shut_down(number)
+        threads, descriptors, _ = settled(None if first is None else (first[0], first[1], 0))
         hvd.init()
+        last = threads, descriptors, settled(None if first is None else (1 << 30, 1 << 30, first[2]))[2]
+        first = first or last
         train("gossip", "drain")
     hvd.shutdown()
-    report.put("cycles", first=first, last=settled(first))
+    report.put("cycles", first=first, last=last)
 
 
 if __name__ == "__main__":

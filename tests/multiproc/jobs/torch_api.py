@@ -59,6 +59,8 @@ def forms_of_reductions() -> dict[str, Any]:
         scored = ramp(4, 3)
         hvd.allreduce_(scored, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25)
         evaluated = [*hvd.grouped_allreduce_([ramp(3), ramp(2)]), hvd.broadcast_(ramp(2), 1)]
+        left = hvd.allreduce_async_(ramp(3), name="left")
+    evaluated.append(hvd.synchronize(left))
     return {
         "of inference mode": [scored, evaluated],
         "in place": [own, returned],
