@@ -112,6 +112,7 @@ def read(environment: Mapping[str, str], group: Group | None = None) -> Launch:
     if group is not None and group.size > 1:
         return _of_group(environment, group)
     started = parse(environment)
+    _refuse_one_host(environment, started)
     if started.launcher == HOROVODRUN.name and is_elastic(environment):
         raise ValueError("an elastic job of horovodrun needs Horovod's data plane: unset HVD_ASYNC_TRANSPORT.")
     if started.size == 1:
@@ -134,7 +135,7 @@ def _of_group(environment: Mapping[str, str], group: Group) -> Launch:
     """Return a rank of a default process group; its place on the host is the environment's, if that is of this rank.
 
     Raises:
-        ValueError: the environment is of more ranks.
+        ValueError: the environment is of more ranks; or of one of several torchruns that do not know each other.
     """
     try:
         started = parse(environment)
@@ -142,9 +143,30 @@ def _of_group(environment: Mapping[str, str], group: Group) -> Launch:
         started = ALONE
     if started.size > group.size:
         raise _smaller(environment, group, started.size)
-    if (started.rank, started.size) != group:
+    if (started.rank, started.size) == group:
+        _refuse_one_host(environment, started)
+    else:
         started = Launch(*group)
     return started._replace(launcher="torch.distributed.init_process_group()")
+
+
+def _refuse_one_host(environment: Mapping[str, str], started: Launch) -> None:
+    """Refuse a torchrun that is alone, where the launcher that started it has several tasks: each would train apart.
+
+    Raises:
+        ValueError: the launcher has.
+    """
+    if started.launcher != TORCHRUN.name or started.size == 1 or environment.get("GROUP_WORLD_SIZE") != "1":
+        return
+    for outer in LAUNCHERS[1:]:
+        tasks = environment.get(outer.size, "")
+        if tasks.isdecimal() and int(tasks) > 1:
+            raise ValueError(
+                f"torchrun finds itself the only one, but {outer.size} says that there are {tasks}, and each would "
+                f"train apart. Start one per host, as in `{outer.name} torchrun --nnodes {tasks} --rdzv-backend c10d "
+                f"--rdzv-endpoint HOST:29500 ...`, without --standalone. If this one is to train alone, unset "
+                f"{outer.size}."
+            )
 
 
 def parse(environment: Mapping[str, str]) -> Launch:
