@@ -7,10 +7,13 @@ A launch that is not understood is an error, never a job of one rank.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
+
+from hvd_async.runtime.log import warn
 
 FIRST_PORT, PORTS = 20000, 20000
 """Ports at which the ranks of SLURM's, Open MPI's and horovodrun's jobs meet, below Linux' ephemeral ports."""
@@ -314,6 +317,23 @@ def refuse_alone(environment: Mapping[str, str], size: int, group: Group | None 
         raise ValueError(
             f"{only} {found[0]}. {how}, or start them with horovodrun, or an mpirun that Horovod was built for. If "
             f"this process is to train alone, unset {found[0].split()[0]}."
+        )
+
+
+def warn_of_child(environment: Mapping[str, str], size: int, group: Group | None = None) -> None:
+    """Warn if ``multiprocessing`` has started this process, which finds itself the only rank and is told nothing else.
+
+    Args:
+        environment: variables by name.
+        size: number of ranks of the job.
+        group: the default process group.
+    """
+    told = group is not None or any(environment.get(one.size) for one in LAUNCHERS)
+    if size == 1 and not told and multiprocessing.parent_process() is not None:
+        warn(
+            "this process finds itself the only rank, but multiprocessing has started it: if it has started more, each "
+            "trains apart. Set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or call init_process_group(), before "
+            "hvd.init(). If this process is to train alone, set RANK=0 and WORLD_SIZE=1."
         )
 
 
