@@ -321,15 +321,15 @@ def refuse_alone(environment: Mapping[str, str], size: int, group: Group | None 
 
 
 def warn_of_child(environment: Mapping[str, str], size: int, group: Group | None = None) -> None:
-    """Warn if ``multiprocessing`` has started this process, which finds itself the only rank and is told nothing else.
+    """Warn if ``multiprocessing`` has started this process, which finds itself the only rank, and nothing says more.
 
     Args:
         environment: variables by name.
         size: number of ranks of the job.
         group: the default process group.
     """
-    told = group is not None or any(environment.get(one.size) for one in LAUNCHERS)
-    if size == 1 and not told and multiprocessing.parent_process() is not None:
+    is_known = group is not None or any(environment.get(one.size) for one in LAUNCHERS)
+    if size == 1 and not is_known and multiprocessing.parent_process() is not None:
         warn(
             "this process finds itself the only rank, but multiprocessing has started it: if it has started more, each "
             "trains apart. Set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or call init_process_group(), before "
