@@ -7,10 +7,13 @@ A launch that is not understood is an error, never a job of one rank.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
+
+from hvd_async.runtime.log import warn
 
 FIRST_PORT, PORTS = 20000, 20000
 """Ports at which the ranks of SLURM's, Open MPI's and horovodrun's jobs meet, below Linux' ephemeral ports."""
@@ -112,6 +115,7 @@ def read(environment: Mapping[str, str], group: Group | None = None) -> Launch:
     if group is not None and group.size > 1:
         return _of_group(environment, group)
     started = parse(environment)
+    _refuse_one_host(environment, started)
     if started.launcher == HOROVODRUN.name and is_elastic(environment):
         raise ValueError("an elastic job of horovodrun needs Horovod's data plane: unset HVD_ASYNC_TRANSPORT.")
     if started.size == 1:
@@ -134,14 +138,35 @@ def _of_group(environment: Mapping[str, str], group: Group) -> Launch:
     """Return a rank of a default process group; its place on the host is the environment's, if that is of this rank.
 
     Raises:
-        ValueError: the environment is of more ranks.
+        ValueError: the environment is of more ranks; or of one of several torchruns that do not know each other.
     """
     started = known(environment)
     if started.size > group.size:
         raise _smaller(environment, group, started.size)
-    if (started.rank, started.size) != group:
+    if (started.rank, started.size) == group:
+        _refuse_one_host(environment, started)
+    else:
         started = Launch(*group)
     return started._replace(launcher="torch.distributed.init_process_group()")
+
+
+def _refuse_one_host(environment: Mapping[str, str], started: Launch) -> None:
+    """Refuse a torchrun that is alone, where the launcher that started it has several tasks: each would train apart.
+
+    Raises:
+        ValueError: the launcher has.
+    """
+    if started.launcher != TORCHRUN.name or started.size == 1 or environment.get("GROUP_WORLD_SIZE") != "1":
+        return
+    for outer in LAUNCHERS[1:]:
+        tasks = environment.get(outer.size, "")
+        if tasks.isdecimal() and int(tasks) > 1:
+            raise ValueError(
+                f"torchrun finds itself the only one, but {outer.size} says that there are {tasks}, and each would "
+                f"train apart. Start one per host, as in `{outer.name} torchrun --nnodes {tasks} --rdzv-backend c10d "
+                f"--rdzv-endpoint HOST:29500 ...`, without --standalone. If this one is to train alone, unset "
+                f"{outer.size}."
+            )
 
 
 def parse(environment: Mapping[str, str]) -> Launch:
@@ -297,6 +322,23 @@ def refuse_alone(environment: Mapping[str, str], size: int, group: Group | None 
         raise ValueError(
             f"{only} {found[0]}. {how}, or start them with horovodrun, or an mpirun that Horovod was built for. If "
             f"this process is to train alone, unset {found[0].split()[0]}."
+        )
+
+
+def warn_of_child(environment: Mapping[str, str], size: int, group: Group | None = None) -> None:
+    """Warn if ``multiprocessing`` has started this process, which finds itself the only rank, and nothing says more.
+
+    Args:
+        environment: variables by name.
+        size: number of ranks of the job.
+        group: the default process group.
+    """
+    is_known = group is not None or any(environment.get(one.size) for one in LAUNCHERS)
+    if size == 1 and not is_known and multiprocessing.parent_process() is not None:
+        warn(
+            "this process finds itself the only rank, but multiprocessing has started it: if it has started more, each "
+            "trains apart. Set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or call init_process_group(), before "
+            "hvd.init(). If this process is to train alone, set RANK=0 and WORLD_SIZE=1."
         )
 
 

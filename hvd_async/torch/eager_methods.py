@@ -12,6 +12,7 @@ from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import methods
 from hvd_async.optimizers.eager import EagerDriver
 from hvd_async.runtime.nested_calls import unfinished_until_it_returns
+from hvd_async.torch import shared_models
 from hvd_async.torch.gradient_replica import GradientReplica
 from hvd_async.torch.methods import OptimizerMethods, is_for_state
 from hvd_async.torch.update import make_state
@@ -68,6 +69,7 @@ class EagerMethods(OptimizerMethods, methods.EagerMethods):
         if not self._async.replica.overlap.passed and is_for_state(self, closure):
             make_state(self)
             return None
+        shared_models.stepping(self, closure is not None)
         loss = None
         if closure is not None:
             with torch.enable_grad():

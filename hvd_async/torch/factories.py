@@ -94,16 +94,18 @@ def check_optimizer(optimizer: Any, wrapper: str) -> None:
             )
 
 
-def wrap(optimizer: torch.optim.Optimizer, methods: type[OptimizerMethods]) -> Any:
-    """Return an optimizer with the same content, of a class that has these methods too."""
+def wrap(optimizer: torch.optim.Optimizer, methods: type[OptimizerMethods], model: Iterable[torch.Tensor]) -> Any:
+    """Return an optimizer with the same content, of a class that has these methods too; ``model`` is its parameters."""
     wrapped = derived(optimizer, methods)
+    shared_models.watch(wrapped, model)
     vars(wrapped).pop("step", None)  # (an earlier scheduler's wrapper, which would bypass ours)
     vars(optimizer)["_opt_called"] = True  # (the scheduler looks here, and would warn that no step was taken)
     return wrapped
 
 
-def names_of(given: TorchArguments, wrapper: str) -> dict[int, str] | None:
-    """Return names by the parameters' id, of an optimizer that can be wrapped; None if the user gave none.
+def names_of(given: TorchArguments, wrapper: str) -> tuple[dict[int, str] | None, list[torch.Tensor]]:
+    """Return names by the parameters' id, of an optimizer that can be wrapped, None if the user gave none; and all
+    parameters of the optimizer and of the names.
 
     Args:
         given: a factory's arguments.
@@ -116,7 +118,11 @@ def names_of(given: TorchArguments, wrapper: str) -> dict[int, str] | None:
     parameters = [p for group in given.optimizer.param_groups for p in group["params"]]
     if (cause := shared_models.cause(parameters, wrapper)) is not None:
         raise ValueError(cause)
-    return parameter_names(parameters, given.named_parameters)
+    named = None if given.named_parameters is None else list(given.named_parameters)
+    return parameter_names(parameters, named), [
+        *parameters,
+        *(p for _, p in named or () if isinstance(p, torch.Tensor)),
+    ]
 
 
 def parameter_names(
@@ -196,7 +202,7 @@ def EagerOptimizer(given: EagerArguments) -> Any:  # noqa: N802  a factory named
         ValueError: an argument is invalid; the message gives the valid ones.
         NotInitializedError: ``hvd.init()`` was not called.
     """
-    names, buffers = names_of(given, "EagerOptimizer"), NamedBuffers(given.named_buffers)
+    (names, model), buffers = names_of(given, "EagerOptimizer"), NamedBuffers(given.named_buffers)
 
     def replica(checked: EagerArguments, rank_group: RankGroup, factors: tuple[float, float]) -> GradientReplica:
         scaler = checked.scaler
@@ -205,7 +211,7 @@ def EagerOptimizer(given: EagerArguments) -> Any:  # noqa: N802  a factory named
         return GradientReplica(rank_group, checked, factors, names, buffers)
 
     driver = made_by(lambda: factories.eager_driver(BINDING, given, replica, TorchEagerDriver))
-    return driver.attach(wrap(given.optimizer, EagerMethods))
+    return driver.attach(wrap(given.optimizer, EagerMethods, model))
 
 
 # -- gossip ------------------------------------------------------------------------------------------------------------
@@ -248,9 +254,9 @@ def GossipOptimizer(given: GossipArguments) -> Any:  # noqa: N802  a factory nam
         ValueError: an argument is invalid; the message gives the valid ones.
         NotInitializedError: ``hvd.init()`` was not called.
     """
-    names, buffers = names_of(given, "GossipOptimizer"), NamedBuffers(given.named_buffers)
+    (names, model), buffers = names_of(given, "GossipOptimizer"), NamedBuffers(given.named_buffers)
     driver = made_by(lambda: factories.gossip_driver(BINDING, given, lambda _: WeightReplica(names, buffers)))
-    return driver.attach(wrap(given.optimizer, GossipMethods))
+    return driver.attach(wrap(given.optimizer, GossipMethods, model))
 
 
 # -- leaders -----------------------------------------------------------------------------------------------------------
@@ -287,7 +293,7 @@ def LeaderOptimizer(given: LeaderArguments) -> Any:  # noqa: N802  a factory nam
         ValueError: an argument is invalid; the message gives the valid ones.
         NotInitializedError: ``hvd.init()`` was not called.
     """
-    names, buffers = names_of(given, "LeaderOptimizer"), NamedBuffers(given.named_buffers)
+    (names, model), buffers = names_of(given, "LeaderOptimizer"), NamedBuffers(given.named_buffers)
     averages = given.buffers == "average"
     driver = made_by(lambda: factories.leader_driver(BINDING, given, lambda _: WeightReplica(names, buffers, averages)))
-    return driver.attach(wrap(given.optimizer, LeaderMethods))
+    return driver.attach(wrap(given.optimizer, LeaderMethods, model))

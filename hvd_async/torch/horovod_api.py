@@ -126,6 +126,7 @@ class Api:
         self.settle()
         self._api.init(*arguments, **options)
         self.refuse_alone()  # (Horovod stays initialized, since MPI cannot be a second time: each call raises)
+        launch.warn_of_child(os.environ, self._api.size(), world.default_group())
 
     def refuse_alone(self, unknown: bool = True) -> None:
         """Refuse a job of one rank where anything says that there are more.

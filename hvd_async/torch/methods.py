@@ -17,7 +17,7 @@ from hvd_async.optimizers import methods
 from hvd_async.optimizers.local import LocalDriver
 from hvd_async.runtime.log import users_line
 from hvd_async.runtime.nested_calls import unfinished_until_it_returns
-from hvd_async.torch import streams
+from hvd_async.torch import shared_models, streams
 from hvd_async.torch.collectives import EnteredOutside, outside_inference_mode
 from hvd_async.torch.horovod_api import hvd
 from hvd_async.torch.hyperparameters import PLAIN, noting_counters
@@ -83,8 +83,13 @@ class OptimizerMethods(methods.OptimizerMethods, torch.optim.Optimizer):
 
     drain = outside_inference_mode(methods.OptimizerMethods.drain)
     cut = outside_inference_mode(methods.OptimizerMethods.cut)
-    discard = outside_inference_mode(methods.OptimizerMethods.discard)
     consensus_distance = outside_inference_mode(methods.OptimizerMethods.consensus_distance)
+
+    @outside_inference_mode
+    def discard(self) -> None:
+        """Forget the optimizer on this rank immediately: see ``OptimizerMethods``."""
+        super().discard()
+        shared_models.end(self)
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
@@ -198,6 +203,7 @@ class WeightMethods(OptimizerMethods):
         if is_for_state(self, closure):
             make_state(self)
             return None
+        shared_models.stepping(self, closure is not None)
         hooks = StepHooks(self, closure)
         hooks.run_pre_hooks()
         loss = None

@@ -1,19 +1,29 @@
-"""Models that torch itself shares between ranks: under DDP, sharded by FSDP, split by tensor parallelism.
+"""Models that more than a wrapped optimizer trains.
 
-This library's optimizers average whole models, each on one rank, and nothing else may average them.
+This library's optimizers average whole models, each on one rank. A model that torch itself shares between ranks (under
+DDP, sharded by FSDP, split by tensor parallelism) is refused; one that a plain optimizer steps is worth a warning.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
+import sys
+import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hvd_async.errors import ReplicaStateError
+from hvd_async.errors import NotInitializedError, ReplicaStateError
+from hvd_async.runtime.log import users_line
+from hvd_async.torch.collectives import LIFECYCLE
+
+# -- models that torch shares ------------------------------------------------------------------------------------------
 
 AVERAGING = ("DistributedDataParallel", "FullyShardedDataParallel")
 """Classes of modules around a model whose backward pass averages gradients over ranks, in torch and in other
@@ -125,3 +135,108 @@ def _replaced(parameters: Sequence[torch.Tensor]) -> str | None:
 def _is_distributed(parameter: Any) -> bool:
     """Return whether a parameter is a DTensor, without an import of their modules, which takes long."""
     return any(one.__name__ == "DTensor" for one in type(parameter).__mro__)
+
+
+# -- plain optimizers of a wrapped one's parameters --------------------------------------------------------------------
+
+STEPS = 10
+"""Steps without any gradient after which a wrapped optimizer warns."""
+
+
+class _Watched:
+    """What is known about one wrapped optimizer, also after it was deleted.
+
+    Attributes:
+        empty: number of its steps, none of which had a gradient; None once one had, or after the warning.
+        once: plain optimizers that have stepped its parameters, once; a second step is worth a warning.
+        around: plain optimizers whose step has one of the wrapped optimizer inside, such as SAM's.
+        warns: whether a plain optimizer's step is still worth a warning.
+    """
+
+    def __init__(self) -> None:
+        self.empty: int | None = 0
+        self.once: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.around: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.warns = True
+
+
+_watched = weakref.WeakKeyDictionary[torch.optim.Optimizer, _Watched]()
+_owners: dict[int, tuple[weakref.ref[torch.Tensor], _Watched]] = {}
+"""By id of a parameter; of several wrapped optimizers the last."""
+
+
+def watch(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Watch a new wrapped optimizer.
+
+    Args:
+        optimizer: the wrapped one.
+        parameters: its own, and others of the same model.
+    """
+    _watched[optimizer] = own = _Watched()
+    for parameter in parameters:
+        _owners[id(parameter)] = weakref.ref(parameter, functools.partial(_forget, id(parameter))), own
+
+
+def _forget(key: int, gone: weakref.ref[torch.Tensor]) -> None:
+    if key in _owners and _owners[key][0] is gone:
+        del _owners[key]
+
+
+def end(optimizer: torch.optim.Optimizer) -> None:
+    """Stop watching: this rank no longer trains the optimizer, and may train its parameters in another way."""
+    _watched[optimizer].warns = False
+
+
+def stepping(optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
+    """Look at the begin of a wrapped optimizer's ``step()``; ``has_closure``: its gradients are yet to be made."""
+    own = _watched[optimizer]
+    if own.empty is not None and not has_closure:
+        own.empty = None if any(p.grad is not None for p in _parameters(optimizer)) else own.empty + 1
+        if own.empty == STEPS:
+            own.empty = None
+            warnings.warn(
+                f"{STEPS} steps, and no parameter of this optimizer has had a gradient on this rank. If the model was "
+                f"made again, copied, or loaded with assign=True, make and wrap its optimizer after that",
+                stacklevel=users_line(),
+            )
+    frame: FrameType | None = sys._getframe(1) if own.once else None
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, torch.optim.Optimizer) and caller in own.once:
+            own.around.add(caller)
+        frame = frame.f_back
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Look at a step of any optimizer, and warn if it is plain and has parameters of a wrapped one."""
+    if not _owners or optimizer in _watched or hasattr(optimizer, "_allreduce_grad_async"):
+        return  # (the last is Horovod's own, which averages)
+    found = (_owners[id(p)] for p in _parameters(optimizer) if id(p) in _owners)
+    own = next((own for reference, own in found if reference() is not None and own.warns), None)
+    if own is None or not _several() or optimizer in own.around:
+        return
+    if optimizer not in own.once:
+        own.once.add(optimizer)
+        return
+    own.warns = False
+    warnings.warn(
+        f"{type(optimizer).__name__}.step() of an optimizer that is not wrapped trains parameters of a model whose "
+        f"optimizer is wrapped, so ranks train apart. Call step() of what EagerOptimizer(), GossipOptimizer() or "
+        f"LeaderOptimizer() returned, and wrap each optimizer of the model. If this rank is to train alone, call "
+        f"discard() of the wrapped one first",
+        stacklevel=users_line() + 1,  # (torch's function around each step)
+    )
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _several() -> bool:
+    try:
+        return LIFECYCLE.size() > 1
+    except NotInitializedError:  # after shutdown()
+        return False
+
+
+register_optimizer_step_pre_hook(_before_step)

@@ -99,3 +99,22 @@ def test_a_model_whose_optimizer_was_not_wrapped_is_warned_of_once() -> None:
         assert warnings_of(hvd.EagerOptimizer(keras.optimizers.SGD(0.1))) == []
     with scripted_engine(1):
         assert warnings_of(keras.optimizers.SGD(0.1)) == []
+
+
+def test_a_plain_optimizer_that_steps_while_the_wrapped_one_does_not_is_warned_of_once() -> None:
+    with scripted_engine(2), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, plain = conv_model(), keras.optimizers.SGD(0.1)
+        wrapped = hvd.EagerOptimizer(plain)
+        model.compile(optimizer=plain, loss=LOSS, jit_compile=False)
+        callback = hvd.callbacks.GossipEpochCallback()
+        callback.set_model(model)
+        callback.on_train_begin()
+        callback.on_epoch_end(0)
+        assert caught == [], "(train_step() may call the other one)"
+        variables = model.trainable_variables
+        plain.apply([tf.zeros_like(v) for v in variables], variables)
+        for epoch in (1, 2):
+            callback.on_epoch_end(epoch)
+        assert wrapped.rounds == 0
+    assert [str(one.message)[:40] for one in caught] == ["the model's optimizer is a plain SGD, wh"]

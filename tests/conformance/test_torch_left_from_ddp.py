@@ -224,7 +224,42 @@ def own_collective(model: Any, wrap: Any) -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def result_left(model: Any, wrap: Any) -> None:
+    opt = sgd(model)
+    wrap(opt)
+    train_plainly(model, opt)
+
+
+def optimizer_of_a_part(model: Any, wrap: Any) -> None:
+    opt = wrap(sgd(model[0]), named_parameters=model.named_parameters())
+    train_plainly(model, opt, sgd(model[2]))
+
+
+def new_optimizer(model: Any, wrap: Any) -> None:
+    opt = wrap(sgd(model))
+    train_plainly(model, opt)
+    opt.drain()
+    opt = sgd(model)
+    train_plainly(model, opt)
+
+
+def train_plainly(model: Any, *opts: Any) -> None:
+    for _ in range(2):
+        model.zero_grad()
+        backward(model)
+        for opt in opts:
+            opt.step()
+
+
+def model_made_again(model: Any, wrap: Any) -> None:
+    opt, model = wrap(sgd(model)), network()
+    for _ in range(10):
+        backward(model)
+        opt.step()
+
+
 EAGER, WEIGHTS = ["EagerOptimizer"], ["GossipOptimizer", "LeaderOptimizer"]
+APART = r"SGD\.step\(\) of an optimizer that is not wrapped .* train apart\. Call step\(\) of what EagerOptimizer\(\)"
 MISTAKES: list[tuple[Callable[[Any, Any], None], list[str], type[Exception], str]] = [
     (no_sync, [*WRAPPERS], AttributeError, "no_sync"),
     (clipping, EAGER, ReplicaStateError, "Clip averaged gradients by round_transform="),
@@ -239,9 +274,16 @@ MISTAKES: list[tuple[Callable[[Any, Any], None], list[str], type[Exception], str
         r"hvd\.broadcast_parameters\(model\.state_dict\(\), root_rank=0\)",
     ),
     (own_collective, [*WRAPPERS], ValueError, "init_process_group"),
+    (result_left, [*WRAPPERS], UserWarning, APART),
+    (optimizer_of_a_part, [*WRAPPERS], UserWarning, APART),
+    (new_optimizer, [*WRAPPERS], UserWarning, APART),
+    (model_made_again, [*WRAPPERS], UserWarning, "no parameter of this optimizer has had a gradient"),
 ]
 
+TO_ERRORS = pytest.mark.filterwarnings("error:.*ranks train apart", "error:.*has had a gradient")
 
+
+@TO_ERRORS
 @pytest.mark.parametrize(
     ("mistake", "wrapper", "error", "message"),
     [
@@ -254,6 +296,31 @@ def test_a_mistake_is_an_error_with_the_line_to_write(mistake, wrapper, error, m
     def train(rank: int) -> None:
         with pytest.raises(error, match=message):
             mistake(network(), WRAPPERS[wrapper])
+
+    Cluster(2).run(train)
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer whose step has one of its base optimizer inside, such as SAM's."""
+
+    def __init__(self, model: torch.nn.Module, base: torch.optim.Optimizer) -> None:
+        super().__init__(model.parameters(), {})
+        self.base = base
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+@TO_ERRORS
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_optimizers_that_may_step_the_parameters_of_a_wrapped_one_have_no_warning(wrapper):
+    def train(rank: int) -> None:
+        model = network()
+        opt = WRAPPERS[wrapper](sgd(model))
+        train_plainly(model, Around(model, opt))
+        opt.drain()
+        opt.discard()
+        train_plainly(model, sgd(model))  # (alone)
 
     Cluster(2).run(train)
 

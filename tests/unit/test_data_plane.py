@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from hvd_async.errors import NotInitializedError
+from hvd_async.runtime import launch
 from hvd_async.runtime.data_plane import (
     HOROVOD,
     STAGE,
@@ -21,7 +22,7 @@ from hvd_async.runtime.data_plane import (
     hint_of_absence,
     understand,
 )
-from hvd_async.runtime.launch import Group, Seat, first_host, place_of, read, refuse_alone
+from hvd_async.runtime.launch import Group, Seat, first_host, place_of, read, refuse_alone, warn_of_child
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "x", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -281,6 +282,12 @@ LAUNCHES = {
     "srun torchrun --standalone": Row({**SRUN, **TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0",
                                        "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"}, TORCH, None,
                                       "SLURM_STEP_NUM_TASKS says that there are 8.*unset SLURM_STEP_NUM_TASKS"),
+    "srun torchrun --standalone of several": Row({**SRUN, **TORCHRUN, "GROUP_WORLD_SIZE": "1"}, TORCH, None,
+                                                 "torchrun finds itself the only one.*unset SLURM_STEP_NUM_TASKS"),
+    "the same with a group": Row({**SRUN, **TORCHRUN, "GROUP_WORLD_SIZE": "1"}, TORCH, None, "torchrun finds itself",
+                                 Group(3, 4)),
+    "the same with a group of all": Row({**SRUN, **TORCHRUN, "GROUP_WORLD_SIZE": "1"}, TORCH, (7, 8, None, None),
+                                        group=Group(7, 8)),
     "sbatch mpirun": Row({**MPIRUN, **SRUN, "SLURM_STEP_NUM_TASKS": "2"}, HOROVOD, (1, 2, 1, 2)),
     "mpirun": Row(MPIRUN, HOROVOD, (1, 2, 1, 2)),
     "mpirun -np 1": Row({**MPIRUN, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0",
@@ -359,6 +366,22 @@ def test_a_launch_is_one_job_or_refused(launch: str, installed: bool) -> None:
     if plane == HOROVOD and row.place[1] > 1:
         with pytest.raises(ValueError, match=r"the only rank, but .* says that there are \d.*unset "):
             init(1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "size", "group", "warned"),
+    [({}, 1, None, True), ({"WORLD_SIZE": "1"}, 1, None, False), ({}, 1, Group(0, 1), False), ({}, 2, None, False)],
+)
+def test_a_child_of_multiprocessing_that_is_the_only_rank_is_warned_of(
+    environment: dict[str, str], size: int, group: Group | None, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(launch, "warn", lines.append)
+    warn_of_child(environment, size, group)
+    assert lines == []
+    monkeypatch.setattr("multiprocessing.parent_process", object)
+    warn_of_child(environment, size, group)
+    assert ["multiprocessing has started it" in line for line in lines] == [True] * warned
 
 
 def test_an_elastic_job_may_be_of_one_and_needs_horovod() -> None:

@@ -166,6 +166,7 @@ class _Meeting:
         drains: whether ranks with weights of their own are drained at the end of each epoch.
         evaluation: closed when evaluation ends.
         warned: whether the user was warned that nothing is averaged.
+        before: numbers of steps when ``fit()`` began; see ``MeetingCallback._steps``.
         records: whether training steps record how many samples their batches have.
     """
 
@@ -174,6 +175,7 @@ class _Meeting:
         self.drains = False
         self.evaluation = contextlib.ExitStack()
         self.warned = self.records = False
+        self.before = (0, 0)
 
 
 class BatchCount:
@@ -252,20 +254,33 @@ class Draining(keras.callbacks.Callback):
         self._meeting.at = None
         self._meeting.evaluation.pop_all()  # (an interrupted one: weights loaded since must not be overwritten)
         self._set_model(our_optimizers(self.model))
-        self._warn_of_plain_optimizer()
+        self._meeting.before = self._steps()
+        self._warn_of_plain_optimizer(self._meeting.before)
 
     def _set_model(self, optimizers: Sequence[Any]) -> None:
         """Make one of them average batch-norm statistics, unless the user has passed a model to any."""
         if optimizers and all(one._async.replica.model is None for one in optimizers):
             optimizers[0]._async.replica.model = self.model
 
-    def _warn_of_plain_optimizer(self) -> None:
+    def _steps(self) -> tuple[int, int]:
+        """Return the number of steps of the model's own optimizer, and of all wrapped ones."""
+        iterations = getattr(getattr(self.model, "optimizer", None), "iterations", 0)
+        return int(raw(iterations)), sum(one.stats().steps for one in _in_process())
+
+    def _warn_of_plain_optimizer(self, steps: tuple[int, int]) -> None:
+        """Warn if the model's own optimizer averages nothing.
+
+        Args:
+            steps: ``_steps()``.
+        """
         plain = getattr(self.model, "optimizer", None)
         if self._meeting.warned or plain is None or our_optimizers(self.model) or LIFECYCLE.size() == 1:
             return
         own = {id(raw(v)) for v in self.model.trainable_variables}
-        if any(not one.built or own & {id(raw(v)) for v in one._trainable_variables} for one in _in_process()):
-            return  # (the model's train_step() may use it)
+        others = any(not one.built or own & {id(raw(v)) for v in one._trainable_variables} for one in _in_process())
+        before = self._meeting.before
+        if others and (steps[0] == before[0] or steps[1] != before[1]):
+            return  # (the model's train_step() may use another one)
         self._meeting.warned = True
         warnings.warn(
             f"the model's optimizer is a plain {type(plain).__name__}, which averages nothing: the ranks train "
@@ -291,7 +306,7 @@ class Draining(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         # (also if only some ranks validate: all meet once per epoch, these before their validation, the others here)
         with self._together(self._optimizers_at(("epoch", epoch))):
-            pass
+            self._warn_of_plain_optimizer(self._steps())
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         optimizers = self._optimizers_at(("end", 0))
