@@ -224,10 +224,34 @@ def own_collective(model: Any, wrap: Any) -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def model_as_names(model: Any, wrap: Any) -> None:
+    wrap(sgd(model), named_parameters=model[0])
+
+
+def clipping_in_rounds(model: Any, wrap: Any) -> None:
+    wrap(sgd(model), round_transform=lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 1.0))
+
+
+def scaler_passed(model: Any, wrap: Any) -> None:
+    wrap(sgd(model), scaler=torch.amp.GradScaler("cpu"))
+
+
+def resuming_on_one_rank(model: Any, wrap: Any) -> None:
+    opt = wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    if model.rank == 0:
+        one = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+        backward(model)
+        one.step()
+        opt.load_state_dict(one.state_dict())
+    opt.zero_grad()
+    backward(model)
+    opt.step()
+
+
 EAGER, WEIGHTS = ["EagerOptimizer"], ["GossipOptimizer", "LeaderOptimizer"]
 MISTAKES: list[tuple[Callable[[Any, Any], None], list[str], type[Exception], str]] = [
     (no_sync, [*WRAPPERS], AttributeError, "no_sync"),
-    (clipping, EAGER, ReplicaStateError, "Clip averaged gradients by round_transform="),
+    (clipping, EAGER, ReplicaStateError, r"round_transform=lambda parameters: torch\.nn\.utils\.clip_grad_norm_"),
     (average_by_hand, EAGER, ReplicaStateError, r"leave out an all_reduce\(\) of gradients"),
     (accumulation, EAGER, ReplicaStateError, "backward_passes_per_step="),
     (scaler, EAGER, ReplicaStateError, "pass scaler=scaler"),
@@ -239,6 +263,10 @@ MISTAKES: list[tuple[Callable[[Any, Any], None], list[str], type[Exception], str
         r"hvd\.broadcast_parameters\(model\.state_dict\(\), root_rank=0\)",
     ),
     (own_collective, [*WRAPPERS], ValueError, "init_process_group"),
+    (clipping_in_rounds, WEIGHTS, TypeError, r"clip gradients before step\(\)"),
+    (scaler_passed, WEIGHTS, TypeError, r"as with a plain optimizer"),
+    (resuming_on_one_rank, EAGER, ReplicaMismatchError, r"state differs.*hvd\.broadcast_optimizer_state\("),
+    (model_as_names, [*WRAPPERS], ValueError, r"pass model\.named_parameters\(\)"),
 ]
 
 
@@ -252,8 +280,10 @@ MISTAKES: list[tuple[Callable[[Any, Any], None], list[str], type[Exception], str
 )
 def test_a_mistake_is_an_error_with_the_line_to_write(mistake, wrapper, error, message):
     def train(rank: int) -> None:
+        model = network()
+        model.rank = rank
         with pytest.raises(error, match=message):
-            mistake(network(), WRAPPERS[wrapper])
+            mistake(model, WRAPPERS[wrapper])
 
     Cluster(2).run(train)
 
