@@ -166,7 +166,7 @@ def change(advice: Advice, mode: Mode) -> str:
         return f"  opt = {call}  # with your other arguments"
     named = call.replace("(opt,", "(opt, named_parameters=model.named_parameters(),")
     drain = "+opt.drain()  # on every rank: before evaluation and checkpoints, and at the end"
-    loop = ["+    opt.record_loss(loss.item())"] if "record_loss" in mode.remark else []
+    loop = ["+    opt.record_loss(loss)"] if "record_loss" in mode.remark else []
     if mode.options:  # (pace="rounds")
         loop = ["-for step in range(steps):", "+while opt.rounds < steps:"]
     if header.algorithm == HOROVOD:
@@ -184,6 +184,7 @@ def change(advice: Advice, mode: Mode) -> str:
         f"+opt = {named.replace('hvd_async.', 'hvd.')}",
         *loop,
         drain,
+        "no_sync(), clipping, GradScaler: docs/from_ddp.md",
     ]
     return "\n".join(lines)
 

@@ -10,8 +10,9 @@ import os
 import re
 import textwrap
 import typing
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar, cast
 
 T = TypeVar("T")
@@ -251,7 +252,9 @@ def check_bounds(options: Any, family: type) -> None:
             check(name, value)
 
 
-def takes(arguments: Callable[P, T]) -> Callable[[Callable[[T], Any]], Callable[P, Any]]:
+def takes(
+    arguments: Callable[P, T], instead: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[Callable[[T], Any]], Callable[P, Any]]:
     """Turn a function of an object of ``arguments`` into a function of the object's fields.
 
     Callers, ``help()`` and type checkers see the fields as parameters: options by keyword, other fields by position
@@ -259,6 +262,7 @@ def takes(arguments: Callable[P, T]) -> Callable[[Callable[[T], Any]], Callable[
 
     Args:
         arguments: a dataclass; its options are the fields made by ``option``, also those of its bases.
+        instead: what to do without keywords that other functions have, by keyword.
     """
     kind = cast(type, arguments)
     fields, types, options = inspect.signature(kind).parameters, typing.get_type_hints(kind), options_of(kind)
@@ -271,7 +275,8 @@ def takes(arguments: Callable[P, T]) -> Callable[[Callable[[T], Any]], Callable[
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
-                raise TypeError(f"{function.__name__}() {error}") from None
+                hints = [f": {hint}" for name, hint in instead.items() if name in kwargs]
+                raise TypeError(f"{function.__name__}() {error}{''.join(hints[:1])}") from None
             return function(arguments(*args, **kwargs))
 
         call.__signature__ = signature  # type: ignore[attr-defined]

@@ -361,7 +361,8 @@ class Coordinator:
                 names = ", ".join(f"{rank} ({self._hosts[rank]})" for rank in sorted(ranks))
                 warn(
                     f"{what}{whose} has waited {self._warn_after:.0f} s more for rank(s) {names}: "
-                    f"alive, but slow or not calling step()/drain(). Waiting on."
+                    f"alive, but slow or not calling step()/drain(). Waiting on. Every rank must call drain(), and "
+                    f"collectives of its own, equally often."
                 )
                 self._waits[whose] = (waiting, now)
 

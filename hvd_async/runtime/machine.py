@@ -457,6 +457,12 @@ def _problem(ready: dict[int, CollectiveReady], elsewhere: AbstractSet[int]) -> 
 
 STATE = "optimizer state: "
 """Prefix of the names of the optimizer's own state in ``Registered``; all other names are parameters."""
+SEND_STATE = (
+    "Load the checkpoint on every rank, or on rank 0 alone and then call hvd.broadcast_optimizer_state(optimizer, "
+    "root_rank=0) in torch, before training; in Keras use the BroadcastGlobalVariablesCallback(0) of "
+    "hvd_async.tensorflow.keras."
+)
+"""What to do if optimizers start with different states."""
 MOST_BUCKETS = 1 << 16
 
 
@@ -503,6 +509,11 @@ def mismatch(opened: dict[int, Registered[Any]]) -> str | None:
         if other.names != first.names:
             pairs = zip_longest(first.names, other.names, fillvalue="nothing")
             own, others = next(pair for pair in pairs if pair[0] != pair[1])
+            if all(name == "nothing" or name.startswith(STATE) for name in (own, others)):
+                return (
+                    f"the optimizer's state differs before the first step: rank {lowest} has {own!r} where rank {rank} "
+                    f"has {others!r}. {SEND_STATE}"
+                )
             return (
                 f"the ranks train different parameters, or with other settings: rank {lowest} has {own!r} where rank "
                 f"{rank} has {others!r} (of {len(first.names)} and {len(other.names)} entries). Build the same model "
@@ -516,9 +527,7 @@ def mismatch(opened: dict[int, Registered[Any]]) -> str | None:
     if name.startswith(STATE):
         return (
             f"the optimizer's state differs before the first step: {ranks_text(differing)} from rank {lowest}, first "
-            f"in {name!r}. Call hvd.broadcast_optimizer_state(optimizer, root_rank=0) in torch, or use the Keras "
-            f"BroadcastGlobalVariablesCallback(0) of hvd_async.tensorflow.keras, before training; and load checkpoints "
-            f"on every rank or on rank 0 alone before that call."
+            f"in {name!r}. {SEND_STATE}"
         )
     return (
         f"the weights differ before the first step: {ranks_text(differing)} from rank {lowest}, first in {name!r}. "

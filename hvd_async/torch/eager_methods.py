@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import methods
 from hvd_async.optimizers.eager import EagerDriver
+from hvd_async.runtime.log import users_line
 from hvd_async.runtime.nested_calls import unfinished_until_it_returns
 from hvd_async.torch import shared_models
-from hvd_async.torch.gradient_replica import GradientReplica
+from hvd_async.torch.gradient_replica import CLIPPING, GradientReplica
 from hvd_async.torch.methods import OptimizerMethods, is_for_state
 from hvd_async.torch.update import make_state
 
@@ -156,6 +158,12 @@ def _scaling_hidden(optimizer: Any, scaler: Any) -> Iterator[tuple[torch.Tensor 
             raise ReplicaStateError(
                 "this optimizer was wrapped with scaler=, so its gradients are scaled: call scaler.step(optimizer) "
                 "and scaler.update() instead of optimizer.step()"
+            )
+        if mine and mine["grad_scale"] is None:
+            warnings.warn(
+                f"scaler.unscale_() before step(): clipping there clips this rank's gradients, not the average of a "
+                f"round. Pass {CLIPPING}, which gets unscaled averages, and leave out unscale_()",
+                stacklevel=users_line(),
             )
         yield mine.get("grad_scale"), mine.get("found_inf")
     finally:

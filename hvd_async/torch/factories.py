@@ -135,7 +135,7 @@ def parameter_names(
     """
     if named is None:
         return None
-    pairs = list(named)
+    pairs = list(named) if isinstance(named, Iterable) else [named]  # (a model is not)
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
         raise ValueError("named_parameters must be pairs (name, parameter): pass model.named_parameters()")
     names = {id(parameter): name for name, parameter in pairs}
@@ -145,6 +145,13 @@ def parameter_names(
     if missing:
         raise ValueError(f"named_parameters leaves out {missing} of the optimizer's {len(parameters)} parameters")
     return names
+
+
+OWN_GRADIENTS = {
+    "round_transform": "a rank steps by its own gradients, so clip gradients before step(), as with a plain optimizer",
+    "scaler": "a rank steps by its own gradients, so use the GradScaler as with a plain optimizer",
+}
+"""What to write instead of ``EagerOptimizer``'s keywords."""
 
 
 # -- partial allreduce -------------------------------------------------------------------------------------------------
@@ -222,7 +229,7 @@ class GossipArguments(factories.GossipArguments, TorchArguments):
     """Arguments of ``GossipOptimizer``."""
 
 
-@takes(GossipArguments)
+@takes(GossipArguments, OWN_GRADIENTS)
 def GossipOptimizer(given: GossipArguments) -> Any:  # noqa: N802  a factory named like a class, as Horovod's
     """Wrap a torch optimizer so that each rank steps alone and mixes its weights with its neighbours'.
 
@@ -267,7 +274,7 @@ class LeaderArguments(factories.LeaderArguments, TorchArguments):
     """Arguments of ``LeaderOptimizer``."""
 
 
-@takes(LeaderArguments)
+@takes(LeaderArguments, OWN_GRADIENTS)
 def LeaderOptimizer(given: LeaderArguments) -> Any:  # noqa: N802  a factory named like a class, as Horovod's
     """Wrap a torch optimizer so that each rank trains alone and is pulled towards a leader, or a center.
 

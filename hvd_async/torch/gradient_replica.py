@@ -284,6 +284,7 @@ class Checks:
 
 FIRST_STEPS = 10
 """Number of steps with early buckets in which the bits of all of these are compared."""
+CLIPPING = "round_transform=lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 1.0)"
 HINT = (
     f". To log a norm, call torch.nn.utils.get_total_norm(), which writes nothing. (Whether a write has changed a "
     f"bit is known in the first {FIRST_STEPS} steps; later if the script wrote without a change in these, or in "
@@ -366,9 +367,9 @@ class Watch:
                 seen, hint = ("written to", HINT) if one.fingerprint is None else ("changed", "")
                 raise ReplicaStateError(
                     f"a gradient was {seen} after backward() and before step(), when it was on its way to the other "
-                    f"ranks already. Clip averaged gradients by round_transform=, or between optimizer.synchronize() "
-                    f"and `with optimizer.skip_synchronize(): optimizer.step()`; accumulate by "
-                    f"backward_passes_per_step=; leave out an all_reduce() of gradients, which step() averages{hint}"
+                    f"ranks already. Clip averaged gradients by {CLIPPING}, or between optimizer.synchronize() and "
+                    f"`with optimizer.skip_synchronize(): optimizer.step()`; accumulate by backward_passes_per_step=; "
+                    f"leave out an all_reduce() of gradients, which step() averages{hint}"
                 )
 
     def clear(self) -> None:

@@ -258,11 +258,35 @@ def model_made_again(model: Any, wrap: Any) -> None:
         opt.step()
 
 
+def model_as_names(model: Any, wrap: Any) -> None:
+    wrap(sgd(model), named_parameters=model[0])
+
+
+def clipping_in_rounds(model: Any, wrap: Any) -> None:
+    wrap(sgd(model), round_transform=lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 1.0))
+
+
+def scaler_passed(model: Any, wrap: Any) -> None:
+    wrap(sgd(model), scaler=torch.amp.GradScaler("cpu"))
+
+
+def resuming_on_one_rank(model: Any, wrap: Any) -> None:
+    opt = wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    if model.rank == 0:
+        one = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+        backward(model)
+        one.step()
+        opt.load_state_dict(one.state_dict())
+    opt.zero_grad()
+    backward(model)
+    opt.step()
+
+
 EAGER, WEIGHTS = ["EagerOptimizer"], ["GossipOptimizer", "LeaderOptimizer"]
 APART = r"SGD\.step\(\) of an optimizer that is not wrapped .* train apart\. Call step\(\) of what EagerOptimizer\(\)"
 MISTAKES: list[tuple[Callable[[Any, Any], None], list[str], type[Exception], str]] = [
     (no_sync, [*WRAPPERS], AttributeError, "no_sync"),
-    (clipping, EAGER, ReplicaStateError, "Clip averaged gradients by round_transform="),
+    (clipping, EAGER, ReplicaStateError, r"round_transform=lambda parameters: torch\.nn\.utils\.clip_grad_norm_"),
     (average_by_hand, EAGER, ReplicaStateError, r"leave out an all_reduce\(\) of gradients"),
     (accumulation, EAGER, ReplicaStateError, "backward_passes_per_step="),
     (scaler, EAGER, ReplicaStateError, "pass scaler=scaler"),
@@ -278,6 +302,10 @@ MISTAKES: list[tuple[Callable[[Any, Any], None], list[str], type[Exception], str
     (optimizer_of_a_part, [*WRAPPERS], UserWarning, APART),
     (new_optimizer, [*WRAPPERS], UserWarning, APART),
     (model_made_again, [*WRAPPERS], UserWarning, "no parameter of this optimizer has had a gradient"),
+    (clipping_in_rounds, WEIGHTS, TypeError, r"clip gradients before step\(\)"),
+    (scaler_passed, WEIGHTS, TypeError, r"as with a plain optimizer"),
+    (resuming_on_one_rank, EAGER, ReplicaMismatchError, r"state differs.*hvd\.broadcast_optimizer_state\("),
+    (model_as_names, [*WRAPPERS], ValueError, r"pass model\.named_parameters\(\)"),
 ]
 
 TO_ERRORS = pytest.mark.filterwarnings("error:.*ranks train apart", "error:.*has had a gradient")
@@ -294,8 +322,10 @@ TO_ERRORS = pytest.mark.filterwarnings("error:.*ranks train apart", "error:.*has
 )
 def test_a_mistake_is_an_error_with_the_line_to_write(mistake, wrapper, error, message):
     def train(rank: int) -> None:
+        model = network()
+        model.rank = rank
         with pytest.raises(error, match=message):
-            mistake(network(), WRAPPERS[wrapper])
+            mistake(model, WRAPPERS[wrapper])
 
     Cluster(2).run(train)
 

@@ -227,7 +227,7 @@ def test_a_slow_rank_is_only_warned_about(monkeypatch, capfd):
     check_promises(one, Cluster(3, warn_after=0.1).run(work(one, tweak)))
     reported = capfd.readouterr().err
     assert "round 2 of optimizer 0" in reported
-    assert "for rank(s) 1 (host1): alive, but slow or not calling step()/drain()" in reported
+    assert "for rank(s) 1 (host1): alive, but slow or not calling step()/drain(). Waiting on. Every rank" in reported
 
 
 def test_a_rank_that_waits_for_others_to_begin_says_so(monkeypatch):

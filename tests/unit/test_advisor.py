@@ -198,7 +198,7 @@ def test_the_fastest_modes_get_a_closer_look_and_leaders_none(tmp_path):
 @pytest.mark.parametrize(
     ("algorithm", "said"),
     [
-        (DDP, "-model = DistributedDataParallel(model)"),
+        (DDP, "the end\nno_sync(), clipping, GradScaler: docs/from_ddp.md"),
         (FSDP, "4 MB of weights alone"),
         (HOROVOD, "-opt = hvd.DistributedOptimizer"),
         ("none", "synchronous SGD"),
