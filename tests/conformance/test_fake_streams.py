@@ -505,24 +505,6 @@ def test_every_wait_of_streams_has_a_planted_fault():
 # -- weights that are not finite, where nothing waits for that -------------------------------------------------------
 
 
-class LaggingGpu(testing.FakeGpu):
-    """A fake GPU on which the host learns of an event only when it waits for that: it is as far ahead as it can be."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._default = _LaggingStream(self, CPU)
-
-
-class _LaggingStream(testing.Stream):
-    def record_event(self) -> testing.Event:
-        return _LaggingEvent(self._gpu)
-
-
-class _LaggingEvent(testing.Event):
-    def query(self) -> bool:
-        return False
-
-
 SPREADS = ("sgp", "osgp", "dpsgd", "adpsgd", "local", "slowmo", "diloco", "sgp, fp16", "dpsgd, int8", "lsgd", "easgd")
 BAD = 4
 """The first step that makes NaN, in which outer optimizers enter an average."""
@@ -562,7 +544,7 @@ def until_it_is_sent(worker: Any, step: int) -> None:
 def test_weights_that_are_not_finite_reach_no_other_rank(mode, ranks, late):
     """The last finite ones are sent instead. The rank hears of it, with the step's number, two steps later at most."""
     raises, weights, together = BAD + 2 * late, [0.0] * ranks, threading.Barrier(ranks)
-    gpu, sent = LaggingGpu() if late else testing.FakeGpu(), list[torch.Tensor]()
+    gpu, sent = testing.FakeGpu(lags=late), list[torch.Tensor]()
     wrapper, options, _ = MODES[mode]
     if wrapper is hvd.LeaderOptimizer:
         options = options | {"global_period": 1} | ({"group": ranks} if mode == "lsgd" else {})
