@@ -167,17 +167,30 @@ def test_what_arrives_before_the_engine_looks_is_of_its_own_step():
     assert cluster.run(lambda rank: quick(rank) if rank == 0 else late(rank)) == [4, 4]
 
 
-def test_an_end_reports_what_has_not_arrived():
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("quorum", ["solo", 1, 2, "all"])
+def test_an_end_reports_what_has_not_arrived_and_completes_a_step_that_was_begun(quorum, on_gpu):
+    """The other rank takes that step only when all that this one's end says at first has been sent."""
+    cluster, told = Cluster(2), threading.Event()
+
     def train(rank: int) -> tuple[int, int]:
-        worker = worker_of(cluster, rank, Device() if rank else None, 1)
+        worker = worker_of(cluster, rank, Device() if rank and on_gpu else None, quorum)
+        worker.apply = lambda round_: None
         if rank == 0:
-            worker.step({0: np.array([1.0, 1.0])}, HYPER, lambda round_: None)
+            assert told.wait(60)
+            worker.step({0: np.array([1.0, 1.0])}, HYPER)
         else:
             worker.hand_over(0, np.array([8.0, 1.0]))
+            wait = worker.engine.wait
+
+            def tell_and_wait(ready: Callable[[], bool]) -> None:
+                worker.engine.notify(told.set)
+                wait(ready)
+
+            worker.engine.wait = tell_and_wait
         worker.engine.drain(leaving=True)
         return worker.stats().gradients_applied, worker.stats().gradients_produced
 
-    cluster = Cluster(2)
     assert cluster.run(train) == [(2, 1), (2, 1)]
 
 

@@ -1247,7 +1247,7 @@ class EagerWorker(Worker):
         if not self._announced:
             self.engine.check()
             with self.whole("a drain could not be begun"):
-                self._end_announced()
+                self._end_begun()
                 if self._arrives is not None:
                     self._take_back_empty(wait=True)  # (and all is computed)
                     given = self._in_flight.given_later
@@ -1256,13 +1256,23 @@ class EagerWorker(Worker):
             if flush:
                 self.wire.release()
 
-    def _end_announced(self) -> None:
-        """Have zeros submitted for the rest of a step that was announced, and wait for its round, in which other ranks
-        count on this one."""
-        step = self._steps + 1 + self._base
-        if self._announced_step == step and self._handed:
-            self.engine.notify(self._in_flight.give_up)
-            self.engine.wait(lambda: any(one.index == step for one in self._rounds))
+    def _end_begun(self) -> None:
+        """Have zeros submitted for the rest of a step of which some buckets were handed over, and wait for its round,
+        in which other ranks count on this one."""
+        if not self._handed:
+            return
+        step, number, in_flight = self._steps + 1 + self._base, self._registered_number(), self._in_flight
+        if self._announced_step == step:
+            self.engine.notify(in_flight.give_up)
+        else:
+            for bucket in set(range(self.config.buckets)).difference(self._handed):
+                self._give(bucket, None, step)
+            if self._arrives is None:
+                self.engine.notify(partial(in_flight.report, number, step, True, None))
+            else:
+                in_flight.give_later(_Entered(step, None))
+                self.engine.notify(partial(in_flight.report_arrived, number, in_flight.given_later))
+        self.engine.wait(lambda: self.version >= step or any(one.index >= step for one in self._rounds))
 
     def complete_drain_program(self) -> Program[None]:
         """Re-base the counters, check that no gradient was lost (GradientLossError), and let the binding end the drain,
