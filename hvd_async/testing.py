@@ -259,7 +259,7 @@ class MemoryCollectives:
 
     def allreduce_sum(
         self, vector: Vector, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
-    ) -> _MemoryHandle:
+    ) -> Handle:
         def add(parts: list[Any]) -> Any:
             total = parts[0] + 0
             for part in parts[1:]:
@@ -330,10 +330,10 @@ class MemoryCollectives:
 
 
 class _LateHandle(_MemoryHandle):
-    """A sum that may be taken before it is complete. It is seen to be complete only some looks later."""
+    """A collective whose result may be taken before it is complete. It is seen to be complete only some looks later."""
 
-    def __init__(self, meeting: _Meeting, seed: str) -> None:
-        super().__init__(meeting)
+    def __init__(self, handle: Any, seed: str) -> None:
+        super().__init__(handle._meeting, handle._part)
         self._looks = random.Random(seed).randrange(6)
         self._lock = threading.Lock()
         self._result: Any = None
@@ -341,7 +341,7 @@ class _LateHandle(_MemoryHandle):
 
     def _take(self) -> Any:
         if not self._meeting.complete.wait(60.0):
-            raise InjectedError("a sum that was taken is never complete")
+            raise InjectedError("a collective whose result was taken is never complete")
         return self.result()
 
     def done(self) -> bool:
@@ -360,23 +360,50 @@ class _LateHandle(_MemoryHandle):
 
 
 class LateCollectives(MemoryCollectives):
-    """Collectives as on NCCL: started in one order; torch gradients' sums are usable once they are submitted.
+    """Collectives as on NCCL: started in one order; torch's are usable once they are submitted.
 
-    A vector that was submitted holds NaN, so that a sum that is read without being taken shows.
+    A vector that was submitted holds NaN where a result may be written, so that one that is read without being taken
+    shows.
     """
 
     in_order = True
 
     def allreduce_sum(
         self, vector: Vector, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
-    ) -> _MemoryHandle:
-        if type(vector).__module__ != "torch" or not name.startswith("hvd_async.eager") or scale != 1.0:
-            return super().allreduce_sum(vector, name, process_set, keep, scale)
+    ) -> Handle:
+        sent = self._given(vector, keep)
+        return self._late(super().allreduce_sum(sent, name, process_set, keep, scale), vector, name)
+
+    def broadcast(self, vector: Vector, root: int, name: str, process_set: Any = None) -> Handle:
+        sent = self._given(vector, self.rank == root)
+        return self._late(super().broadcast(sent, root, name, process_set), vector, name)
+
+    def alltoall(
+        self,
+        rows: Rows,
+        splits: list[int],
+        coming: list[int],
+        name: str,
+        process_set: Any = None,
+        into: Rows | None = None,
+    ) -> Handle:
+        return self._late(super().alltoall(rows, splits, coming, name, process_set, into), rows, name)
+
+    def _given(self, vector: Vector, keep: bool) -> Vector:
+        """Return the vector to be sent, and let the given one look as its memory may meanwhile."""
+        if not _is_of_torch(vector):
+            return vector
         sent = vector + 0
         if not keep:
-            vector.fill_(float("nan"))
-        handle = super().allreduce_sum(sent, name, process_set)
-        return _LateHandle(handle._meeting, f"{name} {self.rank}")
+            vector.fill_(float("nan") if vector.is_floating_point() else 77)
+        return sent
+
+    def _late(self, handle: Handle, given: Any, name: str) -> Handle:
+        return _LateHandle(handle, f"{name} {self.rank}") if _is_of_torch(given) else handle
+
+
+def _is_of_torch(vector: Any) -> bool:
+    return type(vector).__module__ == "torch"
 
 
 class Cluster:

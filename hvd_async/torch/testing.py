@@ -17,13 +17,13 @@ from hvd_async.torch import streams
 
 
 class Event:
-    """An event of a fake stream, complete as soon as it is recorded."""
+    """An event of a fake stream, complete as soon as it is recorded, if the GPU does not lag."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         self._gpu = gpu
 
     def query(self) -> bool:
-        return True
+        return not self._gpu.lags
 
     def synchronize(self) -> None:
         self._gpu.host_waits("Event.synchronize")
@@ -48,6 +48,9 @@ class Stream:
 class FakeGpu(streams.Gpu):
     """A fake GPU that replaces ``streams.gpu`` inside ``installed()``. Every tensor is on it.
 
+    Args:
+        lags: whether the host learns of an event only when it waits for that: it is as far ahead as it can be.
+
     Attributes:
         waits: number of the host's waits, by the name of the thread and of the operation: copies to the host and
             events. (To count reads of single numbers, such as ``.item()``, look for ``aten::_local_scalar_dense`` in a
@@ -56,8 +59,9 @@ class FakeGpu(streams.Gpu):
 
     has_nccl = True
 
-    def __init__(self) -> None:
+    def __init__(self, lags: bool = False) -> None:
         super().__init__()
+        self.lags = lags
         self.waits: Counter[tuple[str, str]] = Counter()
         self._current = threading.local()
         self._default: Any = Stream(self, torch.device("cpu"))

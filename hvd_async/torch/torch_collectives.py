@@ -17,7 +17,7 @@ import atexit
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -210,8 +210,7 @@ class TorchCollectives(TensorCollectives):
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = FOREVER
         options.is_high_priority_stream = True
-        # A late rank is no error here, and a lost one is for the coordinator to name.
-        with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"):
+        with _unwatched():
             return dist.ProcessGroupNCCL(store, key[1].index(self.rank), len(key[1]), options)
 
     def _start(
@@ -324,13 +323,27 @@ def _optimizer_of(key: tuple[Any, ...]) -> int | None:
     return int(parts[2]) if len(parts) > 2 and parts[2].isdigit() else None
 
 
+UNWATCHED = {
+    "TORCH_NCCL_BLOCKING_WAIT": "0",  # (its waits would stop the training thread, for ever if a rank is lost)
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DESYNC_DEBUG": "0",  # (it sets ASYNC_ERROR_HANDLING to 3)
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+"""What torch reads when a group is made: a late rank is no error, and a lost one is for the coordinator to name, before
+torch ends the process."""
+
+
 @contextlib.contextmanager
-def _environment(**values: str) -> Any:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+def _unwatched() -> Iterator[None]:
+    """Return a context in which process groups are made as ``UNWATCHED`` says, whatever the user has set for others."""
+    before, level = {name: os.environ.get(name) for name in UNWATCHED}, dist.get_debug_level()
+    os.environ.update(UNWATCHED)
+    if level == dist.DebugLevel.DETAIL:  # (which turns DESYNC_DEBUG on)
+        dist.set_debug_level(dist.DebugLevel.INFO)
     try:
         yield
     finally:
+        dist.set_debug_level(level)
         for name, value in before.items():
             if value is None:
                 del os.environ[name]

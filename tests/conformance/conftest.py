@@ -13,6 +13,8 @@ from tensorflow.python.framework import func_graph
 
 from hvd_async import testing
 from hvd_async.algorithms.eager import rank
+from hvd_async.torch import streams
+from hvd_async.torch.testing import FakeGpu
 from tests.conformance.drive import tapes
 
 __all__ = ["tapes"]
@@ -29,22 +31,26 @@ def quick_garbage_collection() -> None:
 LATE = {
     *("test_eager", "test_eager_promises", "test_eager_options", "test_eager_resume", "test_empty_buckets"),
     *("test_torch_overlap", "test_torch_synchronize", "test_torch_ends", "test_extrapolation", "test_crossings"),
+    *("test_gossip", "test_gossip_ends", "test_gossip_resume", "test_gossip_switch"),
+    *("test_leader", "test_leader_buffers", "test_leader_ends", "test_leader_losses", "test_leader_resume"),
 }
-"""Modules whose tests pass on a late plane. Others count calls in lockstep, or use no sum of gradients."""
+"""Modules whose tests pass on a late plane. Others count calls in lockstep."""
 
 
 @pytest.fixture(autouse=True)
 def plane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run every second test of torch's eager optimizer on a late plane: by its name, so that it is the same each time.
-    There, ranks announce steps from the second one on.
+    """Run every second test of torch's optimizers on a late plane: by its name, so that it is the same each time.
+    There, ranks announce steps from the second one on. Crossings also have a GPU that lags, so that flags come late.
 
     HVD_ASYNC_TEST_PLANE=late or =early runs all tests of ``LATE`` on one.
     """
     chosen, name = os.environ.get("HVD_ASYNC_TEST_PLANE", ""), request.node.nodeid
     late = zlib.crc32(name.encode()) % 2 == 0 if chosen == "" else chosen == "late"
-    if late and request.module.__name__.rpartition(".")[2] in LATE and "keras" not in name:
+    if late and request.module.__name__.rpartition(".")[2] in LATE and "keras" not in name.lower():
         monkeypatch.setattr(testing, "MemoryCollectives", testing.LateCollectives)
         monkeypatch.setattr(rank, "STEADY", 0)
+        if "test_crossings" in name:
+            monkeypatch.setattr(streams, "gpu", FakeGpu(lags=True))
 
 
 _trace, _tracing = func_graph.func_graph_from_py_func, threading.RLock()

@@ -76,6 +76,7 @@ def trained(size: int, work: Callable[[int], Any], timeout: float = 60.0, **clus
     Exchange.board = Board(size)
 
     def begun(rank: int) -> Any:
+        local_engine().elastic = True
         job = work(rank)
         Exchange.board.barrier.wait(timeout)
         return job
@@ -98,6 +99,7 @@ def among_others(
     Exchange.board = Board(size)
 
     def proceed(rank: int) -> Any:
+        local_engine().elastic = True
         if rank < len(jobs):
             job = jobs[rank]
             job.opt._async.rejoin()

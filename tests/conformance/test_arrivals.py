@@ -50,8 +50,10 @@ def late_plane(memory: MemoryCollectives) -> MemoryCollectives:
     return LateCollectives(memory._board, memory.rank, memory.size)
 
 
-def worker_of(cluster: Cluster, rank: int, device: Device | None, quorum: Any = "solo") -> EagerWorker:
-    config = EagerOptions(quorum=quorum, grace=0.0).config(1, cluster.size)
+def worker_of(
+    cluster: Cluster, rank: int, device: Device | None, quorum: Any = "solo", **options: Any
+) -> EagerWorker:
+    config = EagerOptions(quorum=quorum, grace=0.0, **options).config(1, cluster.size)
     wire = GradientFormat(zeros=lambda bucket: np.zeros(2), nbytes=(16,))
     arrives = None if device is None else device.when
     worker = EagerWorker(cluster.engines[rank], config, wire, lambda flush: None, arrives=arrives)
@@ -124,17 +126,73 @@ def test_a_late_rank_holds_no_other_stays_close_to_its_device_and_loses_no_gradi
     ]
 
 
-def test_an_end_reports_what_has_not_arrived():
+def test_what_arrives_before_the_engine_looks_is_of_its_own_step():
+    """With pace="rounds", a rank whose engine is a step behind reports its version before the next step's gradient."""
+    cluster, device, gate = Cluster(2), Device(), threading.Event()
+    steps = [threading.Event(), threading.Event()]
+    ones = {0: np.array([1.0, 1.0])}
+
+    def quick(rank: int) -> int:
+        worker = worker_of(cluster, rank, None, pace="rounds")
+        for taken in steps:
+            worker.step(dict(ones), HYPER, lambda round_: None)
+            taken.set()
+        worker.engine.drain()
+        return worker.stats().gradients_applied
+
+    def late(rank: int) -> int:
+        worker = worker_of(cluster, rank, device, pace="rounds")
+        worker.apply = lambda round_: None
+        assert steps[1].wait(60)
+        worker.engine.wait(lambda: len(worker._rounds) == 2)
+        worker.engine.notify(lambda: gate.wait(60))
+        program = worker.finish_step_program(dict(ones), HYPER)
+        assert not next(program).ready()
+        device.comes_near()
+        with pytest.raises(StopIteration) as end:
+            next(program)
+        worker._apply_all(end.value.value, worker.apply)
+        worker.hand_over(0, np.array([1.0, 1.0]))
+        device.comes_near()
+        gate.set()
+        let_engine_work(worker)
+        program = worker.finish_step_program({}, HYPER)
+        wait = next(program)
+        device.comes_near()
+        worker.engine.wait(wait.ready)
+        with pytest.raises(StopIteration) as end:
+            next(program)
+        worker._apply_all(end.value.value, worker.apply)
+        worker.engine.drain()
+        return worker.stats().gradients_applied
+
+    assert cluster.run(lambda rank: quick(rank) if rank == 0 else late(rank)) == [4, 4]
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("quorum", ["solo", 1, 2, "all"])
+def test_an_end_reports_what_has_not_arrived_and_completes_a_step_that_was_begun(quorum, on_gpu):
+    """The other rank takes that step only when all that this one's end says at first has been sent."""
+    cluster, told = Cluster(2), threading.Event()
+
     def train(rank: int) -> tuple[int, int]:
-        worker = worker_of(cluster, rank, Device() if rank else None, 1)
+        worker = worker_of(cluster, rank, Device() if rank and on_gpu else None, quorum)
+        worker.apply = lambda round_: None
         if rank == 0:
-            worker.step({0: np.array([1.0, 1.0])}, HYPER, lambda round_: None)
+            assert told.wait(60)
+            worker.step({0: np.array([1.0, 1.0])}, HYPER)
         else:
             worker.hand_over(0, np.array([8.0, 1.0]))
+            wait = worker.engine.wait
+
+            def tell_and_wait(ready: Callable[[], bool]) -> None:
+                worker.engine.notify(told.set)
+                wait(ready)
+
+            worker.engine.wait = tell_and_wait
         worker.engine.drain(leaving=True)
         return worker.stats().gradients_applied, worker.stats().gradients_produced
 
-    cluster = Cluster(2)
     assert cluster.run(train) == [(2, 1), (2, 1)]
 
 

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import re
 import textwrap
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,12 +16,14 @@ import torch
 
 import hvd_async.torch as hvd
 from hvd_async.algorithms.eager.gradient_format import Tail
-from hvd_async.algorithms.gossip import adpsgd
+from hvd_async.algorithms.gossip.adpsgd import ADPSGDWorker
+from hvd_async.algorithms.leader.rank import LeaderWorker
 from hvd_async.runtime.process_sets import RankGroup
-from hvd_async.testing import Cluster
+from hvd_async.testing import Cluster, LateCollectives, MemoryCollectives
 from hvd_async.torch import gradient_format, streams, tensor_collectives, testing
 from hvd_async.torch import horovod_collectives as collectives
 from hvd_async.torch.gradient_replica import FIRST_STEPS
+from tests.conformance.leader_drive import wait_for_pulls
 from tests.conformance.races import CPU, RacyGpu, racy_cluster
 from tests.conformance.torch_ranks import TINY, batch, conv_model
 from tests.conftest import LONG_RUN
@@ -407,7 +410,7 @@ FAULTS = [
     Fault(
         streams.copy_to_host, "own.wait_stream(gpu.default_stream(tensor.device))", "pass", ("sgp", 2, "queued"), RACE
     ),
-    Fault(adpsgd.ADPSGDWorker._deliver, APART, APART.replace("self._state.shadow, ", ""), ("adpsgd", 2, "plain"), RACE),
+    Fault(ADPSGDWorker._deliver, APART, APART.replace("self._state.shadow, ", ""), ("adpsgd", 2, "plain"), RACE),
     Fault(streams.Later.numbers, "self._copied.synchronize()", "pass", a_number_is_read_later, EARLY),
     Fault(
         streams.bind_training_stream,
@@ -511,61 +514,93 @@ def test_every_wait_of_streams_has_a_planted_fault():
 # -- weights that are not finite, where nothing waits for that -------------------------------------------------------
 
 
-class LaggingGpu(testing.FakeGpu):
-    """A fake GPU on which the host learns of an event only when it waits for that: it is as far ahead as it can be."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._default = _LaggingStream(self, CPU)
-
-
-class _LaggingStream(testing.Stream):
-    def record_event(self) -> testing.Event:
-        return _LaggingEvent(self._gpu)
-
-
-class _LaggingEvent(testing.Event):
-    def query(self) -> bool:
-        return False
-
-
 SPREADS = ("sgp", "osgp", "dpsgd", "adpsgd", "local", "slowmo", "diloco", "sgp, fp16", "dpsgd, int8", "lsgd", "easgd")
+BAD = 4
+"""The first step that makes NaN, in which outer optimizers enter an average."""
+WEIGHTS = sum(parameter.nbytes for parameter in conv_model().parameters())
 
 
-@pytest.mark.parametrize("late", [True, False], ids=["late", "at once"])
-@pytest.mark.parametrize("ranks", [2, 3])
+class Watched(LateCollectives):
+    """Collectives of a rank that keep what it sends of its own weights, or of their distance to an anchor."""
+
+    sent: list[torch.Tensor]
+
+    def allreduce_sum(self, vector: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        self.sent.append(vector + 0)
+        return super().allreduce_sum(vector, *rest, **more)
+
+    def broadcast(self, vector: torch.Tensor, root: int, *rest: Any, **more: Any) -> Any:
+        if root == self.rank:
+            self.sent.append(vector + 0)
+        return super().broadcast(vector, root, *rest, **more)
+
+    def alltoall(self, rows: torch.Tensor, splits: list[int], *rest: Any, **more: Any) -> Any:
+        if any(splits):
+            self.sent.append(rows[0, :WEIGHTS] + 0)
+        return super().alltoall(rows, splits, *rest, **more)
+
+
+def until_it_is_sent(worker: Any, step: int) -> None:
+    """Wait until what this step has left has been sent, by an engine that sends it when others ask."""
+    if isinstance(worker, ADPSGDWorker):
+        worker.engine.wait(lambda: "sent" in [what for what, *_ in worker.log[worker.log.index(("step", step)) :]])
+    elif isinstance(worker, LeaderWorker):
+        wait_for_pulls(worker, step)
+
+
+@pytest.mark.parametrize(("ranks", "late"), [(2, True), (3, True), (2, False)], ids=["2 late", "3 late", "at once"])
 @pytest.mark.parametrize("mode", SPREADS)
 def test_weights_that_are_not_finite_reach_no_other_rank(mode, ranks, late):
-    """The rank that has made them hears of it, with the step's number, two steps later at most."""
-    bad, found = 3, list[Any]([None] * ranks)
+    """The last finite ones are sent instead. The rank hears of it, with the step's number, two steps later at most."""
+    raises, weights, together = BAD + 2 * late, [0.0] * ranks, threading.Barrier(ranks)
+    gpu, sent = testing.FakeGpu(lags=late), list[torch.Tensor]()
+    wrapper, options, _ = MODES[mode]
+    if wrapper is hvd.LeaderOptimizer:
+        options = options | {"global_period": 1} | ({"group": ranks} if mode == "lsgd" else {})
+    elif "average_every" in options:
+        options = options | {"max_staleness": 1}
+    elif mode == "adpsgd":
+        options = options | {"max_local_steps": 1}
 
     def train(rank: int) -> None:
         model = conv_model()
-        options = dict(MODES[mode].options)
-        if mode == "lsgd":
-            options["group"] = ranks
-        optimizer = MODES[mode].wrapper(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), **options)
-        for step in range(1, bad + 3):
+        if rank == 0:
+            start = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+            sent.append(start if wrapper is hvd.LeaderOptimizer else start.view(torch.uint8))
+        optimizer = wrapper(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), **options)
+        worker = optimizer._async.worker_now()
+        worker.log = []
+        for step in range(1, raises + (rank == 0)):
             images, labels = batch(rank, step)
             optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(model(images), labels)
-            if hasattr(optimizer, "record_loss"):
+            if wrapper is hvd.LeaderOptimizer:
                 optimizer.record_loss(float(rank))
             loss.backward()
-            if rank == 0 and step >= bad:
+            if rank == 0 and step >= BAD:
                 next(model.parameters()).grad.fill_(torch.nan)
-            try:
-                optimizer.step()
-            finally:
-                finite = all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
-                found[rank] = step, finite, getattr(optimizer.stats(), "push_sum_weight", 1.0)
+            together.wait(30) if step < raises else None
+            optimizer.step()
+            if step <= BAD:  # (afterwards no rank may be left)
+                until_it_is_sent(worker, step)
+            weights[rank] = getattr(optimizer.stats(), "push_sum_weight", 1.0)
+            assert rank == 0 or all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
-    gpu = LaggingGpu() if late else testing.FakeGpu()
+    def watched(memory: MemoryCollectives) -> MemoryCollectives:
+        made = Watched(memory._board, memory.rank, memory.size)
+        made.sent = sent if memory.rank == 0 else []
+        return made
+
     with gpu.installed():
-        outcome, *_ = Cluster(ranks).outcomes(train, timeout=60)
+        outcome, *others = Cluster(ranks, wrap=watched).outcomes(train, timeout=60)
     assert isinstance(outcome, FloatingPointError), outcome
-    assert re.match(f"step {bad} made weights NaN or infinite", str(outcome))
-    assert found[0][0] == bad + 2 * late
-    assert all(finite for _, finite, _ in found[1:])
+    assert re.match(f"step {BAD} made weights NaN or infinite", str(outcome))
+    assert not [other for other in others if isinstance(other, AssertionError)]
     if mode in ("sgp", "dpsgd"):
-        assert sum(weight for *_, weight in found) == pytest.approx(ranks)
+        assert sum(weights) == pytest.approx(ranks)
+    if late and "average_every" in options and ", " not in mode:
+        assert not sent[-1].any(), "who has NaN has not moved"
+    elif late and mode not in ("osgp", "sgp, fp16", "dpsgd, int8"):
+        assert torch.equal(sent[-1], sent[-2]), "the last finite weights are sent again"
+        assert sent[-1].any()
+        assert not torch.equal(sent[-1], sent[0]), "not those of the start"

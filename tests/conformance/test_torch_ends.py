@@ -112,9 +112,10 @@ def test_a_rank_continues_after_the_other_has_left(first: int, quorum: Any):
     assert outcomes[1 - first] == (-1.0 - 9 * 0.5, 11)
 
 
-def test_backward_without_step_ends_and_is_reported(capfd):
+@pytest.mark.parametrize("quorum", ["solo", "all"])
+def test_backward_without_step_ends_and_is_reported(quorum, capfd):
     def train(rank: int) -> float:
-        weight, optimizer = line(0.0, quorum="solo")
+        weight, optimizer = line(0.0, quorum=quorum)
         for _ in range(2):
             take(weight, optimizer)
         if rank == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import threading
 import time
 from collections import Counter
@@ -277,13 +278,22 @@ def test_collectives_start_in_order_only_where_tensors_can_be_on_a_gpu(monkeypat
         assert TorchCollectives().in_order is has_gpu
 
 
+SET_BY_USERS = {"BLOCKING_WAIT": "1", "ASYNC_ERROR_HANDLING": "3", "DESYNC_DEBUG": "1"}
+
+
 @pytest.mark.parametrize("close", ["abort", "_shutdown"])  # (the latter up to torch 2.5)
 def test_on_gpus_all_collectives_share_a_group_that_is_aborted_at_the_end(
     monkeypatch: pytest.MonkeyPatch, close: str
 ) -> None:
     made: list[str] = []
+    set_by_users = {f"TORCH_NCCL_{name}": value for name, value in SET_BY_USERS.items()}
+
+    def settings() -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if name.startswith("TORCH_NCCL_")}
 
     def group(store: Any, rank: int, size: int, options: Any) -> Any:
+        assert settings() == dict.fromkeys([*set_by_users, "TORCH_NCCL_ENABLE_MONITORING"], "0")
+        assert levels[-1] == dist.DebugLevel.INFO  # (DETAIL would let torch end the process)
         made.append("made")
         return SimpleNamespace(**{close: lambda: made.append("closed")})
 
@@ -293,8 +303,15 @@ def test_on_gpus_all_collectives_share_a_group_that_is_aborted_at_the_end(
     ranks = SimpleNamespace(rank=1, size=2, place=PLACE, store_of=lambda *_: None, close=made.extend)
     ranks.meet = lambda *_: made.append("met")
     monkeypatch.setattr(world, "current", lambda: ranks)
+    for name, value in set_by_users.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
+    levels = [dist.DebugLevel.DETAIL]
+    monkeypatch.setattr(dist, "get_debug_level", lambda: levels[-1])
+    monkeypatch.setattr(dist, "set_debug_level", levels.append)
     own = TorchCollectives()
     groups = {id(own._group(name, None, on_gpu=True)) for name in ("eager.0.1.2", "gossip.0.3", "end.0.sum")}
     own.stop()
+    assert (settings(), levels[-1]) == (set_by_users, dist.DebugLevel.DETAIL)
     assert len(groups) == 1
     assert made == ["met", "made", "closed"]

@@ -156,9 +156,9 @@ class RoundsInFlight:
         self._queue: deque[HandedOver] = deque()
         """Buckets on their way from the training thread."""
         self._later: deque[HandedOver | _Entered] = deque()
-        """What the training thread has handed over and its device may not have computed; the first ``arrived`` since
-        the start have arrived, and ``_reported`` of them are taken out."""
-        self.given_later = self.arrived = self._reported = 0
+        """What the training thread has handed over and its device may not have computed: ``given_later`` since the
+        start, of which the first ``_reported`` are taken out."""
+        self.given_later = self._reported = 0
         self.started = [0] * self._buckets
         """By bucket, the last round that the coordinator has started."""
         self._pending = [_Pending() for _ in range(self._buckets)]
@@ -205,8 +205,7 @@ class RoundsInFlight:
         self._queue.append(one)
 
     def give_later(self, one: HandedOver | _Entered) -> None:
-        """Give a bucket, or the place of a report, that arrives once ``arrived`` counts it: ``report_arrived`` takes
-        it."""
+        """Give a bucket, or the place of a report, that arrives later: then ``report_arrived`` takes it."""
         if isinstance(one, HandedOver) and one.vector is not None:
             self.count_bytes(self._wire.nbytes[one.bucket])
         self._later.append(one)
@@ -251,14 +250,16 @@ class RoundsInFlight:
             self._queue.popleft()
         self._report(number, step, taken, in_step, hyper)
 
-    def report_arrived(self, number: int, everything: bool = False) -> None:
-        """Take in what has arrived, or ``everything``, of what was given by ``give_later``, and report it.
+    def report_arrived(self, number: int, given: int) -> None:
+        """Take in what was given by ``give_later`` so far, and report it.
 
         Args:
             number: number of the optimizer.
+            given: how much has arrived of what was given since the start. (More may have arrived when the engine comes
+                to this; what this rank has said in between is reported first.)
         """
         taken: list[HandedOver] = []
-        while self._later and (everything or self._reported < self.arrived):
+        while self._later and self._reported < given:
             one = self._later.popleft()
             self._reported += 1
             if taken and taken[0].step != one.step:
@@ -927,25 +928,29 @@ class EagerWorker(Worker):
         arrives, given = self._arrives, self._in_flight.given_later
 
         def arrived() -> None:  # (any thread)
-            self._in_flight.arrived = max(self._in_flight.arrived, given)
             report = self._report_near if in_step else self._in_flight.report_arrived
-            self.engine.notify(partial(report, number), hurry=in_step > 0)
+            self.engine.notify(partial(report, number, given), hurry=in_step > 0)
 
         def is_near() -> None:
+            if self.config.pace != "steps":
+                with self.engine.changed:  # (this thread sees it only then, and reports its version after the step)
+                    arrived()
+                    self._near = max(self._near, in_step)
+                return
             self._near = max(self._near, in_step)
-            if self._in_flight.started[bucket] < step or self.config.pace != "steps":
+            if self._in_flight.started[bucket] < step:
                 arrived()
                 return
             if in_step:
-                self.engine.notify(partial(self._report_near, number))
+                self.engine.notify(partial(self._report_near, number, 0))
             arrives(vector, False, arrived)
 
         self._last_given = bucket, vector
         arrives(vector, not self._confirms, is_near)
 
-    def _report_near(self, number: int) -> None:
+    def _report_near(self, number: int, given: int) -> None:
         """Report what has arrived, and wake the training thread if the rounds of its step are there (engine thread)."""
-        self._in_flight.report_arrived(number)
+        self._in_flight.report_arrived(number, given)
         with self.engine.changed:
             if self._rounds:
                 self.engine.changed.notify_all()
@@ -1239,21 +1244,32 @@ class EagerWorker(Worker):
         if not self._announced:
             self.engine.check()
             with self.whole("a drain could not be begun"):
-                self._end_announced()
+                self._end_begun()
                 if self._arrives is not None:
                     self._take_back_empty(wait=True)  # (and all is computed)
-                    self.engine.notify(partial(self._in_flight.report_arrived, self._registered_number(), True))
+                    given = self._in_flight.given_later
+                    self.engine.notify(partial(self._in_flight.report_arrived, self._registered_number(), given))
                 super().announce_finished(flush)
             if flush:
                 self.wire.release()
 
-    def _end_announced(self) -> None:
-        """Have zeros submitted for the rest of a step that was announced, and wait for its round, in which other ranks
-        count on this one."""
-        step = self._steps + 1 + self._base
-        if self._announced_step == step and self._handed:
-            self.engine.notify(self._in_flight.give_up)
-            self.engine.wait(lambda: any(one.index == step for one in self._rounds))
+    def _end_begun(self) -> None:
+        """Have zeros submitted for the rest of a step of which some buckets were handed over, and wait for its round,
+        in which other ranks count on this one."""
+        if not self._handed:
+            return
+        step, number, in_flight = self._steps + 1 + self._base, self._registered_number(), self._in_flight
+        if self._announced_step == step:
+            self.engine.notify(in_flight.give_up)
+        else:
+            for bucket in set(range(self.config.buckets)).difference(self._handed):
+                self._give(bucket, None, step)
+            if self._arrives is None:
+                self.engine.notify(partial(in_flight.report, number, step, True, None))
+            else:
+                in_flight.give_later(_Entered(step, None))
+                self.engine.notify(partial(in_flight.report_arrived, number, in_flight.given_later))
+        self.engine.wait(lambda: self.version >= step or any(one.index >= step for one in self._rounds))
 
     def complete_drain_program(self) -> Program[None]:
         """Re-base the counters, check that no gradient was lost (GradientLossError), and let the binding end the drain,
@@ -1274,7 +1290,7 @@ class EagerWorker(Worker):
 
     def discard_results(self) -> None:
         if self._number is not None:
-            self._in_flight.report_arrived(self._number, True)  # (they count as produced)
+            self._in_flight.report_arrived(self._number, self._in_flight.given_later)  # (they count as produced)
         self._discards = True  # (without the lock: ``_deliver`` runs on this thread too)
         self._rounds.clear()
         self._in_flight.give_up()

@@ -227,7 +227,7 @@ class MessageExchange:
             rows, weights = cache(take), {(rank, key): weight for rank, key, weight in command.weights}
             for at, (place, key) in enumerate(sorted(keys, key=lambda message: message[0])):
                 weight = weights.get((self._ranks[place], key), 1.0)
-                self._deliver(place, key, weight, Row(self._post, rows, at) if weight else None)
+                self._deliver(place, key, weight, Row(self._post, rows, at))
             delivered(any(place == first for place, _ in keys), complete=False)
             self._after()
             with self._engine.changed:

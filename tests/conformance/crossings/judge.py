@@ -81,8 +81,10 @@ class _InPlace:
 
 
 def like_horovod(collectives: MemoryCollectives) -> MemoryCollectives:
-    """Return the same rank's, which take what Horovod takes."""
-    return HorovodLike(collectives._board, collectives.rank, collectives.size)
+    """Return the same rank's, of the same plane, which take what Horovod takes."""
+    kind = type("LikeHorovod", (HorovodLike, type(collectives)), {})
+    alike: MemoryCollectives = kind(collectives._board, collectives.rank, collectives.size)
+    return alike
 
 
 def _check(vector: Any, name: str, dtypes: set[str]) -> None:
