@@ -7,6 +7,7 @@ names and results of methods, not on their text.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
@@ -54,11 +55,6 @@ def instead(result: Any = None) -> Fault:
     return lambda real, *arguments: result
 
 
-def none_at_all(real: Any, *arguments: Any) -> list[Any]:
-    """Do nothing, and return no commands."""
-    return []
-
-
 def before(change: Callable[..., Any]) -> Fault:
     """Change something first; ``change`` has the method's arguments."""
 
@@ -74,19 +70,31 @@ def after(change: Callable[..., Any]) -> Fault:
     return lambda real, *arguments: change(real(*arguments), *arguments)
 
 
-def meanwhile(**values: Any) -> Fault:
-    """Have attributes of the object hold other values while the method runs."""
+def meanwhile(**values: Callable[[Any], Any]) -> Fault:
+    """Have attributes of the object hold other values, which are functions of it, while the method runs."""
 
     def fault(real: Any, one: Any, *arguments: Any) -> Any:
-        with mock.patch.multiple(one, **values):
+        with mock.patch.multiple(one, **{name: value(one) for name, value in values.items()}):
             return real(one, *arguments)
 
     return fault
 
 
-def without(*methods: str) -> Fault:
-    """Have other methods of the object do nothing, and return no commands, while the method runs."""
-    return meanwhile(**{name: lambda *arguments, **options: [] for name in methods})
+def without(method: str) -> Fault:
+    """Have another method of the object do nothing, and return no commands, while the method runs."""
+    return meanwhile(**{method: lambda one: lambda *arguments: []})
+
+
+def keeping(name: str) -> Fault:
+    """Have an attribute of the object be after the method as it was before."""
+
+    def fault(real: Any, one: Any, *arguments: Any) -> Any:
+        kept = copy.copy(getattr(one, name))
+        result = real(one, *arguments)
+        setattr(one, name, kept)
+        return result
+
+    return fault
 
 
 # -- partial allreduce -------------------------------------------------------------------------------------------------
@@ -164,7 +172,7 @@ EAGER: Mapping[str, Mutant] = {
     ),
     "who has arrived counts for the next round too": Mutant("opening", EagerStateMachine, "_fire", still_waiting),
     "nothing goes out at a drain": Mutant(
-        "two buckets, both late", EagerStateMachine, "_on_all_finished", meanwhile(_flush=False)
+        "two buckets, both late", EagerStateMachine, "_on_all_finished", meanwhile(_flush=lambda _: False)
     ),
     "a late gradient is not noted": Mutant("two buckets, both late", EagerStateMachine, "_arrived", not_loaded),
     "a round has the hyperparameters of another step": Mutant(
@@ -212,7 +220,7 @@ EAGER: Mapping[str, Mutant] = {
         "announced, one leaves", RoundsInFlight, "give_up", instead()
     ),
     "a step that is announced comes with the hyperparameters of another": Mutant(
-        "announced", EagerWorker, "_hand_in", meanwhile(_announced_step=0)
+        "announced", EagerWorker, "_hand_in", meanwhile(_announced_step=lambda _: 0)
     ),
     "no rank wakes when a grace ends": Mutant("grace", EagerStateMachine, "deadline", instead()),
 }
@@ -242,20 +250,6 @@ def announce_in_any_case(real: Any, exchanges: Any, optimizer: int, key: int) ->
     exchanges._engine.send(MessageComing(optimizer, key))
 
 
-def keep_steps_of_host(real: Any, worker: Any) -> None:
-    """Complete an end, and count steps from where they were."""
-    steps = worker._host_step
-    real(worker)
-    worker._host_step = steps
-
-
-def still_in_the_way(real: Any, machine: Any, *arguments: Any) -> None:
-    """Take note that an exchange is complete; others wait for it still."""
-    numbers = set(machine._in_the_way)
-    real(machine, *arguments)
-    machine._in_the_way |= numbers
-
-
 def of_those_there(real: Any, machine: Any, *arguments: Any) -> Any:
     """Start an announced exchange over the ranks that have announced."""
     readiness = machine._readiness
@@ -273,6 +267,16 @@ def take_twice(real: Any, queues: Any, *arguments: Any) -> Any:
     return taken
 
 
+def all_places(requests: Any) -> frozenset[int]:
+    """Return the places of all ranks."""
+    return frozenset(range(len(requests._neighbours)))
+
+
+def all_neighbours(requests: Any) -> list[frozenset[int]]:
+    """Return neighbours of each place as if all were neighbours."""
+    return [all_places(requests)] * len(requests._neighbours)
+
+
 def also_in_another_pair(got: Any, requests: Any, exchange: int) -> Any:
     """Pair a rank that is left over with a neighbour that has a partner."""
     pairs, met = got
@@ -283,27 +287,6 @@ def also_in_another_pair(got: Any, requests: Any, exchange: int) -> Any:
         if requests._place[other] in requests._neighbours[requests._place[rank]]
     ]
     return [*pairs, *more[:1]], met
-
-
-def with_all(real: Any, requests: Any, *arguments: Any) -> Any:
-    """Pair ranks as if all had all ranks as neighbours."""
-    everyone = frozenset(range(len(requests._neighbours)))
-    with mock.patch.object(requests, "_neighbours", [everyone] * len(everyone)):
-        return real(requests, *arguments)
-
-
-def with_the_finished(real: Any, requests: Any, *arguments: Any) -> Any:
-    """Pair ranks as if none had finished."""
-    with mock.patch.object(requests, "_active", set(range(len(requests._neighbours)))):
-        return real(requests, *arguments)
-
-
-def keep_entered(real: Any, machine: Any, *arguments: Any) -> Any:
-    """End, and count averages from where they were."""
-    entered = dict(machine._entered)
-    got = real(machine, *arguments)
-    machine._entered.update(entered)
-    return got
 
 
 def also_without_a_rank(due: Any, machine: Any) -> Any:
@@ -328,7 +311,7 @@ GOSSIP: Mapping[str, Mutant] = {
     ),
     "second stages of averages have no turn": Mutant("averages in two stages", Carrier, "carry", means_without_turn),
     "an exchange starts while a rank is in a drain": Mutant(
-        "sgp, cuts", GossipStateMachine, "_advance", meanwhile(_resuming=frozenset())
+        "sgp, cuts", GossipStateMachine, "_advance", meanwhile(_resuming=lambda _: ())
     ),
     "messages are announced where collectives start in order": Mutant(
         "dpsgd and averages", MessageExchange, "announce", announce_in_any_case
@@ -342,14 +325,14 @@ GOSSIP: Mapping[str, Mutant] = {
         "hosts with local steps", HostWorker, "_progress", without("_active")
     ),
     "a host's steps do not restart after an end": Mutant(
-        "hosts with local steps", HostWorker, "_complete_end", keep_steps_of_host
+        "hosts with local steps", HostWorker, "_complete_end", keeping("_host_step")
     ),
     "two exchanges at once": Mutant(
         "sgp", GossipStateMachine, "_due_exchange", after(lambda got, machine, _: (machine._in_the_way.clear(), got)[1])
     ),
-    "an exchange is never over": Mutant("sgp", GossipStateMachine, "_landed", still_in_the_way),
+    "an exchange is never over": Mutant("sgp", GossipStateMachine, "_landed", keeping("_in_the_way")),
     "an announced exchange goes before earlier messages": Mutant(
-        "osgp", GossipStateMachine, "_announced_exchange", meanwhile(_queues=())
+        "osgp", GossipStateMachine, "_announced_exchange", meanwhile(_queues=lambda _: ())
     ),
     "an announced exchange goes without a rank": Mutant(
         "dpsgd", GossipStateMachine, "_announced_exchange", of_those_there
@@ -358,7 +341,7 @@ GOSSIP: Mapping[str, Mutant] = {
         "dpsgd",
         GossipStateMachine,
         "_on_event",
-        lambda real, machine, *rest: meanwhile(_granted={})(real, machine, *rest),
+        meanwhile(_granted=lambda _: {}),
     ),
     "messages of several steps go together": Mutant(
         "sgp of three ranks",
@@ -367,10 +350,19 @@ GOSSIP: Mapping[str, Mutant] = {
         lambda real, queues, until: [group for group in queues._groups if group.step <= until],
     ),
     "a message goes twice": Mutant("opening", MessageQueues, "take", take_twice),
-    "offers stay behind at a drain": Mutant("osgp", GossipStateMachine, "_on_all_finished", meanwhile(_queues=())),
-    "averaged with a rank that is done": Mutant("adpsgd of three ranks", PairRequests, "pair", with_the_finished),
+    "offers stay behind at a drain": Mutant(
+        "osgp", GossipStateMachine, "_on_all_finished", meanwhile(_queues=lambda _: ())
+    ),
+    "averaged with a rank that is done": Mutant(
+        "adpsgd of three ranks", PairRequests, "pair", meanwhile(_active=all_places)
+    ),
     "a rank is in two pairs": Mutant("adpsgd of three ranks", PairRequests, "pair", after(also_in_another_pair)),
-    "averaged with a rank that is no neighbour": Mutant("adpsgd", PairRequests, "pair", with_all),
+    "averaged with a rank that is no neighbour": Mutant(
+        "adpsgd",
+        PairRequests,
+        "pair",
+        meanwhile(_neighbours=all_neighbours),
+    ),
     "ranks do not learn which ranks have finished": Mutant(
         "opening",
         GossipStateMachine,
@@ -378,9 +370,11 @@ GOSSIP: Mapping[str, Mutant] = {
         after(lambda got, *_: [command for command in got if not isinstance(command, RankFinished)]),
     ),
     "the last step of a rank that is done is wrong after a drain": Mutant(
-        "cut and drain", GossipStateMachine, "_retired", meanwhile(_bases=defaultdict(int))
+        "cut and drain", GossipStateMachine, "_retired", meanwhile(_bases=lambda _: defaultdict(int))
     ),
-    "averages are not reset after a drain": Mutant("averages", GossipStateMachine, "_on_all_finished", keep_entered),
+    "averages are not reset after a drain": Mutant(
+        "averages", GossipStateMachine, "_on_all_finished", keeping("_entered")
+    ),
     "an average goes without a rank": Mutant(
         "averages", GossipStateMachine, "_due_averages", after(also_without_a_rank)
     ),
@@ -417,7 +411,7 @@ LEADER: Mapping[str, Mutant] = {
     "a rank pulls before it has drained": Mutant("lsgd", Carrier, "pause", instead()),
     "a rank drains before its pulls are complete": Mutant("easgd", Carrier, "has_completed", instead(True)),
     "a pull starts although this rank has not seen the group's last one": Mutant(
-        "lsgd", Carrier, "_may_start", meanwhile(_in_flight={})
+        "lsgd", Carrier, "_may_start", meanwhile(_in_flight=lambda _: {})
     ),
     "two pulls of a group at once": Mutant(
         "lsgd", leader._Group, "is_due", lambda real, group: 0 < group.needed <= group.steps
@@ -428,7 +422,9 @@ LEADER: Mapping[str, Mutant] = {
         "_on_event",
         lambda real, machine, rank, event, now: [] if isinstance(event, PullDone) else real(machine, rank, event, now),
     ),
-    "a rank that is done leads": Mutant("lsgd", LeaderStateMachine, "_recent", meanwhile(_done={}, _absent=set())),
+    "a rank that is done leads": Mutant(
+        "lsgd", LeaderStateMachine, "_recent", meanwhile(_done=lambda _: {}, _absent=lambda _: ())
+    ),
     "a loss that is not finite leads": Mutant(
         "lsgd, losses that are no numbers", leader, "pick_leader", lambda real, means, ranks: next(iter(ranks), None)
     ),
@@ -443,10 +439,10 @@ LEADER: Mapping[str, Mutant] = {
         after(lambda got, machine, number: got or (number != ALL_RANKS and machine._config.local)),
     ),
     "a drain keeps what was counted": Mutant(
-        "cut and drain", LeaderStateMachine, "_on_all_finished", meanwhile(_flush=False)
+        "cut and drain", LeaderStateMachine, "_on_all_finished", meanwhile(_flush=lambda _: False)
     ),
     "a rank that is gone counts": Mutant(
-        "one leaves for good", LeaderStateMachine, "_on_all_finished", meanwhile(_absent=set())
+        "one leaves for good", LeaderStateMachine, "_on_all_finished", meanwhile(_absent=lambda _: ())
     ),
 }
 MUTANTS: Mapping[str, Mapping[str, Mutant]] = {"eager": EAGER, "gossip": GOSSIP, "leader": LEADER}
