@@ -125,12 +125,6 @@ def not_loaded(real: Any, machine: Any, rank: int, event: Any, *arguments: Any) 
     return commands
 
 
-def forget_hyper(machine: Any, rank: int, event: Any, now: float) -> None:
-    """Forget the hyperparameters of the round of a step."""
-    if event.step in machine._rounds:
-        machine._rounds[event.step].hyper = None
-
-
 def first_bucket_alone(real: Any, machine: Any, *arguments: Any) -> Any:
     """End with rounds of the first bucket."""
     starts = machine._starts
@@ -139,12 +133,6 @@ def first_bucket_alone(real: Any, machine: Any, *arguments: Any) -> Any:
     )
     with first:
         return real(machine, *arguments)
-
-
-def only_once(real: Any, gathering: Any, hosts: Any) -> None:
-    """Reset a gathering when it is made, and not again."""
-    if not hasattr(gathering, "held"):
-        real(gathering, hosts)
 
 
 EAGER: Mapping[str, Mutant] = {
@@ -182,7 +170,14 @@ EAGER: Mapping[str, Mutant] = {
         after(lambda got, steppers, *_: (next(iter(steppers.step_of), None), got[1])),
     ),
     "a round that has hyperparameters gets others": Mutant(
-        "steps that differ", EagerStateMachine, "_stepped", before(forget_hyper)
+        "steps that differ",
+        EagerStateMachine,
+        "_stepped",
+        before(
+            lambda machine, rank, event, now: (
+                event.step in machine._rounds and setattr(machine._rounds[event.step], "hyper", None)
+            )
+        ),
     ),
     "late hyperparameters are not sent": Mutant("opening", EagerStateMachine, "_stepped", after(lambda *_: [])),
     "a drain's last round goes for one bucket": Mutant(
@@ -204,7 +199,9 @@ EAGER: Mapping[str, Mutant] = {
         "two hosts", EagerStateMachine, "_gather", after(lambda *_: [])
     ),
     "what a host holds back is forgotten at a drain": Mutant("half of each host", Gathering, "holds", instead(False)),
-    "a host's steps are not reset after an end": Mutant("a host", Gathering, "reset", only_once),
+    "a host's steps are not reset after an end": Mutant(
+        "a host", Gathering, "reset", lambda real, one, hosts: None if hasattr(one, "held") else real(one, hosts)
+    ),
     "a host waits for its first rank alone": Mutant(
         "a host", Gathering, "hold", after(lambda got, gathering, rank, host, step, buckets, bits: list(buckets))
     ),
@@ -272,11 +269,6 @@ def all_places(requests: Any) -> frozenset[int]:
     return frozenset(range(len(requests._neighbours)))
 
 
-def all_neighbours(requests: Any) -> list[frozenset[int]]:
-    """Return neighbours of each place as if all were neighbours."""
-    return [all_places(requests)] * len(requests._neighbours)
-
-
 def also_in_another_pair(got: Any, requests: Any, exchange: int) -> Any:
     """Pair a rank that is left over with a neighbour that has a partner."""
     pairs, met = got
@@ -297,12 +289,6 @@ def also_without_a_rank(due: Any, machine: Any) -> Any:
     ):
         due.append(machine._start_average(index))
     return due
-
-
-def count_in_averages(machine: Any, rank: int, now: float) -> None:
-    """Count a rank once more in the averages that it has entered."""
-    for index, there in machine._averages.items():
-        machine._inside[index] += rank in there
 
 
 GOSSIP: Mapping[str, Mutant] = {
@@ -361,7 +347,7 @@ GOSSIP: Mapping[str, Mutant] = {
         "adpsgd",
         PairRequests,
         "pair",
-        meanwhile(_neighbours=all_neighbours),
+        meanwhile(_neighbours=lambda all_: [all_places(all_)] * len(all_._neighbours)),
     ),
     "ranks do not learn which ranks have finished": Mutant(
         "opening",
@@ -379,7 +365,14 @@ GOSSIP: Mapping[str, Mutant] = {
         "averages", GossipStateMachine, "_due_averages", after(also_without_a_rank)
     ),
     "a rank that is done counts in an average": Mutant(
-        "averages that ranks continue from", GossipStateMachine, "_on_rank_finished", before(count_in_averages)
+        "averages that ranks continue from",
+        GossipStateMachine,
+        "_on_rank_finished",
+        before(
+            lambda machine, rank, now: machine._inside.update(
+                {n: count + (rank in machine._averages[n]) for n, count in machine._inside.items()}
+            )
+        ),
     ),
     "no rank wakes when an exchange goes": Mutant("sgp", GossipStateMachine, "deadline", instead()),
 }
