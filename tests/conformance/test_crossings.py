@@ -44,8 +44,8 @@ CELLS = (
     else [
         *bindings.cells("torch", 2, FEW),
         *bindings.cells("keras", 1, bindings.KERAS_FEW, ()),
-        *bindings.cells("keras-graph", 1, bindings.GRAPH_FEW, ()),
-        *(Cell("keras", arm, {"weights": level}) for arm in bindings.KERAS_FEW for level in ("non-neg", "unit-norm")),
+        *bindings.cells("keras-graph", 1, bindings.GRAPH_FEW, (), bindings.GRAPH_FACTORS),
+        *(Cell("keras", arm, {"weights": "non-neg" if ARMS[arm].mixes else "unit-norm"}) for arm in bindings.KERAS_FEW),
     ]
 )
 

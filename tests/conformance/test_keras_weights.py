@@ -21,7 +21,6 @@ from tests.conformance.leader_reference import Following
 from tests.conformance.weight_ranks import KerasGraphRank
 
 each_algorithm = pytest.mark.parametrize("algorithm", ["lsgd", "easgd"])
-each_kind = pytest.mark.parametrize("kind", ["gossip", "leader"])
 sgd, leader = keras.optimizers.SGD, hvd.LeaderOptimizer
 NEVER = {"group": 1, "global_period": 1000}
 """No pulls: ranks train separately, until a drain."""

@@ -14,14 +14,9 @@ from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
 from tests.conformance.cases import Case
 from tests.conformance.eager_ranks import TORCH
-from tests.conformance.torch_ranks import TINY, TorchTrainer, batch, conv_model, flat, hand_overs, plain
+from tests.conformance.torch_ranks import TINY, TorchTrainer, conv_model, flat, hand_overs, loss, plain
 
 MOMENTUM = Case("momentum", "sgd", 0.05, momentum=0.9)
-
-
-def loss(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
-    images, labels = batch(rank, step)
-    return torch.nn.functional.cross_entropy(model(images), labels)
 
 
 def test_buckets_leave_during_backward_the_last_layers_first():

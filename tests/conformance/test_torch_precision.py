@@ -22,20 +22,15 @@ from tests.conformance.torch_ranks import (
     TorchTrainer,
     TorchVectors,
     apply_plainly,
-    batch,
     conv_model,
     flat,
+    loss,
     plain,
 )
 
 SGD = Case("sgd", "sgd", 0.1)
 MOMENTUM = Case("momentum", "sgd", 0.05, momentum=0.9)
 ADAM = Case("adam", "adam", 0.01)
-
-
-def loss(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
-    images, labels = batch(rank, step)
-    return torch.nn.functional.cross_entropy(model(images), labels)
 
 
 def make_scaler(scale: float) -> torch.amp.GradScaler:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
 from hvd_async.testing import Cluster
-from tests.conformance.torch_ranks import TINY, batch, conv_model, flat
+from tests.conformance.torch_ranks import TINY, batch, conv_model, flat, loss
 
 STEPS, RADIUS = 4, 0.05
 
@@ -45,11 +45,6 @@ class SAM(torch.optim.Optimizer):
             parameter.copy_(value)
         self.base.step()
         self.zero_grad()
-
-
-def loss(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
-    images, labels = batch(rank, step)
-    return torch.nn.functional.cross_entropy(model(images), labels)
 
 
 def train_sam(model: torch.nn.Module, opt: Any, rank: int) -> Any:

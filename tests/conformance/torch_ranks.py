@@ -34,6 +34,12 @@ def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return images, torch.as_tensor(random.integers(0, 3, 4))
 
 
+def loss(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
+    """A rank's loss in a step."""
+    images, labels = batch(rank, step)
+    return torch.nn.functional.cross_entropy(model(images), labels)
+
+
 def plain(case: Case, parameters: Any) -> torch.optim.Optimizer:
     """torch's optimizer for a case."""
     if case.kind == "adam":

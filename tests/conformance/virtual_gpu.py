@@ -49,6 +49,7 @@ from torch.utils._pytree import tree_leaves
 import hvd_async
 import hvd_async.torch as hvd
 from hvd_async import testing as memory
+from hvd_async.algorithms.eager import rank as rank_module
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.runtime import engine as engine_module
 from hvd_async.runtime.coordinator import Coordinator
@@ -56,7 +57,7 @@ from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Gone
 from hvd_async.runtime.lifecycle import use_engine
 from hvd_async.runtime.protocol import Codec, Command, Event, Hello, encode
-from hvd_async.torch import streams, testing
+from hvd_async.torch import gradient_replica, streams, testing
 from hvd_async.torch.tensor_collectives import POLLS_OF_GPU, TensorCollectives
 from tests.conformance import virtual_machine
 from tests.conformance.host_counts import VIEWS, WAITS
@@ -76,10 +77,11 @@ MODES = ("all", "solo", "sgp", "adpsgd", "lsgd")
 RECORDED = {"all": 0.804, "solo": 0.749, "sgp": 0.939, "adpsgd": 0.940, "lsgd": 0.910}
 """Ratios of an H100 with one rank (scripts/benchmarks/figures.md), for which prices were fitted."""
 EAGER = ("all", "solo", "majority")
-SETTLE = 18
-"""Steps before the first one that counts: the first ten check more than later ones do."""
-STEPS = dict.fromkeys(EAGER, SETTLE + 20)
-"""Counted steps under a quorum: a multiple of the period in which buckets are checked in turn. Other modes take 10."""
+SETTLE = 9
+"""Steps before the first one that counts."""
+COUNTED = 10
+FIRST = 2
+"""Steps in which the library checks more than in later ones, and after which it announces steps: ten outside."""
 FREE_STEPS = 3
 CODEC = Codec(FAMILIES)
 ELEMENTS = 8
@@ -830,7 +832,7 @@ class Rank:
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0) if setup.scaler else None
         optimizer = self._wrapped(scaler)
         with meter.running():
-            for step in range(STEPS.get(setup.mode, SETTLE + 10)):
+            for step in range(SETTLE + COUNTED):
                 self.machine.metered = step >= FREE_STEPS
                 if step == SETTLE - 7:  # (how far the host gets ahead of the device from now on is its own work)
                     self._level(actor)
@@ -941,6 +943,8 @@ def run(setup: Setup) -> list[Cost]:
     try:
         with (
             VirtualGpu(world).installed(),
+            mock.patch.object(rank_module, "STEADY", FIRST),
+            mock.patch.object(gradient_replica, "FIRST_STEPS", FIRST),
             mock.patch.object(engine_module, "time", SimpleNamespace(monotonic=world.seconds)),
         ):
             engines = [] if plain else _engines(setup, world, machines)

@@ -94,10 +94,6 @@ class Job:
         """Return the ranks' numbers."""
         return self.ranks or tuple(range(len(self.programs)))
 
-    def end_of(self, place: int, number: int) -> str:
-        """Return the kind of a rank's end, "drain" or "cut"."""
-        return [token for token in self.programs[place] if token in ("drain", "cut")][number]
-
 
 class Landing(NamedTuple):
     """A collective that may complete on a rank."""

@@ -50,10 +50,11 @@ RUNNERS = ("sklearn.datasets", "PIL.Image", "tensorboard.summary.writer.event_fi
 SERVERS = {
     "torch": ("torch._dynamo", "hvd_async.torch", *RUNNERS),  # (torch's first optimizer imports it)
     "tensorflow": ("keras", "horovod.tensorflow.keras", "hvd_async.tensorflow.keras", *RUNNERS),
+    "torch alone": ("torch._dynamo",),
     "plain torch": ("torch._dynamo", "horovod.torch"),
     "plain tensorflow": ("keras", "horovod.tensorflow.keras"),
 }
-"""What a fork server imports: a framework and ours, or one and Horovod alone."""
+"""What a fork server imports: a framework and ours, or one and Horovod alone, or neither."""
 
 
 @dataclass
@@ -258,7 +259,7 @@ def _run(
     try:
         with log.open("wb") as output:
             launcher = subprocess.Popen(
-                [*command, *_rank(script, args, server)],
+                [*command, *rank_command(script, args, server)],
                 cwd=REPOSITORY,
                 env=folder.environment(env),
                 stdin=subprocess.DEVNULL,
@@ -288,7 +289,7 @@ def _run(
         folder.remove()
 
 
-def _rank(script: str, args: Sequence[str], server: ForkServer | None) -> list[str]:
+def rank_command(script: str, args: Sequence[str], server: ForkServer | None) -> list[str]:
     """Return the command that a launcher starts for each rank."""
     forks = [] if server is None else ["-I", "-S", str(Path(__file__).with_name("forked_rank.py")), server.path]
     return [sys.executable, *forks, str(JOBS / script), *args]
@@ -301,7 +302,7 @@ def forking(popen: Callable[..., Any], server: ForkServer) -> Callable[..., Any]
         if "benchmarks.jobs" in command:
             starts, job = command[1 : command.index(sys.executable)], command[-1]
             launcher = [sys.executable, str(Path(__file__).with_name("horovodrun.py")), *starts]
-            command = [*launcher, *_rank("benchmark.py", [job], server)]
+            command = [*launcher, *rank_command("benchmark.py", [job], server)]
         return popen(command, **options)
 
     return start

@@ -64,7 +64,7 @@ EITHER = "torch" if PLANE == "torch" else "gloo"
 TORCH = Setting("torch", 3, EITHER, ("torch_equality", "promises", "gossip", "leaders"), "all" if LONG_RUN else "some")
 TORCH_4 = Setting("torch", 4, EITHER, ("gossip", "leaders", "torch_features", "hosts"), sets="dynamic", launched=False)
 """For what takes four ranks: two hosts of two, two process sets of two."""
-TORCH_MPI = Setting("torch", 2, "mpi", TORCH.topics, share="few")
+TORCH_MPI = Setting("torch", 2, "mpi", TORCH.topics if LONG_RUN else ("torch_equality",), share="few")
 TORCHRUN = Setting("torch", 3, "torch", TORCH.topics, share="few")
 TORCHRUN_4 = Setting("torch", 4, "torch", ("gossip", "leaders", "hosts"), "few", "static", launched=False)
 """Without Horovod: every family, hosts, and process sets that ``hvd.init()`` is given."""
@@ -73,8 +73,10 @@ TENSORFLOW = Setting(
 )
 TENSORFLOW_4 = Setting("tensorflow", 4, "gloo", ("gossip", "hosts"), "few", launched=False)
 MPI = [TORCH_MPI]
-"""Ranks that Open MPI starts import their framework each: those of TensorFlow are for a long run."""
+"""Ranks that Open MPI starts import their framework each: an ordinary run has one job of torch with one topic."""
 if LONG_RUN:
     MPI.append(Setting("tensorflow", 2, "mpi", ("tf_equality", "gossip"), "few"))
+MPI_LATER = MPI if LONG_RUN else []
+"""Those of ``MPI`` whose jobs have other topics than equality with Horovod."""
 ALONE = [Setting("torch", 1, topics=TORCH.topics, share="few")] if DEVICE == "cuda" else []
 """A rank that has its GPU for itself, on NCCL."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Callable
+
 import pytest
+from launch import ForkServer, forking
 
 from scripts.benchmarks.support import launch
 from scripts.benchmarks.support.arms import MUTANT
@@ -12,8 +16,11 @@ ARMS = ("horovod", "ddp", "solo", MUTANT, "sgp", "lsgd")
 STEPS = 6
 
 
-def test_arms_of_each_family_are_timed_in_one_job():
+def test_arms_of_each_family_are_timed_in_one_job(
+    server: Callable[[str], ForkServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All take their steps, one arm after the other, and the ranks end with the same weights."""
+    monkeypatch.setattr(launch.subprocess, "Popen", forking(subprocess.Popen, server("torch")))
     times = [[0.0, 0.05]] * STEPS
     how = {"steps": STEPS, "times": times, "exact": True, "scored": True, "lr": 0.05}
     task = {"name": "images", "data": "digits", "model": "plain", "batch": 16}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from jobs.blocks_table import BLOCKS, FENCE, ROOT, found
-from launch import Job, RunJob, run_job
+from launch import Job, RunJob
 
 pytestmark = pytest.mark.multiproc
 
@@ -36,18 +36,20 @@ def test_a_block_runs(blocks: Callable[[str], Job], name: str) -> None:
 
 
 @pytest.mark.parametrize(("left_out", "resumed"), [("+", False), ("-", True)], ids=["before", "after"])
-def test_the_script_for_ddp_runs_before_and_after_its_change(tmp_path: Path, left_out: str, resumed: bool) -> None:
+def test_the_script_for_ddp_runs_before_and_after_its_change(
+    launched: RunJob, tmp_path: Path, left_out: str, resumed: bool
+) -> None:
     page = (ROOT / "docs" / "from_ddp.md").read_text("utf-8")
     (diff,) = [match[3] for match in FENCE.finditer(page) if match[2] == "diff"]
     script = tmp_path / "train.py"
     lines = [line[1:] for line in diff.splitlines() if not line.startswith(left_out)]
     script.write_text("\n".join([f"import os\nos.chdir({str(tmp_path)!r})", *lines]))
-    output = run_job(str(script), 2, transport="torch").check().output
+    output = launched("torch", str(script), 2, transport="torch").check().output
     accuracies = [float(found) for found in re.findall(r"epoch \d: accuracy (\S+)", output)]
     assert len(accuracies) == 5, output
     assert accuracies[-1] > 0.9
     assert (tmp_path / "last.pt").exists()
     if resumed:
         script.write_text(script.read_text("utf-8").replace("range(first, 5)", "range(first, 6)"))
-        output = run_job(str(script), 2, transport="torch").check().output
+        output = launched("torch", str(script), 2, transport="torch").check().output
         assert re.findall(r"epoch (\d): accuracy", output) == ["5"]

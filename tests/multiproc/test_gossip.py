@@ -10,7 +10,7 @@ from jobs.gossip_table import COMPRESSED, HOSTS_COMPRESSED, STEPS, UNEVEN, UNEVE
 from launch import RunJob
 from settings import (
     ALONE,
-    MPI,
+    MPI_LATER,
     TENSORFLOW,
     TENSORFLOW_4,
     TORCH,
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.multiproc
 
 CASE = next(case for case in CASES if case.name == "nesterov")
 FULL = (TORCH, TENSORFLOW)
-ALL = (*FULL, TORCH_4, TENSORFLOW_4, *MPI, TORCHRUN, TORCHRUN_4, *ALONE)
+ALL = (*FULL, TORCH_4, TENSORFLOW_4, *MPI_LATER, TORCHRUN, TORCHRUN_4, *ALONE)
 EACH = [(setting, case) for setting in ALL for case in cases(setting.ranks, setting.share)]
 
 

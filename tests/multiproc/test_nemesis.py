@@ -18,7 +18,7 @@ from tests.conftest import LONG_RUN
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.multiproc
-LEAKS = 50 if LONG_RUN else 8
+LEAKS = 50 if LONG_RUN else 6
 """Resets of the schedule that looks for leaks."""
 RELAYED = ("solo", "dpsgd", "adpsgd", "lsgd", "all") if LONG_RUN else ("solo",)
 """Kinds that are trained on two hosts of two ranks."""

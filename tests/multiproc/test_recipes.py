@@ -29,9 +29,9 @@ LAUNCHERS = {"ray_executor", "ray_train"}
 """Recipes that start their ranks themselves."""
 SLOW = LAUNCHERS | {"timm_imagenet", "trainer", "keras_fit"}
 """Recipes whose frameworks take long to start: tried in a long run."""
-TRIED = [path for path in RECIPES if LONG_RUN or path.stem not in SLOW]
 UNDER_TORCHRUN = ("accelerate_loop", "lightning", "trainer") if LONG_RUN else ("lightning",)
 """Recipes whose trainers look at what torchrun sets."""
+TRIED = [path for path in RECIPES if LONG_RUN or path.stem not in SLOW.union(UNDER_TORCHRUN)]
 
 
 def run(path: Path, folder: Path, forked: RunJob) -> Job:

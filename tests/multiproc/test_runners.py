@@ -161,14 +161,14 @@ def test_every_rank_stops_where_the_signal_meets_it_and_continues_from_there(
 
 
 WAYS = [
-    (TORCH, "--algorithm allreduce", 1),
     (TORCH, "--bf16 --compression bf16 --quorum auto --optimizer lars --lr 2 --weight-decay 0.0001", 2),
 ]
 SLOW_WAYS = [
+    (TORCH, "--algorithm allreduce", 1),
     (TORCH, "--fp16 --backward-passes-per-step 2 --compression fp16", 1),
     (TF, "--algorithm allreduce --fp16 --backward-passes-per-step 2 --compression fp16", 1),
 ]
-"""With epochs: in fp16 a CPU takes several times as long."""
+"""With epochs: for a long run."""
 
 
 @pytest.mark.parametrize(("runner", "line", "epochs"), WAYS + (SLOW_WAYS if LONG_RUN else []))
@@ -213,6 +213,7 @@ def test_digits_are_learned_by_gossip(train: Train, tmp_path: Path, runner: str,
         assert held is None or max(held) > 0.0
 
 
+@LONG
 def test_a_gossiping_run_is_resumed_by_fewer_ranks_and_another_algorithm(train: Train, tmp_path: Path) -> None:
     line = ("--checkpoint-dir", str(tmp_path), "--resume")
     job, summary = train(TORCH, *line, "--algorithm", "sgp", "--peers", "0:1,2:2", "--epochs", "2", ranks=3)

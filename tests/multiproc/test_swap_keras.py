@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from launch import Job, RunJob
+from test_names import same
 
 pytestmark = pytest.mark.multiproc
 
@@ -14,11 +13,6 @@ pytestmark = pytest.mark.multiproc
 def swapped(forked: RunJob) -> Job:
     """The one job that has all cases."""
     return forked("plain tensorflow", "tf_swap.py", 3)
-
-
-def same(ranks: list[dict[str, Any]], key: str) -> bool:
-    """Whether all ranks have the same value."""
-    return all(rank[key] == ranks[0][key] for rank in ranks)
 
 
 def test_the_job_ends_by_horovods_own_shutdown(swapped: Job) -> None:

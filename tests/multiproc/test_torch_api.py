@@ -13,7 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launch import REPOSITORY, Job, RunJob
+from launch import REPOSITORY, ForkServer, Job, RunJob, rank_command
+
+from tests.conftest import LONG_RUN
 
 pytestmark = pytest.mark.multiproc
 
@@ -37,17 +39,25 @@ def test_results_are_horovods(jobs: Callable[[int, str], Job], case: str, ranks:
         assert own["found"] == expected["found"]
 
 
-def test_horovodrun_starts_ranks_without_horovod() -> None:
+@pytest.fixture
+def torch_alone(launched: RunJob, tmp_path: Path) -> Callable[..., Job]:
+    """Runs code, its arguments and variables of its environment, under horovodrun by ranks that have imported torch."""
+
+    def run(code: str, *args: str, **env: str) -> Job:
+        script = tmp_path / "script.py"
+        script.write_text(code)
+        return launched("torch alone", str(script), 2, args=args, env=env)
+
+    return run
+
+
+def test_horovodrun_starts_ranks_without_horovod(torch_alone: Callable[..., Job]) -> None:
     code = (
         "import torch, hvd_async.torch as hvd\nhvd.init()\nassert hvd.allreduce.__module__.startswith('hvd_async')\n"
         "assert (hvd.size(), hvd.local_size(), hvd.cross_size()) == (2, 2, 1)\n"
         "assert hvd.allreduce(torch.tensor(1.0 + hvd.rank())).item() == 1.5\nhvd.shutdown()\n"
     )
-    launcher = str(Path(__file__).with_name("horovodrun.py"))
-    command = [sys.executable, launcher, "-np", "2", "--gloo", sys.executable, "-c", code]
-    env = {**os.environ, "HVD_ASYNC_TRANSPORT": "torch", "PYTHONPATH": str(REPOSITORY)}
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 0, ended.stderr
+    torch_alone(code, HVD_ASYNC_TRANSPORT="torch").check()
 
 
 # -- ranks that no launcher of Horovod's has started ----------------------------------------------------------------
@@ -63,7 +73,10 @@ WAYS: dict[str, str] = {
 """Ways to make ranks, and what the error says where there is one."""
 
 
-@pytest.mark.parametrize(("start", "transport"), [("fork", ""), ("fork", "torch"), ("spawn", "")])
+STARTS = [("fork", ""), ("fork", "torch"), *([("spawn", "")] if LONG_RUN else [])]
+
+
+@pytest.mark.parametrize(("start", "transport"), STARTS)
 def test_ranks_that_a_script_makes_are_one_job(start: str, transport: str) -> None:
     """Whether Horovod is installed or not."""
     ways = WAYS if start == "fork" else {"by_variables": ""}
@@ -88,14 +101,17 @@ NODE = (
 )
 
 
-@pytest.mark.parametrize("group", ["group", "none"])
-def test_two_containers_of_one_host_name_are_two_hosts(group: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("group", ["group", "none"] if LONG_RUN else ["none"])
+def test_two_containers_of_one_host_name_are_two_hosts(
+    server: Callable[[str], ForkServer], group: str, tmp_path: Path
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     script = tmp_path / "node.py"
     script.write_text(NODE)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-    where = ["--master-addr=127.0.0.1", f"--master-port={port}", str(script), group]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--no-python"]
+    rank = rank_command(str(script), [group], server("torch alone"))
+    where = ["--master-addr=127.0.0.1", f"--master-port={port}", *rank]
     with contextlib.ExitStack() as nodes:
         env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
         started = [
@@ -117,21 +133,15 @@ CHOICE = (
 )
 
 
-def on_gpus(gpus: str) -> subprocess.CompletedProcess[str]:
-    """Run two ranks under horovodrun that believe that they see GPUs, one digit each."""
-    launcher = str(Path(__file__).with_name("horovodrun.py"))
-    command = [sys.executable, launcher, "-np", "2", "--gloo", sys.executable, "-c", CHOICE, gpus]
-    env = {name: value for name, value in os.environ.items() if name not in ("HVD_ASYNC_TRANSPORT", "HVD_ASYNC_STAGE")}
-    env |= {"PYTHONPATH": str(REPOSITORY), "HVD_ASYNC_INIT_TIMEOUT": "30" if gpus == "11" else "3"}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
-
-
-def test_ranks_with_gpus_meet_on_torch_distributed() -> None:
-    ended = on_gpus("11")
-    assert ended.returncode == 0, ended.stderr
-
-
-def test_a_rank_without_a_gpu_next_to_one_with_a_gpu_ends_the_job_and_is_explained() -> None:
-    ended = on_gpus("10")
-    assert ended.returncode != 0
-    assert "Ranks without a GPU use Horovod: if there are some, set HVD_ASYNC_TRANSPORT=horovod" in ended.stderr
+@pytest.mark.parametrize(
+    ("gpus", "said"),
+    [("11", ""), ("10", "Ranks without a GPU use Horovod: if there are some, set HVD_ASYNC_TRANSPORT=horovod")],
+    ids=["both", "one"],
+)
+def test_ranks_that_see_gpus_meet_on_torch_distributed_or_the_job_ends_and_says_why(
+    torch_alone: Callable[..., Job], gpus: str, said: str
+) -> None:
+    """``gpus``: how many each rank sees, one digit a rank."""
+    job = torch_alone(CHOICE, gpus, HVD_ASYNC_INIT_TIMEOUT="3" if said else "30")
+    assert (job.returncode == 0) == (not said), str(job)
+    assert said in job.output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -67,10 +66,6 @@ class Weights(WeightReplica):
 
     def buffers(self) -> Buffers:
         return Buffers([Statistic(self)], lambda array: array)
-
-    def keep_buffers(self) -> Callable[[], None]:
-        kept = self.statistic
-        return lambda: setattr(self, "statistic", kept)
 
     def statistics(self) -> Any:
         return np.array([self.statistic, 1.0])

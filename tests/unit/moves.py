@@ -9,7 +9,6 @@ from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.runtime.protocol import Accepted, Command, Hyper, Registered
 
 SOLO = EagerConfig("solo", 2, 0.0, 0, 1)
-PACED = EagerConfig("solo", 2, 0.0, 0, 1, "rounds")
 
 
 def opened(config: EagerConfig, size: int, timeline: bool = False) -> EagerStateMachine:

@@ -14,8 +14,6 @@ from hvd_async.algorithms.eager.quorum import Quorum, RoundQuorum, check_quorum,
 SIZES = st.integers(1, 9)
 RANKS = (0, 1, 3, 4, 7, 8, 12, 20, 21)
 """A process set's need not be all of the job's."""
-PINNED = [2, 3, 1, 0, 1, 1, 3, 4, 4, 3, 0, 0]
-"""Seed 0, five ranks, rounds 0 to 11: the same on every rank, whatever its Python, or ranks would fire apart."""
 
 
 @st.composite

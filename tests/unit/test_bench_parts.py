@@ -21,7 +21,6 @@ from scripts.benchmarks.support.figures import (
     slope,
     spread,
 )
-from scripts.benchmarks.support.launch import repetitions
 from scripts.benchmarks.support.report import Goal, columns, finite, row, table
 from tests.unit.bench_jobs import options
 
@@ -30,11 +29,6 @@ WIRE = 8 * 8.0 / 50.0 / network.PAYLOAD
 """Seconds that 8 MB take at 50 Mbit/s."""
 
 # -- statistics -------------------------------------------------------------------------------------------------------
-
-
-def test_arms_alternate():
-    order = repetitions(["a", "b", "c"], 3)
-    assert order == [(0, "a"), (0, "b"), (0, "c"), (1, "b"), (1, "c"), (1, "a"), (2, "c"), (2, "a"), (2, "b")]
 
 
 def test_medians_and_intervals():

@@ -42,16 +42,35 @@ KERAS_FEW = (
 """Arms of Keras' eager steps in an ordinary run."""
 GRAPH_FEW = ("eager-all", "eager-ahead", "eager-solo", "sgp-own", "dpsgd-quasi-own", "local", "lsgd-own")
 """Arms of graphs in an ordinary run: each family, and each kind of step."""
-SELDOM = {"drain", "consensus", "zeroed", "loop", "sgd", "transform-touch", "bool", "integer", "uint16", "reassigned"}
+GRAPH_FACTORS = ("optimizer", "weights", "averages", "gradients", "training", "rate", "travel", "middle")
+"""What a graph of a step computes, and what has it traced again; other factors are the same with eager steps."""
+SELDOM = {
+    *("drain", "drain-inference", "ends-inference", "consensus", "zeroed", "loop", "sgd", "transform-touch"),
+    *("bool", "integer", "uint16", "reassigned"),
+}
 """Levels that only a long run crosses with all others: another level does what they do, and more."""
 
 
-def cells(binding: str, crossed: int, arms: Iterable[str] = ARMS, seldom: Iterable[str] = SELDOM) -> list[Cell]:
-    """Return few cells in which all levels of any ``crossed`` factors meet, the arm being one of them."""
+def cells(
+    binding: str,
+    crossed: int,
+    arms: Iterable[str] = ARMS,
+    seldom: Iterable[str] = SELDOM,
+    chosen: Iterable[str] | None = None,
+) -> list[Cell]:
+    """Return few cells in which all levels of any ``crossed`` factors meet, the arm being one of them.
+
+    Args:
+        binding: of the cells.
+        crossed: number of factors.
+        arms: that are crossed.
+        seldom: levels that are left out.
+        chosen: factors; None: all.
+    """
     own = BINDINGS[binding]
     factors = {"arm": list(arms)}
-    for factor, levels in own.levels.items():
-        without = [] if factor == "optimizer" else ["none"]
+    for factor in own.levels if chosen is None else chosen:
+        levels, without = own.levels[factor], [] if factor == "optimizer" else ["none"]
         factors[factor] = [*without, *(level for level in levels if level not in set(seldom))]
     rows = cover(factors, crossed, own.allowed)
     return [Cell(binding, row.pop("arm"), row) for row in rows]

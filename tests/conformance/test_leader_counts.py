@@ -1,6 +1,6 @@
-"""Leader-pull of ranks as threads: what is counted, and what threads share.
+"""Leader-pull: what is counted, and what threads share.
 
-Each step equals the reference: ``tests/conformance/test_leader``. Any order of events: ``tests/machines``.
+Each step equals the reference: ``test_leader``. Any order of events, and that no step waits: ``tests/machines``.
 """
 
 from __future__ import annotations
@@ -11,54 +11,51 @@ import time
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 
 from hvd_async.testing import Cluster
-from tests.conformance.cases import CASES
-from tests.conformance.gossip_reference import least_squares
 from tests.conformance.leader_cases import ELASTIC, PAIRS
-from tests.conformance.leader_drive import TIMEOUT, Seen, check, run, wait_for_pulls
+from tests.conformance.leader_drive import TIMEOUT, Seen, check, wait_for_pulls
 from tests.conformance.leader_reference import ALL, Following, Outcome, replay
-from tests.threads.following_workload import Follower
+from tests.conformance.weight_ranks import TorchRank
 
-MOMENTUM = CASES[1]
-EXACT = 1e-12
+OFTEN = dataclasses.replace(ELASTIC, global_period=1)
+DOUBLE = {"dtype": torch.float64}
 
 
-def follow(following: Following, size: int, steps: Any, **how: Any) -> tuple[list[Seen], Outcome]:
-    """Train, and check each step against the reference."""
-    problem = least_squares(size, MOMENTUM)
-    cluster = Cluster(size, jitter=0.0 if how else 0.001)
-    seen = run(lambda rank: Follower(problem, following, rank), steps, cluster, **how)
+def follow(following: Following, size: int, steps: int) -> tuple[list[Seen], Outcome]:
+    """Train in step, and check each step against the reference."""
+    problem, seen = TorchRank.run(following, steps, Cluster(size), together=True, **DOUBLE)
     outcome = replay(problem, following, [own.log for own in seen])
-    check(outcome, seen, EXACT)
+    check(outcome, seen, 1e-12)
     return seen, outcome
 
 
 def test_after_a_cut_the_consensus_is_its_center_although_others_continue():
-    problem, together = least_squares(2, MOMENTUM), threading.Barrier(2)
+    problem, together = TorchRank.least_squares(2), threading.Barrier(2)
 
-    def train(rank: int) -> list[bytes]:
-        own = Follower(problem, dataclasses.replace(ELASTIC, global_period=1), rank).train(3)
-        own.drain(flush=False)
-        worker, before = own.worker(), own.stats().pulls
-        centers = [worker.consensus(own.x).tobytes()]
+    def train(rank: int) -> list[Any]:
+        own = TorchRank(problem, rank, OFTEN, **DOUBLE).train(3)
+        own.opt.cut()
+        worker, before = own.worker(), own.opt.stats().pulls
+        centers = [worker.consensus(torch.as_tensor(own.weights())).tolist()]
         together.wait(TIMEOUT)
         own.train(2 - 2 * rank)
         wait_for_pulls(worker, before + 1)
         together.wait(TIMEOUT)
-        centers.append(worker.consensus(own.x).tobytes())
-        own.drain()
+        centers.append(worker.consensus(torch.as_tensor(own.weights())).tolist())
+        own.opt.drain()
         return centers
 
-    assert len({center for centers in Cluster(2).run(train) for center in centers}) == 1
+    one, other = Cluster(2).run(train)
+    assert one == other == [one[0]] * 2
 
 
 def test_what_is_counted_of_lsgd():
     """A follower receives the weights once a pull, who leads nothing."""
     began = time.time()
-    seen, outcome = follow(PAIRS, 4, 41, together=True)
+    seen, outcome = follow(PAIRS, 4, 41)
     for rank, own in enumerate(seen):
         pulled = [(group, leader) for group in (rank // 2, ALL) for _, leader in outcome.leaders(rank, group)]
         history = [entry[1:] for entry in own.stats.history]
@@ -78,7 +75,7 @@ def test_what_is_counted_of_lsgd():
 @pytest.mark.parametrize(("size", "each"), [(1, 0), (2, 48), (3, 64)])
 def test_what_is_counted_of_easgd(size, each):
     """A ring's part of a sum: 2 (P - 1) / P times the weights."""
-    for own in follow(dataclasses.replace(ELASTIC, global_period=2), size, 10, together=True)[0]:
+    for own in follow(dataclasses.replace(ELASTIC, global_period=2), size, 10)[0]:
         assert own.stats.pulls == 5
         assert own.stats.led == {-1: 5}
         assert own.stats.bytes_received == 5 * each
@@ -107,26 +104,25 @@ def test_what_is_on_its_way_is_looked_at_and_changed_under_the_engines_lock_only
             super().__delitem__(name)
 
     def train(rank: int) -> int:
-        own = Follower(least_squares(2, MOMENTUM), dataclasses.replace(PAIRS, groups=((0, 1),)), rank)
-        guarded = own._worker.executor.carrier._in_flight = Guarded(own._worker.engine.changed)
-        own.train(12).drain(flush=False)
-        own.train(1).drain()
+        own = TorchRank(TorchRank.least_squares(2), rank, dataclasses.replace(PAIRS, groups=((0, 1),)), **DOUBLE)
+        worker = own.worker()
+        guarded = worker.executor.carrier._in_flight = Guarded(worker.engine.changed)
+        own.train(12).opt.cut()
+        own.train(1).opt.drain()
         return guarded.looks
 
     assert min(Cluster(2).run(train)) > 0
 
 
 def test_a_snapshot_is_never_changed_by_later_steps():
-    """What is on its way belongs to the pull: mix() returns vectors that must not be changed, and changes none."""
+    """What is on its way belongs to the pull."""
 
     def train(rank: int) -> None:
-        own, held = Follower(least_squares(2, MOMENTUM), dataclasses.replace(ELASTIC, global_period=1), rank), []
+        own, held = TorchRank(TorchRank.least_squares(2), rank, OFTEN, **DOUBLE), []
         for _ in range(30):
-            own.step()
-            executor = own.worker().executor
-            held += [(vector, vector.copy()) for vector in (executor.snapshot, executor.consensus, own.x)]
-        own.drain()
-        for vector, was in held:
-            np.testing.assert_array_equal(vector, was)
+            executor = own.train(1).worker().executor
+            held += [(vector, vector.clone()) for vector in (executor.snapshot, executor.consensus)]
+        own.opt.drain()
+        assert all(torch.equal(vector, was) for vector, was in held)
 
     Cluster(2).run(train)
