@@ -13,7 +13,6 @@ from hvd_async.algorithms.gossip.plan import GossipPlan, plan_of
 from hvd_async.algorithms.gossip.quasi_global import Correction
 from hvd_async.algorithms.gossip.rank import GossipWorker
 from hvd_async.algorithms.kept import Kept
-from hvd_async.algorithms.leader.rank import Statistics
 from hvd_async.algorithms.option import either, options_of
 from hvd_async.optimizers.local import LocalDriver, StepEnd, StepStart
 from hvd_async.optimizers.replica import WeightReplica
@@ -196,13 +195,13 @@ class GossipDriver(LocalDriver):
         """Learning rates of the step that has begun, as numbers. At the end of the step reading them needs no wait."""
         return [(elements, float(rate)) for elements, rate in self._given_rates]
 
-    def end_step(self, before: Vector | None, after: Vector, statistics: Statistics | None = None) -> StepEnd:
+    def end_step(self, before: Vector | None, after: Vector) -> StepEnd:
         """End a step, as in ``LocalDriver``, and correct the momentum by the change that mixing has made."""
         worker = self.worker
         if worker is None or not self.plan.config.quasi_global:
-            return super().end_step(before, after, statistics)
+            return super().end_step(before, after)
         half, weight = after + 0, worker.weight
-        end = super().end_step(before, after, statistics)
+        end = super().end_step(before, after)
         mixed = end.weights
         if weight != 1.0:  # (the optimizer updates the weights multiplied by this factor)
             half *= weight

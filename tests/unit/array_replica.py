@@ -72,18 +72,12 @@ class Weights(WeightReplica):
         kept = self.statistic
         return lambda: setattr(self, "statistic", kept)
 
-    def statistics(self) -> Any:
-        return np.array([self.statistic, 1.0])
-
     def check_momentum(self) -> None: ...
 
     def momentum(self) -> Any:
         return np.zeros(2)
 
     def write_momentum(self, momentum: Any) -> None: ...
-
-    def clip(self, vector: Any, one: Any, other: Any) -> Any:
-        return vector
 
 
 class Optimizer(GossipMethods):
