@@ -277,7 +277,7 @@ class OuterWorker(GossipWorker):
         self._sent = {int(key.removeprefix(SENT)): own + 0 for key, own in copies.items() if key.startswith(SENT)}
         self._rates.extend(float(rate) for rate in copies.get(RATES, ()))
         if self._state.momentum is not None:
-            # (Version 0.2.0 saved no moves: for a period, parameters count as moved.)
+            # (A state of local has no moves: for a period, parameters count as moved.)
             unknown = [kept.base] * len(self.sizes())
             self._last_moves = [int(step) for step in copies.get(LAST_MOVES, unknown)]
         self.take_common_state(copies)
