@@ -24,11 +24,10 @@ from hvd_async.algorithms.leader.selection import NO_LEADER, Strengths
 from hvd_async.runtime.interfaces import Program
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.runtime.protocol import Command
+from hvd_async.simulation.baselines import synchronous
 from hvd_async.simulation.job import HYPER, Job, Outcome, Rank, Setup, Sizes, Work
-from hvd_async.simulation.names import LEADERS, RIVALS, gossip_of, quorum_of, read_name
+from hvd_async.simulation.names import LEADERS, gossip_of, quorum_of, read_name
 from hvd_async.simulation.network import sent_bytes
-
-from . import baselines
 
 # -- partial allreduce -------------------------------------------------------------------------------------------------
 
@@ -238,9 +237,10 @@ def job_of(arm: str, setup: Setup, **options: Any) -> Job[Any]:
 
 
 def simulate(arm: str, setup: Setup, **options: Any) -> Outcome:
-    """Simulate an arm of this library or of a rival, and return its figures. For the arguments see ``job_of``."""
-    if read_name(arm).base in RIVALS:
-        return baselines.simulate(arm, setup)
+    """Simulate an arm of this library or Horovod's synchronous SGD, and return its figures. For the arguments see
+    ``job_of``."""
+    if arm == "horovod":
+        return synchronous(arm, setup, sent_bytes(setup.megabytes, "none"))
     found = job_of(arm, setup, **options).run()
     assert found is not None
     return found

@@ -13,8 +13,8 @@ from hvd_async.advisor.prediction import MODES, YARDSTICK, Prediction, Risk, Spr
 from hvd_async.advisor.report import sentences
 from hvd_async.cli.main import main
 from hvd_async.simulation.network import Network
-from hvd_async.simulation.schedule import one_random, slowest_work, synchronous_seconds
 from hvd_async.traces.format import DDP, FSDP, HOROVOD, Header, read_trace
+from scripts.benchmarks.support.schedule import one_random, slowest_work, synchronous_seconds
 from tests.unit.test_traces import write
 
 SLOW = np.tile([0.1, 0.1, 0.2, 0.1], (60, 1))
