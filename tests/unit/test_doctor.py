@@ -24,7 +24,7 @@ from hvd_async.cli.output import show_findings
 from hvd_async.doctor import machine, network, programs, software
 from hvd_async.doctor.findings import Finding, Verdict, note, ok, problem
 from hvd_async.doctor.machine import GIB
-from hvd_async.doctor.network import Allreduce, Echo, Link, Measurement, in_a_job, judge_network, latency
+from hvd_async.doctor.network import Allreduce, Link, Measurement, in_a_job, judge_network, latency, listening
 from hvd_async.doctor.programs import RESULT, Outcome, run_limited
 from hvd_async.doctor.software import PATCH, Answer, Build
 from hvd_async.errors import EngineError
@@ -464,7 +464,7 @@ def test_each_link_has_its_own_bandwidth(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_first_rank_of_each_host_is_measured_and_a_failure_is_reported(monkeypatch: pytest.MonkeyPatch):
-    def refused(addresses: Sequence[str], port: int, token: bytes, owner: str) -> float:
+    def refused(addresses: Sequence[str], port: int, owner: str) -> float:
         raise EngineError(f"{owner} is behind a wall")
 
     monkeypatch.setattr(network, "latency", refused)
@@ -527,11 +527,10 @@ def test_only_rank_0_prints_and_fails(
     assert msgspec.convert(written, Measurement) == found, "what measure_hosts reads"
 
 
-def test_an_echo_is_known_by_its_token(monkeypatch: pytest.MonkeyPatch):
-    with contextlib.closing(Echo()) as echo:
-        assert 0 < latency(["127.0.0.1"], echo.port, echo.token, "b") < 1
-        with pytest.raises(EngineError, match="something else answers at the address"):
-            latency(["127.0.0.1"], echo.port, b"x" * network.TOKEN, "b")
+def test_half_of_a_connection_is_the_latency(monkeypatch: pytest.MonkeyPatch):
+    with listening() as port:
+        number = port.getsockname()[1]
+        assert 0 < latency(["127.0.0.1"], number, "b") < 1
     monkeypatch.setattr(network, "PATIENCE", 0.5)
     with pytest.raises(EngineError, match="cannot be reached"):
-        latency(["127.0.0.1"], echo.port, echo.token, "b")
+        latency(["127.0.0.1"], number, "b")
