@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_async.algorithms import registry
 from hvd_async.algorithms.eager.config import EagerConfig, EagerOptions, StartRound
 from hvd_async.algorithms.eager.gradient_format import GradientFormat
 from hvd_async.algorithms.eager.machine import EagerStateMachine
@@ -26,7 +27,6 @@ from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.runtime.protocol import Command
 from hvd_async.simulation.baselines import synchronous
 from hvd_async.simulation.job import HYPER, Job, Outcome, Rank, Setup, Sizes, Work
-from hvd_async.simulation.names import LEADERS, gossip_of, quorum_of, read_name
 from hvd_async.simulation.network import sent_bytes
 
 # -- partial allreduce -------------------------------------------------------------------------------------------------
@@ -217,30 +217,20 @@ class LeaderJob(Job[LeaderWorker]):
 # -- by name -----------------------------------------------------------------------------------------------------------
 
 
-def job_of(arm: str, setup: Setup, **options: Any) -> Job[Any]:
-    """Return the job of an arm that has a state machine.
+def simulate(algorithm: str, setup: Setup, **options: Any) -> Outcome:
+    """Simulate an algorithm of this library, or "horovod": synchronous SGD; return its figures.
 
     Args:
-        arm: name, such as "solo", "k7", "dpsgd-bf16", "local-int8-avg8", "lsgd".
+        algorithm: its name.
         setup: the job to simulate.
         options: of ``EagerJob``, ``make_plan`` or ``LeaderJob``.
-
-    Raises:
-        ValueError: the arm is unknown.
     """
-    name, how = read_name(arm), gossip_of(arm)
-    if name.base in LEADERS:
-        return LeaderJob(arm, setup, **options)
-    if how is None:
-        return EagerJob(arm, setup, quorum_of(name.base), compression=name.compression, **options)
-    return GossipJob(arm, setup, make_plan(setup.ranks, **{**how._asdict(), **options}))
-
-
-def simulate(arm: str, setup: Setup, **options: Any) -> Outcome:
-    """Simulate an arm of this library or Horovod's synchronous SGD, and return its figures. For the arguments see
-    ``job_of``."""
-    if arm == "horovod":
-        return synchronous(arm, setup, sent_bytes(setup.megabytes, "none"))
-    found = job_of(arm, setup, **options).run()
+    if algorithm == "horovod":
+        return synchronous(algorithm, setup, sent_bytes(setup.megabytes, "none"))
+    family = registry.ALGORITHMS[algorithm].family
+    if family == "gossip":
+        found = GossipJob(algorithm, setup, make_plan(setup.ranks, algorithm, **options)).run()
+    else:
+        found = (EagerJob if family == "eager" else LeaderJob)(algorithm, setup, **options).run()
     assert found is not None
     return found

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from hvd_async.simulation import schedule
-from hvd_async.simulation.arms import job_of
 from hvd_async.simulation.job import Clock, Setup
 from hvd_async.simulation.network import Network
 from scripts.benchmarks.support import simulated
@@ -17,6 +16,7 @@ from scripts.benchmarks.support.schedule import (
     Level,
     averaged,
     gradients_of,
+    job_of,
     linear,
     one_random,
     play,

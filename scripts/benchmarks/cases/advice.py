@@ -13,9 +13,9 @@ import numpy as np
 
 from hvd_async.advisor.advice import advise
 from hvd_async.advisor.prediction import Prediction, named_modes
-from hvd_async.simulation.names import waits_for_none
 from hvd_async.simulation.schedule import Schedule, lengths, stalls
 from hvd_async.traces.format import read_trace
+from scripts.benchmarks.support.names import waits_for_none
 
 from ..support.arms import parse_arms
 from ..support.figures import Block, spread

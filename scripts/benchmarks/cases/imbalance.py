@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hvd_async.simulation.names import LEADERS, SYNCHRONOUS, gossip_of, waits_for_none
 from hvd_async.simulation.schedule import Schedule
+from scripts.benchmarks.support.names import LEADERS, SYNCHRONOUS, gossip_of, waits_for_none
 
 from ..support.arms import is_eager, parse_arms
 from ..support.figures import (

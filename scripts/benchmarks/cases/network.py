@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hvd_async.algorithms.gossip.plan import make_plan
-from hvd_async.simulation.names import IN_STEP, LEADERS, LOCAL_PERIOD, OUTER, RIVALS, gossip_of, read_name
 from hvd_async.simulation.network import BYTES
+from scripts.benchmarks.support.names import IN_STEP, LEADERS, LOCAL_PERIOD, OUTER, RIVALS, gossip_of, read_name
 
 from ..support.arms import IN_BACKWARD, WARM_UP, installed, parse_arms
 from ..support.figures import Block, everywhere, grouped, identical, mean_interval, spread

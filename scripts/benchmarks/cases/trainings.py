@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvd_async.simulation.names import GOSSIP, LEADERS, RIVALS, SYNCHRONOUS, gossip_of, read_name, waits_for_none
 from hvd_async.simulation.schedule import Schedule
+from scripts.benchmarks.support.names import GOSSIP, LEADERS, RIVALS, SYNCHRONOUS, gossip_of, read_name, waits_for_none
 
 from ..support import data
 from ..support.arms import MUTANT, WARM_UP, installed, is_eager, listed, need_arm, parse_arms

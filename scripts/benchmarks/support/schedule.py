@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 
 from hvd_async import topology
 from hvd_async.algorithms.eager.quorum import initiator, needed
-from hvd_async.simulation import arms
+from hvd_async.algorithms.gossip.plan import make_plan
+from hvd_async.simulation.arms import EagerJob, GossipJob, LeaderJob
 from hvd_async.simulation.baselines import Times, collective, outcome_of, synchronous
-from hvd_async.simulation.job import Outcome, Setup
-from hvd_async.simulation.names import IN_STEP, LOCAL_PERIOD, RIVALS, SYNCHRONOUS, quorum_of, read_name
+from hvd_async.simulation.job import Job, Outcome, Setup
 from hvd_async.simulation.network import ring_bytes, sent_bytes
 from hvd_async.simulation.schedule import Schedule
+
+from .names import IN_STEP, LEADERS, LOCAL_PERIOD, RIVALS, SYNCHRONOUS, gossip_of, quorum_of, read_name
 
 SAME = 1e-9
 """Seconds within which two events count as simultaneous."""
@@ -220,6 +222,25 @@ class Level(NamedTuple):
     period: int
 
 
+def job_of(arm: str, setup: Setup, **options: Any) -> Job[Any]:
+    """Return the job of an arm that has a state machine.
+
+    Args:
+        arm: name, such as "solo", "k7", "dpsgd-bf16", "local-int8-avg8", "lsgd".
+        setup: the job to simulate.
+        options: of ``EagerJob``, ``make_plan`` or ``LeaderJob``.
+
+    Raises:
+        ValueError: the arm is unknown.
+    """
+    name, how = read_name(arm), gossip_of(arm)
+    if name.base in LEADERS:
+        return LeaderJob(arm, setup, **options)
+    if how is None:
+        return EagerJob(arm, setup, quorum_of(name.base), compression=name.compression, **options)
+    return GossipJob(arm, setup, make_plan(setup.ranks, **{**how._asdict(), **options}))
+
+
 def simulate(arm: str, setup: Setup, **options: Any) -> Outcome:
     """Simulate an arm of this library, or a rival: "horovod" or "ddp", optionally compressed, post-local SGD, torchft's
     algorithms or "decent-dp".
@@ -229,7 +250,9 @@ def simulate(arm: str, setup: Setup, **options: Any) -> Outcome:
     """
     name = read_name(arm)
     if name.base not in RIVALS:
-        return arms.simulate(arm, setup, **options)
+        found = job_of(arm, setup, **options).run()
+        assert found is not None
+        return found
     megabytes, compression = setup.megabytes, name.compression
     if compression == "powersgd":
         megabytes, compression = power_sgd_megabytes(megabytes), "none"

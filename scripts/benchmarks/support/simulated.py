@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvd_async.simulation.job import Outcome, Setup
-from hvd_async.simulation.names import RIVALS, waits_for_none
 from hvd_async.simulation.network import Network, ring_bytes
 from hvd_async.simulation.schedule import constant, one_slow
+from scripts.benchmarks.support.names import RIVALS, waits_for_none
 
 from .arms import WARM_UP
 from .figures import grouped
