@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hvd_async.algorithms.leader.selection import ALL_RANKS
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.runtime.coordinator import Coordinator
 from hvd_async.runtime.engine import Engine
@@ -36,20 +35,6 @@ def stop_engine(optimizer: Any) -> None:
         optimizer: one of the wrapped optimizers. All ranks call this function.
     """
     optimizer._async.lifecycle.shutdown()
-
-
-def distance_to_leader(optimizer: Any) -> float | None:
-    """Return |x - leader|, of this rank's weights after its last step and the weights of the leader of all ranks.
-
-    Args:
-        optimizer: a ``LeaderOptimizer`` that has taken a step. With EASGD the distance is that to the center.
-
-    Returns:
-        None if this rank knows no leader of all ranks, or is the leader.
-    """
-    pulls = optimizer._async.worker.executor
-    leader = pulls.pending_results().targets.get(ALL_RANKS)
-    return None if leader is None else float(((pulls.snapshot - leader) ** 2).sum() ** 0.5)
 
 
 class InjectedError(RuntimeError):
@@ -327,56 +312,6 @@ class MemoryCollectives:
         if not meeting.complete.wait(60.0):
             raise InjectedError(f"{name}: not all ranks have called it")
         return list(meeting.result)
-
-
-class _LateHandle(_MemoryHandle):
-    """A sum that may be taken before it is complete. It is seen to be complete only some looks later."""
-
-    def __init__(self, meeting: _Meeting, seed: str) -> None:
-        super().__init__(meeting)
-        self._looks = random.Random(seed).randrange(6)
-        self._lock = threading.Lock()
-        self._result: Any = None
-        self.take = self._take
-
-    def _take(self) -> Any:
-        if not self._meeting.complete.wait(60.0):
-            raise InjectedError("a sum that was taken is never complete")
-        return self.result()
-
-    def done(self) -> bool:
-        if super().done():
-            self._looks -= 1
-        return self._looks < 0
-
-    def result(self) -> Any:
-        with self._lock:  # (both threads have the same tensor, as on a GPU)
-            if self._result is None:
-                self._result = super().result()
-        return self._result
-
-    def seconds_to_poll(self) -> float | None:
-        return 0.001
-
-
-class LateCollectives(MemoryCollectives):
-    """Collectives as on NCCL: started in one order; torch gradients' sums are usable once they are submitted.
-
-    A vector that was submitted holds NaN, so that a sum that is read without being taken shows.
-    """
-
-    in_order = True
-
-    def allreduce_sum(
-        self, vector: Vector, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
-    ) -> _MemoryHandle:
-        if type(vector).__module__ != "torch" or not name.startswith("hvd_async.eager") or scale != 1.0:
-            return super().allreduce_sum(vector, name, process_set, keep, scale)
-        sent = vector + 0
-        if not keep:
-            vector.fill_(float("nan"))
-        handle = super().allreduce_sum(sent, name, process_set)
-        return _LateHandle(handle._meeting, f"{name} {self.rank}")
 
 
 class Cluster:

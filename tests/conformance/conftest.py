@@ -13,6 +13,7 @@ from tensorflow.python.framework import func_graph
 
 from hvd_async import testing
 from hvd_async.algorithms.eager import rank
+from tests.conformance import fake_gpu
 from tests.conformance.drive import tapes
 
 __all__ = ["tapes"]
@@ -43,7 +44,7 @@ def plane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     chosen, name = os.environ.get("HVD_ASYNC_TEST_PLANE", ""), request.node.nodeid
     late = zlib.crc32(name.encode()) % 2 == 0 if chosen == "" else chosen == "late"
     if late and request.module.__name__.rpartition(".")[2] in LATE and "keras" not in name:
-        monkeypatch.setattr(testing, "MemoryCollectives", testing.LateCollectives)
+        monkeypatch.setattr(testing, "MemoryCollectives", fake_gpu.LateCollectives)
         monkeypatch.setattr(rank, "STEADY", 0)
 
 

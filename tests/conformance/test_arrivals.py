@@ -14,9 +14,10 @@ import torch
 from hvd_async.algorithms.eager.config import EagerOptions
 from hvd_async.algorithms.eager.gradient_format import GradientFormat
 from hvd_async.algorithms.eager.rank import EagerWorker
-from hvd_async.testing import Cluster, LateCollectives, MemoryCollectives
-from hvd_async.torch import streams, testing
+from hvd_async.testing import Cluster, MemoryCollectives
+from hvd_async.torch import streams
 from hvd_async.torch.arrival import FIRST, Arrivals, Lead
+from tests.conformance import fake_gpu
 from tests.conformance.cases import Case
 from tests.conformance.torch_ranks import TINY, TorchTrainer, TorchVectors
 from tests.conformance.virtual_gpu import Cost, Setup, run
@@ -45,7 +46,7 @@ class Device:
 
 
 def late_plane(memory: MemoryCollectives) -> MemoryCollectives:
-    return LateCollectives(memory._board, memory.rank, memory.size)
+    return fake_gpu.LateCollectives(memory._board, memory.rank, memory.size)
 
 
 def worker_of(cluster: Cluster, rank: int, device: Device | None, quorum: Any = "solo") -> EagerWorker:
@@ -147,7 +148,7 @@ def test_rounds_have_the_same_bits_as_on_the_confirmed_path(quorum, monkeypatch)
     trained = []
     for confirm in ("0", "1"):
         monkeypatch.setenv("HVD_ASYNC_CONFIRM", confirm)
-        with testing.FakeGpu().installed():
+        with fake_gpu.FakeGpu().installed():
             trained.append(Cluster(1 if quorum == "solo" else 2, wrap=late_plane).run(train))
     assert trained[0] == trained[1]
 
@@ -155,7 +156,7 @@ def test_rounds_have_the_same_bits_as_on_the_confirmed_path(quorum, monkeypatch)
 # -- the marker -------------------------------------------------------------------------------------------------------
 
 
-class Clocked(testing.FakeGpu):
+class Clocked(fake_gpu.FakeGpu):
     """A fake GPU whose events know the time, which the test sets."""
 
     now = 0.0
@@ -195,7 +196,7 @@ def test_the_marker_is_where_the_device_needs_the_lead_for_the_rest(lead, place)
 
 
 def test_no_marker_is_set_before_the_last_backward_pass_of_a_step():
-    with testing.FakeGpu().installed():
+    with fake_gpu.FakeGpu().installed():
 
         def train(rank: int) -> list[bool]:
             one = TorchVectors([2], Case("unit", "sgd", 1.0), quorum="solo", backward_passes_per_step=2)

@@ -17,9 +17,10 @@ import hvd_async.torch as hvd
 from hvd_async.algorithms.eager.gradient_format import Tail
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.testing import Cluster
-from hvd_async.torch import gradient_format, streams, tensor_collectives, testing
+from hvd_async.torch import gradient_format, streams, tensor_collectives
 from hvd_async.torch import horovod_collectives as collectives
 from hvd_async.torch.gradient_replica import FIRST_STEPS
+from tests.conformance import fake_gpu
 from tests.conformance.races import CPU, RacyGpu, racy_cluster
 from tests.conformance.torch_ranks import TINY, batch, conv_model
 from tests.conftest import LONG_RUN
@@ -501,7 +502,7 @@ def test_every_wait_of_streams_has_a_planted_fault():
 # -- weights that are not finite, where nothing waits for that -------------------------------------------------------
 
 
-class LaggingGpu(testing.FakeGpu):
+class LaggingGpu(fake_gpu.FakeGpu):
     """A fake GPU on which the host learns of an event only when it waits for that: it is as far ahead as it can be."""
 
     def __init__(self) -> None:
@@ -509,12 +510,12 @@ class LaggingGpu(testing.FakeGpu):
         self._default = _LaggingStream(self, CPU)
 
 
-class _LaggingStream(testing.Stream):
-    def record_event(self) -> testing.Event:
+class _LaggingStream(fake_gpu.Stream):
+    def record_event(self) -> fake_gpu.Event:
         return _LaggingEvent(self._gpu)
 
 
-class _LaggingEvent(testing.Event):
+class _LaggingEvent(fake_gpu.Event):
     def query(self) -> bool:
         return False
 
@@ -550,7 +551,7 @@ def test_weights_that_are_not_finite_reach_no_other_rank(mode, ranks, late):
                 finite = all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
                 found[rank] = step, finite, getattr(optimizer.stats(), "push_sum_weight", 1.0)
 
-    gpu = LaggingGpu() if late else testing.FakeGpu()
+    gpu = LaggingGpu() if late else fake_gpu.FakeGpu()
     with gpu.installed():
         outcome, *_ = Cluster(ranks).outcomes(train, timeout=60)
     assert isinstance(outcome, FloatingPointError), outcome

@@ -6,6 +6,7 @@ For tests, and for counting what a step on a GPU costs the host. Kernels run imm
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 
+from hvd_async.runtime.interfaces import Vector
+from hvd_async.testing import InjectedError, MemoryCollectives, _Meeting, _MemoryHandle
 from hvd_async.torch import streams
 
 
@@ -121,3 +124,56 @@ class FakeGpu(streams.Gpu):
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         self.host_waits("to_host")
         return tensor.clone()
+
+
+# -- sums that are taken before they are complete, as on NCCL ---------------------------------------------------------
+
+
+class _LateHandle(_MemoryHandle):
+    """A sum that may be taken before it is complete. It is seen to be complete only some looks later."""
+
+    def __init__(self, meeting: _Meeting, seed: str) -> None:
+        super().__init__(meeting)
+        self._looks = random.Random(seed).randrange(6)
+        self._lock = threading.Lock()
+        self._result: Any = None
+        self.take = self._take
+
+    def _take(self) -> Any:
+        if not self._meeting.complete.wait(60.0):
+            raise InjectedError("a sum that was taken is never complete")
+        return self.result()
+
+    def done(self) -> bool:
+        if super().done():
+            self._looks -= 1
+        return self._looks < 0
+
+    def result(self) -> Any:
+        with self._lock:  # (both threads have the same tensor, as on a GPU)
+            if self._result is None:
+                self._result = super().result()
+        return self._result
+
+    def seconds_to_poll(self) -> float | None:
+        return 0.001
+
+
+class LateCollectives(MemoryCollectives):
+    """Collectives as on NCCL: started in one order; torch gradients' sums are usable once they are submitted.
+
+    A vector that was submitted holds NaN, so that a sum that is read without being taken shows.
+    """
+
+    in_order = True
+
+    def allreduce_sum(
+        self, vector: Vector, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
+    ) -> _MemoryHandle:
+        if type(vector).__module__ != "torch" or not name.startswith("hvd_async.eager") or scale != 1.0:
+            return super().allreduce_sum(vector, name, process_set, keep, scale)
+        sent = vector + 0
+        if not keep:
+            vector.fill_(float("nan"))
+        handle = super().allreduce_sum(sent, name, process_set)
+        return _LateHandle(handle._meeting, f"{name} {self.rank}")
