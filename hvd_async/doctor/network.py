@@ -107,7 +107,7 @@ class Measurement(msgspec.Struct, frozen=True):
 
 CONNECTIONS = 20
 BACKLOG = 1024
-"""Connections that wait to be accepted, which nobody does: the system has answered them."""
+"""Connections that may wait to be accepted. None is: the system has answered them."""
 PATIENCE = 5.0
 """Time limit of a connection, s."""
 

@@ -371,7 +371,7 @@ def _end(driver: LocalDriver, flat: Flat, given: set[int], before: tf.Tensor, *v
     Args:
         driver: of the optimizer.
         flat: the weights.
-        given: the indices of those that have a gradient.
+        given: the indices of the weights that have a gradient.
         before: the weights before the update, shape (n,); empty if they are not needed.
         values: of the variables of ``flat`` after it.
 

@@ -47,7 +47,7 @@ class TorchArguments(HorovodArguments):
     named_buffers: Pairs | Callable[[], Pairs] | None = option(
         None,
         "the model, ``model.named_buffers`` or ``model.named_buffers()``, so that batch-norm statistics and other "
-        "buffers agree, looked up anew each time; or pairs (name, tensor), taken as they are",
+        "buffers agree, looked up again each time; or pairs (name, tensor), taken as they are",
         before="buffers",
     )
 

@@ -27,7 +27,7 @@ STATISTICS = ("running_mean", "running_var")
 
 
 class NamedBuffers:
-    """The buffers of a model, listed anew each time: a module may put another tensor in a buffer's place.
+    """The buffers of a model, listed again each time: a module may put another tensor in a buffer's place.
 
     Args:
         given: ``named_buffers`` as the user gave it: a model, a function that returns pairs (name, tensor), or the

@@ -18,8 +18,15 @@ from numpy.typing import NDArray
 from hvd_async import topology
 from hvd_async.algorithms.eager.quorum import initiator, needed
 from hvd_async.algorithms.gossip.plan import make_plan
-from hvd_async.simulation.arms import EagerJob, GossipJob, LeaderJob
-from hvd_async.simulation.baselines import Times, collective, outcome_of, synchronous
+from hvd_async.simulation.arms import (
+    EagerJob,
+    GossipJob,
+    LeaderJob,
+    Times,
+    collective,
+    outcome_of,
+    synchronous,
+)
 from hvd_async.simulation.job import Job, Outcome, Setup
 from hvd_async.simulation.network import ring_bytes, sent_bytes
 from hvd_async.simulation.schedule import Schedule
