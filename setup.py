@@ -33,7 +33,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["hvd_async", "hvd_async.*"]),
     package_data={"hvd_async": ["py.typed"]},
-    install_requires=["msgspec", "numpy", "prometheus_client", "psutil", "pyzmq", "rich"],
+    install_requires=["msgspec", "numpy", "prometheus_client", "psutil", "pyzmq"],
     entry_points={"console_scripts": ["hvd_async = hvd_async.cli.main:main"]},
     extras_require={
         "torch": ["torch>=2.3"],

@@ -8,7 +8,6 @@ whose rows also sum to 1 (Lian et al., NeurIPS 2017 and ICML 2018).
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -287,46 +286,3 @@ def least_weight(weights: Sequence[Matrix | EdgeWeights], overlap: bool = False)
         if np.abs(w - begin).max() < TOLERANCE:  # periods repeat from here on
             break
     return least
-
-
-# -- how fast ranks agree -------------------------------------------------------------------------------------
-
-
-def disagreement(weights: Sequence[Matrix], steps: int) -> list[float]:
-    """Return an upper bound of the disagreement sqrt(sum |x_i - mean|^2) after each of ``steps`` steps.
-
-    It is relative to the initial disagreement: the spectral norm of the product of the (doubly stochastic) matrices
-    minus the averaging matrix.
-    """
-    size, found = len(weights[0]), list[float]()
-    product = np.eye(size)
-    for step in range(steps):
-        product = weights[step % len(weights)] @ product
-        found.append(float(np.linalg.norm(product - 1.0 / size, 2)))
-    return found
-
-
-def second_eigenvalue(weights: Sequence[Matrix]) -> float:
-    """Return the second largest absolute eigenvalue of the product of a period's (column-stochastic) matrices.
-
-    A value within rounding error is returned as 0.
-    """
-    product = np.linalg.multi_dot([*reversed(weights)]) if len(weights) > 1 else weights[0]
-    values = sorted(np.abs(np.linalg.eigvals(product)), reverse=True)
-    return float(values[1]) if len(values) > 1 and values[1] > ROUNDING else 0.0
-
-
-def spectral_gap(weights: Sequence[Matrix]) -> float:
-    """Return the spectral gap per step: 1 - ``second_eigenvalue``^(1 / period). 1 is agreement within a period."""
-    return 1.0 - math.pow(min(1.0, second_eigenvalue(weights)), 1.0 / len(weights))
-
-
-def mixing_time(weights: Sequence[Matrix], within: float = 1e-3) -> float:
-    """Return the steps until the disagreement is ``within`` times its initial value, by the spectral gap.
-
-    Infinite if the gap is 0.
-    """
-    gap = spectral_gap(weights)
-    if gap <= 0.0:
-        return math.inf
-    return float(len(weights)) if gap == 1.0 else math.log(within) / math.log1p(-gap)

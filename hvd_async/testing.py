@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hvd_async.algorithms.leader.selection import ALL_RANKS
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.runtime.coordinator import Coordinator
 from hvd_async.runtime.engine import Engine
@@ -36,20 +35,6 @@ def stop_engine(optimizer: Any) -> None:
         optimizer: one of the wrapped optimizers. All ranks call this function.
     """
     optimizer._async.lifecycle.shutdown()
-
-
-def distance_to_leader(optimizer: Any) -> float | None:
-    """Return |x - leader|, of this rank's weights after its last step and the weights of the leader of all ranks.
-
-    Args:
-        optimizer: a ``LeaderOptimizer`` that has taken a step. With EASGD the distance is that to the center.
-
-    Returns:
-        None if this rank knows no leader of all ranks, or is the leader.
-    """
-    pulls = optimizer._async.worker.executor
-    leader = pulls.pending_results().targets.get(ALL_RANKS)
-    return None if leader is None else float(((pulls.snapshot - leader) ** 2).sum() ** 0.5)
 
 
 class InjectedError(RuntimeError):
@@ -327,83 +312,6 @@ class MemoryCollectives:
         if not meeting.complete.wait(60.0):
             raise InjectedError(f"{name}: not all ranks have called it")
         return list(meeting.result)
-
-
-class _LateHandle(_MemoryHandle):
-    """A collective whose result may be taken before it is complete. It is seen to be complete only some looks later."""
-
-    def __init__(self, handle: Any, seed: str) -> None:
-        super().__init__(handle._meeting, handle._part)
-        self._looks = random.Random(seed).randrange(6)
-        self._lock = threading.Lock()
-        self._result: Any = None
-        self.take = self._take
-
-    def _take(self) -> Any:
-        if not self._meeting.complete.wait(60.0):
-            raise InjectedError("a collective whose result was taken is never complete")
-        return self.result()
-
-    def done(self) -> bool:
-        if super().done():
-            self._looks -= 1
-        return self._looks < 0
-
-    def result(self) -> Any:
-        with self._lock:  # (both threads have the same tensor, as on a GPU)
-            if self._result is None:
-                self._result = super().result()
-        return self._result
-
-    def seconds_to_poll(self) -> float | None:
-        return 0.001
-
-
-class LateCollectives(MemoryCollectives):
-    """Collectives as on NCCL: started in one order; torch's are usable once they are submitted.
-
-    A vector that was submitted holds NaN where a result may be written, so that one that is read without being taken
-    shows.
-    """
-
-    in_order = True
-
-    def allreduce_sum(
-        self, vector: Vector, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
-    ) -> Handle:
-        sent = self._given(vector, keep)
-        return self._late(super().allreduce_sum(sent, name, process_set, keep, scale), vector, name)
-
-    def broadcast(self, vector: Vector, root: int, name: str, process_set: Any = None) -> Handle:
-        sent = self._given(vector, self.rank == root)
-        return self._late(super().broadcast(sent, root, name, process_set), vector, name)
-
-    def alltoall(
-        self,
-        rows: Rows,
-        splits: list[int],
-        coming: list[int],
-        name: str,
-        process_set: Any = None,
-        into: Rows | None = None,
-    ) -> Handle:
-        return self._late(super().alltoall(rows, splits, coming, name, process_set, into), rows, name)
-
-    def _given(self, vector: Vector, keep: bool) -> Vector:
-        """Return the vector to be sent, and let the given one look as its memory may meanwhile."""
-        if not _is_of_torch(vector):
-            return vector
-        sent = vector + 0
-        if not keep:
-            vector.fill_(float("nan") if vector.is_floating_point() else 77)
-        return sent
-
-    def _late(self, handle: Handle, given: Any, name: str) -> Handle:
-        return _LateHandle(handle, f"{name} {self.rank}") if _is_of_torch(given) else handle
-
-
-def _is_of_torch(vector: Any) -> bool:
-    return type(vector).__module__ == "torch"
 
 
 class Cluster:

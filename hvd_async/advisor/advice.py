@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hvd_async.advisor.prediction import BASES, EVERY, MODES, YARDSTICK, Mode, Prediction, Risk, named_modes, predict
 from hvd_async.algorithms.eager.quorum import waits_for_all
-from hvd_async.simulation.names import GOSSIP, LEADERS
+from hvd_async.algorithms.registry import ALGORITHMS
 from hvd_async.simulation.network import Network, ring_bytes
 from hvd_async.traces.format import DDP, FSDP, SYNCHRONOUS, Header, Trace
 
@@ -226,6 +226,8 @@ class Choice(NamedTuple):
 
 SCREENED = 2
 """Simulated jobs by which the modes for a closer look are chosen."""
+OPTIONS = ("quorum", "pace", "average_every")
+"""Options of a recorded job that its simulation has too."""
 BEST = 4
 """Number of modes that get a closer look."""
 EXPECTED: Mapping[bool, str] = {True: "adpsgd", False: "local"}
@@ -358,24 +360,24 @@ def base_of(trace: Trace) -> str:
 
 def mode_of(header: Header) -> Mode | None:
     """Return the mode that a trace was recorded under; None if it cannot be simulated."""
-    quorum, every = header.options.get("quorum"), header.options.get("average_every")
-    arms = {algorithm: arm for arm, algorithm in GOSSIP.items()}
+    options = {name: header.options[name] for name in OPTIONS if header.options.get(name)}
     if header.algorithm in SYNCHRONOUS:
         return YARDSTICK
     if header.options.get("local_size", 1) != 1 or header.options.get("hierarchical"):
         return None  # (hosts that step together are not simulated)
-    risk = Risk.OWN
-    if quorum is not None:
-        risk = Risk.NONE if waits_for_all(quorum, header.ranks) else Risk.LATE
-        arm = f"k{quorum}" if isinstance(quorum, int) else str(quorum)
-    elif header.algorithm in arms:
-        arm = arms[header.algorithm] + (f"-avg{every}" if isinstance(every, int) and every else "")
-    elif header.algorithm in LEADERS:
-        arm, risk = header.algorithm, Risk.PULLED
-    else:
+    if options.get("pace") == "steps":  # (the default)
+        del options["pace"]
+    name = header.algorithm
+    family = ALGORITHMS[name].family if name in ALGORITHMS else None
+    if family is None or (family == "eager" and "quorum" not in options):
         return None
-    pace = {"pace": header.options["pace"]} if header.options.get("pace") == "rounds" else {}
-    return Mode(arm, arm, "", risk, options=pace)
+    if family == "eager":
+        risk, name = Risk.NONE if waits_for_all(options["quorum"], header.ranks) else Risk.LATE, str(options["quorum"])
+    elif family == "gossip":
+        risk, options = Risk.OWN, {k: v for k, v in options.items() if k == "average_every" and isinstance(v, int)}
+    else:
+        risk, options = Risk.PULLED, {}
+    return Mode(name, header.algorithm, "", risk, options=options)
 
 
 def choose(base: Prediction, others: Sequence[Prediction], name: str = "synchronous SGD") -> list[Choice]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from types import MappingProxyType
@@ -47,15 +48,15 @@ class Mode(NamedTuple):
 
     Attributes:
         name: for reports and messages.
-        arm: name in ``hvd_async.simulation.arms``.
+        algorithm: to simulate.
         line: the call in the script that wraps ``opt``; None for the yardstick.
         risk: the change that it makes to training.
         remark: further note for the user.
-        options: of ``job_of``.
+        options: of ``hvd_async.simulation.arms.simulate``.
     """
 
     name: str
-    arm: str
+    algorithm: str
     line: str | None
     risk: Risk
     remark: str = ""
@@ -63,7 +64,7 @@ class Mode(NamedTuple):
 
     def is_as(self, other: Mode) -> bool:
         """Return whether both modes have the same simulation."""
-        return (self.arm, dict(self.options)) == (other.arm, dict(other.options))
+        return (self.algorithm, dict(self.options)) == (other.algorithm, dict(other.options))
 
 
 YARDSTICK = Mode("horovod", "horovod", None, Risk.NONE)
@@ -73,62 +74,45 @@ BASES: Mapping[str, str] = {HOROVOD: "Horovod", DDP: "DDP", FSDP: "FSDP"}
 EVERY = "every"
 """Name that selects all modes."""
 OWN_CLASSES = "loses accuracy where ranks see different classes"
+
+
+def _eager(name: str, remark: str = "", risk: Risk = Risk.LATE, **options: Any) -> Mode:
+    """Return partial allreduce with these options."""
+    written = ", ".join(f"{option}={json.dumps(value)}" for option, value in options.items())
+    return Mode(name, "eager", f"EagerOptimizer(opt, {written})", risk, remark, options)
+
+
+def _own(name: str, remark: str = "", risk: Risk = Risk.OWN, wrapper: str = "Gossip", **options: Any) -> Mode:
+    """Return an algorithm of ranks with weights of their own."""
+    written = "".join(f", {option}={value}" for option, value in options.items())
+    return Mode(name, name, f'{wrapper}Optimizer(opt, algorithm="{name}"{written})', risk, remark, options)
+
+
+SLOW_TAKE_FEWER = "slow ranks take fewer steps"
 MODES: Sequence[Mode] = (
-    Mode("all", "all", 'EagerOptimizer(opt, quorum="all")', Risk.NONE),
-    Mode("majority", "majority", 'EagerOptimizer(opt, quorum="majority")', Risk.LATE),
-    Mode("solo", "solo", 'EagerOptimizer(opt, quorum="solo")', Risk.LATE, "the latest gradients of these"),
-    Mode(
+    _eager("all", risk=Risk.NONE, quorum="all"),
+    _eager("majority", quorum="majority"),
+    _eager("solo", "the latest gradients of these", quorum="solo"),
+    _eager(
         "pace rounds",
-        "solo",
-        'EagerOptimizer(opt, quorum="solo", pace="rounds")',
-        Risk.LATE,
         "each rank at its own pace, slow ones take fewer steps: end the loop by opt.rounds, in Keras by StopAtRounds",
-        MappingProxyType({"pace": "rounds"}),
+        quorum="solo",
+        pace="rounds",
     ),
-    Mode(
-        "auto",
-        "auto",
-        'EagerOptimizer(opt, quorum="auto")',
-        Risk.LATE,
-        "its quorum depends on what it measures",
-    ),
-    Mode("sgp", "sgp", 'GossipOptimizer(opt, algorithm="sgp")', Risk.OWN),
-    Mode("osgp", "osgp", 'GossipOptimizer(opt, algorithm="osgp")', Risk.OWN),
-    Mode("dpsgd", "dpsgd", 'GossipOptimizer(opt, algorithm="dpsgd")', Risk.OWN),
-    Mode(
-        "adpsgd",
-        "adpsgd",
-        'GossipOptimizer(opt, algorithm="adpsgd")',
-        Risk.OWN,
-        f"each rank at its own pace: slow ones take fewer steps; {OWN_CLASSES}",
-    ),
-    Mode(
-        "local",
-        "local-avg4",
-        'GossipOptimizer(opt, algorithm="local", average_every=4)',
-        Risk.OWN,
-        f"averages every 4 steps; {OWN_CLASSES}",
-    ),
-    Mode(
-        "lsgd",
-        "lsgd",
-        'LeaderOptimizer(opt, algorithm="lsgd")',
-        Risk.PULLED,
-        "slow ranks take fewer steps; call opt.record_loss(loss) before each step",
-    ),
-    Mode(
-        "easgd",
-        "easgd",
-        'LeaderOptimizer(opt, algorithm="easgd")',
-        Risk.PULLED,
-        "slow ranks take fewer steps",
-    ),
+    _eager("auto", "its quorum depends on what it measures", quorum="auto"),
+    _own("sgp"),
+    _own("osgp"),
+    _own("dpsgd"),
+    _own("adpsgd", f"each rank at its own pace: slow ones take fewer steps; {OWN_CLASSES}"),
+    _own("local", f"averages every 4 steps; {OWN_CLASSES}", average_every=4),
+    _own("lsgd", f"{SLOW_TAKE_FEWER}; call opt.record_loss(loss) before each step", risk=Risk.PULLED, wrapper="Leader"),
+    _own("easgd", SLOW_TAKE_FEWER, risk=Risk.PULLED, wrapper="Leader"),
 )
 
 
 def quorum(ranks: int) -> Mode:
     """Return partial allreduce with a quorum of ``ranks`` ranks."""
-    return Mode(f"quorum {ranks}", f"k{ranks}", f"EagerOptimizer(opt, quorum={ranks})", Risk.LATE)
+    return _eager(f"quorum {ranks}", quorum=ranks)
 
 
 def named_modes(ranks: int, names: str = EVERY) -> list[Mode]:
@@ -265,7 +249,7 @@ def simulated(
             )
             for number, times in enumerate(jobs)
         ]
-        found.append([simulate(mode.arm, setup, **mode.options) for setup in setups])
+        found.append([simulate(mode.algorithm, setup, **mode.options) for setup in setups])
     base = [each.steps_per_s for each in found[0]]
     return [_prediction(mode, each, base) for mode, each in zip((YARDSTICK, *modes), found, strict=True)]
 

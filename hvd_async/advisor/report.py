@@ -167,7 +167,7 @@ def change(advice: Advice, mode: Mode) -> str:
     named = call.replace("(opt,", "(opt, named_parameters=model.named_parameters(),")
     drain = "+opt.drain()  # on every rank: before evaluation and checkpoints, and at the end"
     loop = ["+    opt.record_loss(loss)"] if "record_loss" in mode.remark else []
-    if mode.options:  # (pace="rounds")
+    if "pace" in mode.options:
         loop = ["-for step in range(steps):", "+while opt.rounds < steps:"]
     if header.algorithm == HOROVOD:
         wrapped = ["-opt = hvd.DistributedOptimizer(opt, named_parameters=model.named_parameters())", f"+opt = {named}"]

@@ -1,10 +1,9 @@
-"""Output of the commands: tables, advice and findings, with lines and colours on a terminal; a picture of a trace."""
+"""Output of the commands: tables, advice and findings; a picture of a trace."""
 
 from __future__ import annotations
 
 import importlib.util
 import shutil
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,6 @@ from hvd_async.traces.format import Times, Trace
 
 WIDTH = 110
 """Width of wrapped text, characters."""
-COLOURS = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "bold red"}
 CLOSING = {
     Verdict.OK: "hvd_async will work here.",
     Verdict.NOTE: "jobs will work here; the notes say what could be better.",
@@ -28,19 +26,9 @@ CLOSING = {
 
 
 def show_table(table: Table) -> None:
-    """Print a table: framed on a terminal that is wide enough, else as plain columns."""
+    """Print a table as plain columns."""
     title, columns, rows = table
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    if sys.stdout.isatty() and sum(widths) + 3 * len(widths) + 1 <= shutil.get_terminal_size().columns:
-        from rich.console import Console
-        from rich.table import Table as FramedTable
-        from rich.text import Text
-
-        framed = FramedTable(*columns, title=title, title_justify="left")
-        for row in rows:
-            framed.add_row(*map(Text, row))
-        Console().print(framed)
-        return
     print(f"{title}:")
     for row in (columns, *rows):
         print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -84,25 +72,18 @@ def _wrapped(paragraph: str) -> str:
 
 def show_findings(findings: Sequence[Finding]) -> None:
     """Print a line per finding, its advice indented below it, and a summary."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console()
-    width = min(WIDTH, console.width) if console.is_terminal else WIDTH
     name_width = max((len(finding.name) for finding in findings), default=0)
-    indent = " " * (9 + name_width + 2)
+    indent, width = " " * (9 + name_width + 2), min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns)
     for finding in findings:
-        verdict = (f"{finding.verdict.value:7}", COLOURS[finding.verdict])
-        console.print(Text.assemble(verdict, f"  {finding.name:{name_width}}  {finding.fact}"), soft_wrap=True)
+        print(f"{finding.verdict.value:7}  {finding.name:{name_width}}  {finding.fact}")
         for words in textwrap.wrap(finding.advice, width, initial_indent=indent, subsequent_indent=indent):
-            console.print(Text(words), soft_wrap=True)
+            print(words)
     problems, notes, good = (
         sum(finding.verdict is verdict for finding in findings)
         for verdict in (Verdict.PROBLEM, Verdict.NOTE, Verdict.OK)
     )
-    counts = f"{problems} problem{'s' * (problems != 1)}, {notes} note{'s' * (notes != 1)}, {good} ok"
-    overall = worst(findings)
-    console.print(Text(f"{counts}: {CLOSING[overall]}", style=COLOURS[overall]), soft_wrap=True)
+    print(f"{problems} problem{'s' * (problems != 1)}, {notes} note{'s' * (notes != 1)}, {good} ok: ", end="")
+    print(CLOSING[worst(findings)])
 
 
 # -- a picture ---------------------------------------------------------------------------------------------------------

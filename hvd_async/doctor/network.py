@@ -5,15 +5,11 @@ Every rank calls ``measure``. ``measure_hosts`` starts such a job on named hosts
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import platform
-import secrets
 import socket
-import socketserver
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -52,7 +48,7 @@ class Link(msgspec.Struct, frozen=True):
 
     Attributes:
         sender, receiver: names of the hosts, with the rank if a host has several.
-        latency_s: of a short message over TCP, one way; None: no connection.
+        latency_s: of a short message over TCP, one way: half of a connection's; None: no connection.
         bandwidth_bytes_s: of a long message over Horovod, with no other traffic.
         size_bytes: of the long message.
         failure: reason why there is no connection; else empty.
@@ -107,80 +103,44 @@ class Measurement(msgspec.Struct, frozen=True):
     versions: dict[str, str]
 
 
-# -- a short message over TCP, like the control plane's ----------------------------------------------------------------
+# -- a TCP connection, whose handshake takes a round trip --------------------------------------------------------------
 
-ROUND_TRIPS = 50
+CONNECTIONS = 20
+BACKLOG = 1024
+"""Connections that may wait to be accepted. None is: the system has answered them."""
 PATIENCE = 5.0
-"""Time limit of a connection and of each answer, s."""
-TOKEN = 16
-"""Bytes that identify an ``Echo``: the address of another host's bridge may also exist on this host."""
+"""Time limit of a connection, s."""
 
 
-class Echo(socketserver.ThreadingTCPServer):
-    """Server that sends each connection its ``token``, then sends back what it receives."""
-
-    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("", 0), _Echoing)
-        self.port = int(self.server_address[1])
-        self.token = secrets.token_bytes(TOKEN)
-        self._thread = threading.Thread(target=self.serve_forever, name="hvd_async-doctor-echo", daemon=True)
-        self._thread.start()
-
-    def server_bind(self) -> None:
-        if self.address_family == socket.AF_INET6:
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        super().server_bind()
-
-    def close(self) -> None:
-        """Stop accepting connections."""
-        self.shutdown()
-        self._thread.join(PATIENCE)
-        self.server_close()
-
-
-class _Echoing(socketserver.BaseRequestHandler):
-    server: Echo
-
-    def handle(self) -> None:
-        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.request.settimeout(PATIENCE)
-        with contextlib.suppress(OSError):
-            self.request.sendall(self.server.token)
-            while data := self.request.recv(64):
-                self.request.sendall(data)
-
-
-def latency(addresses: Sequence[str], port: int, token: bytes, owner: str) -> float:
-    """Return the time of a short message to an ``Echo``, one way, seconds: half of the median round trip.
+def latency(addresses: Sequence[str], port: int, owner: str) -> float:
+    """Return the time of a short message to a listening port, one way, seconds: half of a TCP connection's, the median
+    of several.
 
     Args:
         addresses: of its host; the first that answers is used.
-        port: of the ``Echo``.
-        token: of the ``Echo``.
+        port: the TCP port.
         owner: the host's name, for errors.
 
     Raises:
-        EngineError: no server answers within ``PATIENCE``, or a different one does.
+        EngineError: no connection within ``PATIENCE``.
     """
     address = reachable(addresses, port, PATIENCE, owner)
     times = []
     try:
-        with socket.create_connection((address, port), PATIENCE) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if connection.recv(TOKEN, socket.MSG_WAITALL) != token:
-                raise EngineError(f"something else answers at the address {address} of {owner}, port {port}")
-            for _ in range(ROUND_TRIPS):
-                began = time.perf_counter()
-                connection.sendall(b"?")
-                if not connection.recv(1):
-                    raise EngineError(f"the connection to {owner} has ended before its answer")
-                times.append(time.perf_counter() - began)
+        for _ in range(CONNECTIONS):
+            began = time.perf_counter()
+            socket.create_connection((address, port), PATIENCE).close()
+            times.append(time.perf_counter() - began)
     except OSError as error:
         raise EngineError(f"the connection to {owner} has failed: {error}") from error
     return statistics.median(times) / 2
+
+
+def listening() -> socket.socket:
+    """Return a socket that listens on a free port, on all interfaces."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=BACKLOG, dualstack_ipv6=both)
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
@@ -237,8 +197,8 @@ def measure(ranks: Ranks) -> Measurement:
         raise ValueError("the measurement of a network needs at least two ranks: start it with horovodrun -np 2")
     version = f"Python {platform.python_version()}, hvd_async {hvd_async.__version__}, {ranks.framework}"
     seat = own_seat(launch.known(os.environ))
-    with contextlib.closing(Echo()) as echo:
-        cards = ranks.gather((seat, own_addresses(rank == 0), echo.port, echo.token, version))
+    with listening() as port:
+        cards = ranks.gather((seat, own_addresses(rank == 0), port.getsockname()[1], version))
         seats = [card[0] for card in cards]
         hosts = [launch.place_of(one, seats).host for one in range(size)]
         names = [host if hosts.count(host) == 1 else f"{host}[{place}]" for place, host in enumerate(hosts)]
@@ -247,9 +207,9 @@ def measure(ranks: Ranks) -> Measurement:
         for sender, receiver in pairs_of(hosts):
             delay, failure = None, ""
             if rank == sender:
-                _, addresses, port, token, _ = cards[receiver]
+                _, addresses, number, _ = cards[receiver]
                 try:
-                    delay = latency(addresses, port, token, names[receiver])
+                    delay = latency(addresses, number, names[receiver])
                 except EngineError as error:
                     failure = str(error)
             delay, failure = ranks.gather((delay, failure))[sender]
@@ -267,7 +227,7 @@ def measure(ranks: Ranks) -> Measurement:
         software,
         tuple(links),
         allreduces,
-        {host: str(card[4]) for host, card in zip(hosts, cards, strict=True)},
+        {host: str(card[3]) for host, card in zip(hosts, cards, strict=True)},
     )
 
 

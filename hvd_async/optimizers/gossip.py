@@ -13,7 +13,6 @@ from hvd_async.algorithms.gossip.plan import GossipPlan, plan_of
 from hvd_async.algorithms.gossip.quasi_global import Correction
 from hvd_async.algorithms.gossip.rank import GossipWorker
 from hvd_async.algorithms.kept import Kept
-from hvd_async.algorithms.leader.rank import Statistics
 from hvd_async.algorithms.option import either, options_of
 from hvd_async.optimizers.local import LocalDriver, StepEnd, StepStart
 from hvd_async.optimizers.replica import WeightReplica
@@ -23,7 +22,7 @@ from hvd_async.runtime.log import users_line
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.stats import GossipStats
 
-CORRECTION, RATES, UNITS = "correction of the momentum", "momentum_rates", "momentum_units"
+CORRECTION, RATES = "correction of the momentum", "momentum_rates"
 """Names of quasi-global momentum's state in a checkpoint."""
 
 
@@ -78,8 +77,6 @@ class GossipDriver(LocalDriver):
         self.plan = self._planned(self.given)
         self._correction = Correction(SMOOTHING)
         """Correction of the momentum; it keeps its initial state while the plan has none."""
-        self._is_velocity = False
-        """Whether the correction was loaded from a checkpoint that stores it in the optimizer's units."""
 
     def attach(self, optimizer: Any) -> Any:
         """Become the driver of a wrapped optimizer, and return that optimizer.
@@ -196,30 +193,19 @@ class GossipDriver(LocalDriver):
         """Learning rates of the step that has begun, as numbers. At the end of the step reading them needs no wait."""
         return [(elements, float(rate)) for elements, rate in self._given_rates]
 
-    def end_step(self, before: Vector | None, after: Vector, statistics: Statistics | None = None) -> StepEnd:
+    def end_step(self, before: Vector | None, after: Vector) -> StepEnd:
         """End a step, as in ``LocalDriver``, and correct the momentum by the change that mixing has made."""
         worker = self.worker
         if worker is None or not self.plan.config.quasi_global:
-            return super().end_step(before, after, statistics)
+            return super().end_step(before, after)
         half, weight = after + 0, worker.weight
-        end = super().end_step(before, after, statistics)
+        end = super().end_step(before, after)
         mixed = end.weights
         if weight != 1.0:  # (the optimizer updates the weights multiplied by this factor)
             half *= weight
             mixed = mixed * weight
-        if self._is_velocity:
-            self._convert_correction()
         correction = self._correction.after_step(half, mixed, self._rates)
         return end._replace(correction=self.replica.velocity(correction, self._rates))
-
-    def _convert_correction(self) -> None:
-        """Convert a correction that was saved in the optimizer's units to those of gradients."""
-        vector, self._is_velocity = self._correction.vector, False
-        units = None if vector is None else self.replica.velocity(vector * 0 + 1, self._rates)
-        if units is None or not all(rate for _, rate in self._rates):
-            self._correction = Correction(SMOOTHING)
-        else:
-            self._correction.vector, self._correction.rates = vector / units, [rate for _, rate in self._rates]
 
     def finish(self, worker: Any, flush: bool) -> None:
         """End a drain, which also averages the momenta, or a cut."""
@@ -290,14 +276,12 @@ class GossipDriver(LocalDriver):
         if correction.vector is None:
             return found
         copies = {**kept.copies, CORRECTION: correction.vector}
-        units = {} if self._is_velocity else {UNITS: "gradients"}
-        return found | {"copies": copies, RATES: correction.rates} | units
+        return found | {"copies": copies, RATES: correction.rates}
 
     def take_share(self, share: Mapping[str, Any]) -> None:
         super().take_share(share)
         self._common = {} if self.restored is not None else dict(share.get("copies", {}))
         self._correction = Correction(SMOOTHING)
-        self._is_velocity = CORRECTION in share.get("copies", {}) and UNITS not in share
         if self.corrects_momentum and CORRECTION in share.get("copies", {}):
             self._correction.vector, self._correction.rates = share["copies"][CORRECTION], list(share[RATES])
 

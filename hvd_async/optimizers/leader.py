@@ -11,7 +11,7 @@ import msgspec
 from hvd_async.algorithms.kept import Kept
 from hvd_async.algorithms.leader import selection
 from hvd_async.algorithms.leader.config import ALGORITHMS, LeaderConfig, LeaderOptions, PullProgress
-from hvd_async.algorithms.leader.rank import CENTER_NAME, LeaderWorker, PullResults, SavedState, Statistics, vector_of
+from hvd_async.algorithms.leader.rank import CENTER_NAME, LeaderWorker, PullResults, SavedState
 from hvd_async.algorithms.leader.selection import ALL_RANKS, Strength, Strengths
 from hvd_async.errors import ReplicaMismatchError
 from hvd_async.optimizers.agreement import unify_buffers
@@ -108,11 +108,6 @@ class LeaderDriver(LocalDriver):
         for one in recorded:
             worker.record_loss(one)
 
-    def merged_statistics(self, own: Statistics | None) -> Vector | None:
-        """Return the batch-norm statistics to continue with after a pull; None for this rank's own."""
-        assert self.worker is not None  # (the step has begun)
-        return None if own is None else self.worker.settle_statistics(own, self.replica.clip)
-
     # -- registration, drains and cuts ------------------------------------------------------------------------------
 
     def make_local_worker(self, engine: Any, finish: Callable[[bool], None]) -> LeaderWorker:
@@ -154,13 +149,7 @@ class LeaderDriver(LocalDriver):
                 )
 
     def begin_worker(self, worker: LeaderWorker) -> None:
-        """Pass the present weights and statistics to a new worker."""
-        worker.begin(self.replica.read(), self.replica.statistics())
-
-    def finish(self, worker: LeaderWorker, flush: bool) -> None:
-        super().finish(worker, flush)
-        if flush:
-            worker.executor.publish_statistics(self.replica.statistics())
+        worker.begin(self.replica.read())
 
     @property
     def _centered(self) -> bool:
@@ -209,7 +198,6 @@ class LeaderDriver(LocalDriver):
         results = kept.results
         copies = {f"target.{group}": target for group, target in results.targets.items()}
         copies |= {"force": results.force} if results.force is not None else {}
-        copies |= {"statistics": results.statistics, "sent": results.sent} if results.statistics is not None else {}
         return {
             "copies": copies,
             "fresh": [[group, *pull] for group, pull in results.fresh.items()],
@@ -235,9 +223,8 @@ class LeaderDriver(LocalDriver):
                 f"this state after cut() is of {follows}, and this optimizer is of {self._follows()}: use the same, or "
                 f"save it after drain()"
             )
-        averages = ("statistics", "sent")
         elements = len(self.replica.read())
-        wrong = [name for name, copy in copies.items() if name not in averages and len(copy) != elements]
+        wrong = [name for name, copy in copies.items() if len(copy) != elements]
         if wrong:
             raise ValueError(
                 f"this state after cut() is of another model: {wrong[0]} must have {elements} elements, got "
@@ -245,29 +232,9 @@ class LeaderDriver(LocalDriver):
             )
         targets = {int(name.partition(".")[2]): copy for name, copy in copies.items() if name.startswith("target.")}
         fresh = {int(group): (int(number), int(leader)) for group, number, leader in share["fresh"]}
-        results = PullResults(targets, fresh, copies.get("force"), *self._statistics_of(*map(copies.get, averages)))
+        results = PullResults(targets, fresh, copies.get("force"))
         standing = msgspec.json.decode(share["standing"], type=PullProgress)
         return SavedState(results, [float(loss) for loss in share["losses"]], int(share["steps"]), standing)
-
-    def _statistics_of(self, averaged: Vector | None, sent: Vector | None) -> tuple[Vector | None, Vector | None]:
-        """Return the averaged statistics of a checkpoint, and this rank's part of them, as in ``PullResults``.
-
-        Returns:
-            (None, None) if there are none, or they belong to other buffers; a step then continues with its own.
-        """
-        own = vector_of(self.replica.statistics())
-        if own is None or averaged is None or sent is None:
-            return None, None
-        elements = len(own) // 2
-        if len(averaged) == len(sent) == 2 * elements:
-            return averaged, sent
-        if (len(averaged), len(sent)) != (elements, elements + 1):
-            return None, None
-        # Version 0.2.0 had a single flag for all buffers, in the vector that was sent.
-        found = own * 0, own * 0
-        for vector, values, flag in zip(found, (averaged, sent[:-1]), (1.0, sent[-1]), strict=True):
-            vector[:elements], vector[elements:] = values, flag
-        return found
 
 
 def _moves(*strengths: Strength) -> bool:

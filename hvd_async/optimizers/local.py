@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from hvd_async.algorithms.gossip.rank import GossipWorker
 from hvd_async.algorithms.kept import Kept
-from hvd_async.algorithms.leader.rank import LeaderWorker, Statistics
+from hvd_async.algorithms.leader.rank import LeaderWorker
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.agreement import kept_buffers
 from hvd_async.optimizers.driver import Driver, Standing
@@ -46,13 +46,10 @@ class StepEnd(NamedTuple):
 
     Attributes:
         weights: the mixed weights, shape (n,); must not be changed in place.
-        statistics: batch-norm statistics, as in ``WeightReplica.statistics``. None, and elements with 0 in the second
-            half, mean this rank's own.
         correction: vector to add to the wrapped optimizer's momentum, shape (n,); None if there is none.
     """
 
     weights: Vector
-    statistics: Vector | None
     correction: Vector | None = None
 
 
@@ -132,26 +129,24 @@ class LocalDriver(Driver):
     def on_step(self, worker: Any, loss: Any) -> None:
         """Process the loss of the step that begins; arguments as for ``begin_step``."""
 
-    def end_step(self, before: Vector | None, after: Vector, statistics: Statistics | None = None) -> StepEnd:
+    def end_step(self, before: Vector | None, after: Vector) -> StepEnd:
         """Mix other ranks' weights into this rank's, inside ``updating()``.
 
         Args:
             before: the model's weights before the update, shape (n,), if the step needs them.
             after: the model's weights after the update, shape (n,). The driver takes over the ownership of both.
-            statistics: as in ``WeightReplica.statistics``.
 
         Raises:
             FloatingPointError: a weight is NaN or infinite, on a GPU perhaps since an earlier step; it was not sent.
         """
         worker: WeightWorker = self.worker
         self._check_finite(after)
-        merged = self.merged_statistics(statistics)
         weight = worker.weight
         if weight != 1.0:
             after *= weight
             if before is not None:
                 before *= weight
-        return StepEnd(worker.mix(after if before is None else before, after), merged)
+        return StepEnd(worker.mix(after if before is None else before, after))
 
     def publish(self, weights: Vector) -> None:
         """End the step, inside ``updating()``: send what later steps of other ranks mix in, after constraints and
@@ -193,10 +188,6 @@ class LocalDriver(Driver):
         if self._flags:
             with self.updating():
                 self._raise_nonfinite(self._own_steps + 1)
-
-    def merged_statistics(self, own: Statistics | None) -> Vector | None:
-        """Return the batch-norm statistics to continue with; None for this rank's own."""
-        return None
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvd_async.algorithms.gossip.message_format import MessageFormat
-from hvd_async.algorithms.leader.rank import Statistics
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.interfaces import FiniteFlag, RankRuntime, Vector
@@ -182,20 +181,6 @@ class WeightReplica(Replica):
         return [True] * len(self.sizes())
 
     # -- state other than the weights -------------------------------------------------------------------------
-
-    @abc.abstractmethod
-    def statistics(self) -> Statistics | None:
-        """Return the present batch-norm statistics that pulls exchange; None if pulls exchange none.
-
-        Returns:
-            A vector of float64, shape (2 m,): m values, then m flags, 1 if the value's buffer is finite, else 0. All
-            values of a buffer that is not finite are 0. Or a function that makes this vector later from the values read
-            now.
-        """
-
-    @abc.abstractmethod
-    def clip(self, vector: Vector, one: Vector, other: Vector) -> Vector:
-        """Return ``vector``, with each element clipped to the interval between those of ``one`` and ``other``."""
 
     def learning_rates(self) -> list[tuple[int, Any]]:
         """Return (number of elements, present learning rate) of consecutive parts of the vector, one per parameter

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import psutil
 
 from hvd_async.errors import EngineError
 from hvd_async.runtime.launch import Launch, Seat
 
-STAGGER = 0.25
-"""Seconds between the first attempts at consecutive addresses."""
+FIRST_PATIENCE = 0.25
+"""Seconds in which an address must answer at first."""
+SHORTEST = 0.001
+"""Shortest time limit of a connection, s."""
 AGAIN = 0.1
-"""Seconds before an address that refused is tried again: its process may not be listening yet."""
+"""Seconds before addresses are tried again: the process may not be listening yet."""
 
 
 def machine() -> str:
@@ -64,58 +63,10 @@ def own_addresses(configured: bool = True) -> list[str]:
     return sorted(dict.fromkeys(ordered), key=lambda a: (a.startswith("127.") or a == "::1", ":" in a))
 
 
-@dataclass
-class _Attempts:
-    """Connection attempts, running or scheduled."""
-
-    due: list[tuple[float, str, Any]] = field(default_factory=list)
-    """Scheduled attempts: time (s), address, argument of ``connect``."""
-    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-
-    def begin(self, now: float) -> None:
-        """Start the attempts that are due; reschedule each one that fails immediately."""
-        for attempt in [attempt for attempt in self.due if attempt[0] <= now]:
-            self.due.remove(attempt)
-            _, address, where = attempt
-            trying = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-            trying.setblocking(False)
-            try:
-                trying.connect(where)
-            except BlockingIOError:
-                self.selector.register(trying, selectors.EVENT_WRITE, (address, where))
-                continue
-            except OSError:  # no route, no IPv6
-                self.due.append((now + AGAIN, address, where))
-            else:  # (connected at once: the selector reports it)
-                self.selector.register(trying, selectors.EVENT_WRITE, (address, where))
-                continue
-            trying.close()
-
-    def wait(self, timeout: float) -> str | None:
-        """Return the first address that accepts a connection; None if none does within ``timeout`` seconds."""
-        for key, _ in self.selector.select(max(0.0, timeout)):
-            assert isinstance(key.fileobj, socket.socket)
-            failed = key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            self.selector.unregister(key.fileobj)
-            key.fileobj.close()
-            address, where = key.data
-            if not failed:
-                return str(address)
-            self.due.append((time.monotonic() + AGAIN, address, where))
-        return None
-
-    def close(self) -> None:
-        """Abandon all attempts."""
-        for key in list(self.selector.get_map().values()):
-            assert isinstance(key.fileobj, socket.socket)
-            key.fileobj.close()
-        self.selector.close()
-
-
 def reachable(addresses: Sequence[str], port: int, limit: float, whose: str = "the coordinator on rank 0") -> str:
     """Return the first address on which ``port`` accepts a TCP connection.
 
-    Addresses are tried in parallel, with staggered starts (RFC 8305), because the better ones come first.
+    Addresses are tried in order, the better ones first, and again with twice the patience if none has answered.
 
     Args:
         addresses: IPv4 or IPv6 addresses, or names.
@@ -126,18 +77,15 @@ def reachable(addresses: Sequence[str], port: int, limit: float, whose: str = "t
     Raises:
         EngineError: no address accepts a connection within the limit.
     """
-    began = time.monotonic()
-    attempts = _Attempts()
-    try:
-        for place, (address, where) in enumerate(_resolved(addresses, port)):
-            attempts.due.append((began + place * STAGGER, address, where))
-        while (now := time.monotonic()) < began + limit:
-            attempts.begin(now)
-            until = min([at for at, *_ in attempts.due] + [began + limit])
-            if (found := attempts.wait(until - time.monotonic())) is not None:
-                return found
-    finally:
-        attempts.close()
+    end, patience = time.monotonic() + limit, FIRST_PATIENCE
+    while time.monotonic() < end:
+        for address in _resolved(addresses, port):
+            left = max(end - time.monotonic(), SHORTEST)
+            with contextlib.suppress(OSError):  # (refused, silent, or without a route)
+                socket.create_connection((address, port), min(patience, left)).close()
+                return address
+        patience *= 2
+        time.sleep(AGAIN)
     raise EngineError(
         f"{whose} cannot be reached within {limit:g} s at port {port} of any of {', '.join(addresses)}. "
         f"Set the right address of rank 0's host in its environment: HVD_ASYNC_ADDRESS=10.0.0.1, or "
@@ -145,11 +93,10 @@ def reachable(addresses: Sequence[str], port: int, limit: float, whose: str = "t
     )
 
 
-def _resolved(addresses: Sequence[str], port: int) -> list[tuple[str, Any]]:
-    """Return the numeric addresses with their arguments of ``connect``; skip names that do not resolve."""
-    found: dict[str, Any] = {}
+def _resolved(addresses: Sequence[str], port: int) -> list[str]:
+    """Return the numeric addresses; skip names that do not resolve."""
+    found: list[str] = []
     for address in addresses:
         with contextlib.suppress(OSError):
-            for *_, where in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
-                found.setdefault(str(where[0]), where)
-    return list(found.items())
+            found += [str(where[0]) for *_, where in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)]
+    return list(dict.fromkeys(found))

@@ -1,13 +1,15 @@
-"""Simulated jobs by arm name: what the ranks of each family do between two waits."""
+"""Simulated jobs of algorithms: what the ranks of each family do between two waits."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from hvd_async.algorithms import registry
 from hvd_async.algorithms.eager.config import EagerConfig, EagerOptions, StartRound
 from hvd_async.algorithms.eager.gradient_format import GradientFormat
 from hvd_async.algorithms.eager.machine import EagerStateMachine
@@ -25,10 +27,7 @@ from hvd_async.runtime.interfaces import Program
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.runtime.protocol import Command
 from hvd_async.simulation.job import HYPER, Job, Outcome, Rank, Setup, Sizes, Work
-from hvd_async.simulation.names import LEADERS, RIVALS, gossip_of, quorum_of, read_name
-from hvd_async.simulation.network import sent_bytes
-
-from . import baselines
+from hvd_async.simulation.network import Network, ring_bytes, sent_bytes
 
 # -- partial allreduce -------------------------------------------------------------------------------------------------
 
@@ -215,32 +214,77 @@ class LeaderJob(Job[LeaderWorker]):
         return self._pulls, self._completed_pulls
 
 
+# -- synchronous SGD, from its schedule alone --------------------------------------------------------------------------
+
+
+Times = NDArray[np.float64]
+
+
+def synchronous(arm: str, setup: Setup, size: float) -> Outcome:
+    """Simulate an average of all gradients, ``size`` bytes, in every step."""
+    network, ranks, buckets = setup.network, setup.ranks, setup.buckets
+    seconds = network.allreduce_seconds(size / buckets, ranks)
+
+    def end(_: int, begun: Times, computed: Times) -> Times:
+        ended = float(computed.max())
+        for _ in range(buckets):
+            ended = collective(network, ended, seconds, ranks)
+        return np.full(ranks, ended)
+
+    return outcome_of(arm, setup, end, ring_bytes(size, ranks), buckets * setup.steps)
+
+
+def collective(network: Network, at: float, seconds: float, ranks: int) -> float:
+    """Return the end of a collective for which all ranks are ready at a given time."""
+    start = np.ceil(at / network.cycle - 1e-9) * network.cycle if network.cycle else at
+    return float(max(start, at) + network.agreement(ranks) + network.operation + seconds)
+
+
+def outcome_of(
+    arm: str, setup: Setup, end: Callable[[int, Times, Times], Times], sent: float, collectives: int
+) -> Outcome:
+    """Return the figures of all steps. ``end(step, begun, computed)`` returns when each rank ends a step."""
+    begun, waited, first = np.zeros(setup.ranks), 0.0, 0.0
+    for step, times in enumerate(setup.times, 1):
+        if setup.barrier:
+            begun = np.full(setup.ranks, begun.max())
+        computed = begun + times
+        ended = end(step, begun, computed)
+        waited += float((ended - computed).sum())
+        begun = ended
+        if step == setup.untimed:
+            first = float(begun.max())
+    seconds, steps = float(begun.max()) - first, setup.steps - setup.untimed
+    return Outcome(
+        arm=arm,
+        ranks=setup.ranks,
+        steps=steps * setup.ranks,
+        seconds=seconds,
+        steps_per_s=steps / seconds,
+        staleness=Counter({0: setup.times.size}),
+        wait_s=waited / setup.times.size,
+        sent_bytes=sent,
+        collectives=collectives,
+    )
+
+
 # -- by name -----------------------------------------------------------------------------------------------------------
 
 
-def job_of(arm: str, setup: Setup, **options: Any) -> Job[Any]:
-    """Return the job of an arm that has a state machine.
+def simulate(algorithm: str, setup: Setup, **options: Any) -> Outcome:
+    """Simulate an algorithm of this library, or "horovod": synchronous SGD; return its figures.
 
     Args:
-        arm: name, such as "solo", "k7", "dpsgd-bf16", "local-int8-avg8", "lsgd".
+        algorithm: its name.
         setup: the job to simulate.
         options: of ``EagerJob``, ``make_plan`` or ``LeaderJob``.
-
-    Raises:
-        ValueError: the arm is unknown.
     """
-    name, how = read_name(arm), gossip_of(arm)
-    if name.base in LEADERS:
-        return LeaderJob(arm, setup, **options)
-    if how is None:
-        return EagerJob(arm, setup, quorum_of(name.base), compression=name.compression, **options)
-    return GossipJob(arm, setup, make_plan(setup.ranks, **{**how._asdict(), **options}))
-
-
-def simulate(arm: str, setup: Setup, **options: Any) -> Outcome:
-    """Simulate an arm of this library or of a rival, and return its figures. For the arguments see ``job_of``."""
-    if read_name(arm).base in RIVALS:
-        return baselines.simulate(arm, setup)
-    found = job_of(arm, setup, **options).run()
+    if algorithm == "horovod":
+        return synchronous(algorithm, setup, sent_bytes(setup.megabytes, "none"))
+    family = registry.ALGORITHMS[algorithm].family
+    if family == "gossip":
+        found = GossipJob(algorithm, setup, make_plan(setup.ranks, algorithm, **options)).run()
+    else:
+        found = (EagerJob if family == "eager" else LeaderJob)(algorithm, setup, **options).run()
     assert found is not None
     return found

@@ -2,37 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import NamedTuple
 
-# -- sizes of the network that ``network`` and ``scaling`` train, and of its messages ----------------------------------
-
-
-INPUTS, CLASSES = 64, 10
-PAYLOAD = 0.956
-"""Share of payload in TCP packets on Ethernet: 1448 of 1514 bytes."""
 BYTES = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0 + 4 / 2048}
 """Bytes of an element in a message; int8 has a scale for every 2,048 elements."""
-
-
-def widths(megabytes: float) -> tuple[int, ...]:
-    """Return the widths of a digits classifier with two equal hidden layers and ``megabytes`` of float32 weights."""
-    side = round(math.sqrt(megabytes * 1e6 / 4 + (INPUTS + CLASSES) ** 2 / 4) - (INPUTS + CLASSES) / 2)
-    return (INPUTS, side, side, CLASSES)
-
-
-def power_sgd_megabytes(megabytes: float) -> float:
-    """Return the MB that PowerSGD reduces instead of the gradients: each matrix becomes two matrices of rank 1 if
-    these have less than half as many elements; biases are unchanged."""
-    elements = 0
-    for into, out in itertools.pairwise(widths(megabytes)):
-        factors = into + out
-        elements += out + (factors if 2 * factors < into * out else into * out)
-    return 4e-6 * elements
-
-
-# -- seconds of messages and collectives -------------------------------------------------------------------------------
 
 
 class Network(NamedTuple):
@@ -100,8 +74,6 @@ def ring_bytes(size: float, ranks: int) -> float:
 
 def sent_bytes(megabytes: float, compression: str) -> float:
     """Return the bytes on the wire of ``megabytes`` of float32 weights or gradients."""
-    if compression == "powersgd":
-        return 1e6 * power_sgd_megabytes(megabytes)
     return 1e6 * megabytes * BYTES[compression] / BYTES["none"]
 
 

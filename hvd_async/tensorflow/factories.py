@@ -161,7 +161,7 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # n
 # -- weights of their own ----------------------------------------------------------------------------------------------
 
 
-def _weight_replica(given: GossipArguments | LeaderArguments, ranks: int, averages_statistics: bool) -> WeightReplica:
+def _weight_replica(given: GossipArguments | LeaderArguments, ranks: int) -> WeightReplica:
     """Return the replica of an optimizer that ``ranks`` ranks with weights of their own share.
 
     Raises:
@@ -176,7 +176,6 @@ def _weight_replica(given: GossipArguments | LeaderArguments, ranks: int, averag
         scale_local=given.scale_local_gradients,
         model=given.model,
         buffers=given.buffers,
-        averages_statistics=averages_statistics,
     )
 
 
@@ -228,9 +227,7 @@ def GossipOptimizer(given: GossipArguments) -> Any:  # noqa: N802  a factory nam
         NotInitializedError: ``hvd.init()`` was not called.
     """
     check_backend()
-    driver = made_by(
-        lambda: factories.gossip_driver(BINDING, given, lambda ranks: _weight_replica(given, ranks.size, False))
-    )
+    driver = made_by(lambda: factories.gossip_driver(BINDING, given, lambda ranks: _weight_replica(given, ranks.size)))
     return wrap(given.optimizer, driver, GossipMethods, GossipScaleMethods, given.name)
 
 
@@ -274,8 +271,5 @@ def LeaderOptimizer(given: LeaderArguments) -> Any:  # noqa: N802  a factory nam
         NotInitializedError: ``hvd.init()`` was not called.
     """
     check_backend()
-    averages = given.buffers == "average"
-    driver = made_by(
-        lambda: factories.leader_driver(BINDING, given, lambda ranks: _weight_replica(given, ranks.size, averages))
-    )
+    driver = made_by(lambda: factories.leader_driver(BINDING, given, lambda ranks: _weight_replica(given, ranks.size)))
     return wrap(given.optimizer, driver, LeaderMethods, LeaderScaleMethods, given.name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -18,7 +17,7 @@ from hvd_async.optimizers.local import LocalDriver
 from hvd_async.tensorflow.checkpoint import StateMethods
 from hvd_async.tensorflow.collectives import LIFECYCLE
 from hvd_async.tensorflow.ops import as_op, call_or_op
-from hvd_async.tensorflow.variables import Flat, constant, raw, signature, with_finite
+from hvd_async.tensorflow.variables import Flat, constant, raw, signature
 from hvd_async.tensorflow.weight_replica import WeightReplica
 
 
@@ -238,7 +237,6 @@ def _step(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
     driver: LocalDriver = optimizer._async
     replica: WeightReplica = optimizer._async.replica
     flat = replica.mixed()
-    written = [flat] if replica.averaged is None else [flat, replica.averaged]
     eager = tf.executing_eagerly()
     # (no step begins before the one before it has been mixed, also in a graph of several)
     ready = [flat.variables[0].read_value(), *(g for g in grads if g is not None), *_loss_recorded(replica)]
@@ -266,13 +264,12 @@ def _step(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
         given = {id(raw(v)) for gradient, v in zip(grads, variables, strict=True) if gradient is not None}
         indices = {i for i, v in enumerate(flat.variables) if id(v) in given}
         results = call_or_op(
-            functools.partial(_end, driver, written, indices),
-            [before, *(value for one in written for value in one.values())],
-            [one.dtype for one in (*written, *corrected)],
-            [one.elements for one in (*written, *corrected)],
+            functools.partial(_end, driver, flat, indices),
+            [before, *flat.values()],
+            [one.dtype for one in (flat, *corrected)],
+            [one.elements for one in (flat, *corrected)],
         )
-        for one, vector in zip(written, results, strict=False):
-            one.write(vector)
+        flat.write(results[0])
         if corrected:  # (not in Python: nothing would order it after the update, which has written them too)
             replica.add_to_momentum(results[-1], indices)
 
@@ -368,36 +365,29 @@ def _begin(driver: LocalDriver, rate: tf.Tensor) -> tf.Tensor:
     return constant((float(start.scale), float(start.needs_pre_update), float(start.updates)), tf.float64)
 
 
-def _end(
-    driver: LocalDriver, flats: Sequence[Flat], given: set[int], before: tf.Tensor, *values: tf.Tensor
-) -> list[tf.Tensor]:
+def _end(driver: LocalDriver, flat: Flat, given: set[int], before: tf.Tensor, *values: tf.Tensor) -> list[tf.Tensor]:
     """End a step.
 
     Args:
         driver: of the optimizer.
-        flats: the weights, and the batch-norm statistics if they travel.
+        flat: the weights.
         given: the indices of the weights that have a gradient.
         before: the weights before the update, shape (n,); empty if they are not needed.
-        values: of the variables of ``flats`` after it, one after the other.
+        values: of the variables of ``flat`` after it.
 
     Returns:
-        The new values of each of ``flats``; then the correction of the momentum, if steps have one.
+        The new weights, shape (n,); then the correction of the momentum, if steps have one.
     """
-    rest = iter(values)
-    after, *own = (flat.vector(list(itertools.islice(rest, len(flat.variables)))) for flat in flats)
-    driver.replica.given = given  # type: ignore[attr-defined]
+    replica: WeightReplica = driver.replica  # type: ignore[assignment]
+    replica.given = given
     with driver.updating():
-        end = driver.end_step(before.numpy(), after, with_finite(own[0], flats[1].sizes) if own else None)
-        weights = driver.replica.constrained(end.weights)
+        end = driver.end_step(before.numpy(), flat.vector(values))
+        weights = replica.constrained(end.weights)
         driver.publish(weights)
-    settled: list[Any] = own
-    if end.statistics is not None:
-        averaged, known = np.asarray(end.statistics).reshape(2, -1)
-        settled = [np.where(known > 0, averaged, one) for one in own]
-    taken = [flat.taken(vector) for flat, vector in zip(flats, (weights, *settled), strict=True)]
+    taken = flat.taken(weights)
     if not driver.corrects_momentum:
-        return taken
-    return [*taken, np.zeros_like(end.weights) if end.correction is None else end.correction]
+        return [taken]
+    return [taken, np.zeros_like(end.weights) if end.correction is None else end.correction]
 
 
 def _done(_: Any = None) -> tf.Tensor:

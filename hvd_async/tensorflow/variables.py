@@ -201,18 +201,6 @@ def _numpy(variable: Any) -> Array:
         return np.asarray(variable.numpy())
 
 
-def with_finite(values: Array, sizes: Sequence[int]) -> Array:
-    """Return statistics as ``WeightReplica.statistics`` does: those of variables that are not finite are 0.
-
-    Args:
-        values: of several variables, shape (m,).
-        sizes: elements of each variable.
-    """
-    parts = np.split(values, np.cumsum(sizes)[:-1])
-    finite = np.repeat([np.isfinite(part).all() for part in parts], sizes)
-    return np.concatenate([np.where(finite, values, 0.0), finite])
-
-
 def flat_double(variables: Sequence[Any]) -> Array:
     """Return variables as one new vector, shape (n,), float64."""
     with tf.init_scope():
@@ -225,23 +213,22 @@ class Flat:
     Args:
         variables: at least one, in the same order on all ranks.
         memory: of vectors.
-        dtype: of vectors; None: that of the variables, none of which may be in half precision then.
 
     Raises:
         ValueError: there is no variable, or one in half precision.
     """
 
-    def __init__(self, variables: Sequence[Any], memory: ReusedBlocks, dtype: Any = None) -> None:
+    def __init__(self, variables: Sequence[Any], memory: ReusedBlocks) -> None:
         self.variables, self._memory = [raw(v) for v in variables], memory
         if not self.variables:
             raise ValueError("there is nothing to mix: every variable is local, or the model has none to train")
         for variable, given in zip(self.variables, variables, strict=True):
-            if dtype is None and variable.dtype not in (tf.float32, tf.float64):
+            if variable.dtype not in (tf.float32, tf.float64):
                 raise ValueError(
                     f"{signature(given)} cannot be mixed without losing what it learns: keep weights in float32, as "
                     f"the dtype policies 'mixed_float16' and 'mixed_bfloat16' do; compression= makes messages small"
                 )
-        self.dtype = dtype or (tf.float64 if any(v.dtype == tf.float64 for v in self.variables) else tf.float32)
+        self.dtype = tf.float64 if any(v.dtype == tf.float64 for v in self.variables) else tf.float32
         self._shared: tf.Tensor | None = None
         """The tensor whose memory the variables share until they are updated."""
         self.sizes = [int(v.shape.num_elements()) for v in self.variables]

@@ -27,7 +27,6 @@ from hvd_async.tensorflow.variables import (
     refuse_overwritten,
     signature,
     statistics,
-    with_finite,
 )
 
 Array = np.ndarray[Any, Any]
@@ -46,11 +45,9 @@ class WeightReplica(replica.WeightReplica):
         scale_local: whether gradients of local variables are divided by the number of ranks, as in Horovod.
         model: the model whose batch-norm statistics agree; None if the user gave none.
         buffers: policy by which they agree.
-        averages_statistics: whether pulls average them.
 
     Attributes:
         flat: the weights that are mixed; None until they are known.
-        averaged: the batch-norm statistics that pulls average.
         rate: the learning rate of the step that has begun.
         given: the indices of the weights that have a gradient in the step that ends.
         weight: the push-sum weight by which the variables are multiplied while the wrapped optimizer works on them.
@@ -74,16 +71,13 @@ class WeightReplica(replica.WeightReplica):
         scale_local: bool,
         model: Any,
         buffers: str,
-        averages_statistics: bool = False,
     ) -> None:
         self.size, self.passes, self.average_passes, self.device_sparse = size, passes, average_passes, device_sparse
         self.scale_local, self.model, self._buffers = scale_local, model, buffers
-        self._averages_statistics = averages_statistics
         self._local: dict[int, Any] = {}
         """Variables that are not mixed, by the id of their ``tf.Variable``."""
         self._memory = ReusedBlocks(VECTORS_KEPT)
         self.flat: Flat | None = None
-        self.averaged: Flat | None = None
         self._velocities: Flat | None = None
         self._mixed: list[Any] | None = None
         """The Keras variables that are mixed; None until they are known."""
@@ -133,9 +127,6 @@ class WeightReplica(replica.WeightReplica):
             if self.flat is None:
                 refuse_overwritten(self.optimizer, "mixed with other ranks'")
                 self.flat = Flat(self._trained(), self._memory)
-        if self.averaged is None and self.model is not None and self._averages_statistics:
-            averaged = statistics(self.model)
-            self.averaged = Flat(averaged, self._memory, tf.float64) if averaged else None
 
     def mixed(self) -> Flat:
         """Return the weights that are mixed; the optimizer is built."""
@@ -282,15 +273,6 @@ class WeightReplica(replica.WeightReplica):
 
     def buffers(self) -> Buffers:
         return buffers_of(self.model)
-
-    def statistics(self) -> Array | None:
-        if self.averaged is None:
-            return None
-        with tf.init_scope():
-            return with_finite(self.averaged.read(), self.averaged.sizes)
-
-    def clip(self, vector: Array, one: Array, other: Array) -> Array:
-        return np.clip(vector, np.minimum(one, other), np.maximum(one, other))
 
     def number(self, loss: Any) -> float:
         return float(loss)

@@ -46,8 +46,8 @@ class TorchArguments(HorovodArguments):
     _: KW_ONLY
     named_buffers: Pairs | Callable[[], Pairs] | None = option(
         None,
-        "``model.named_buffers()``, so that batch-norm statistics and other buffers agree; or the function "
-        "``model.named_buffers``, for a model that adds buffers later",
+        "the model, ``model.named_buffers`` or ``model.named_buffers()``, so that batch-norm statistics and other "
+        "buffers agree, looked up again each time; or pairs (name, tensor), taken as they are",
         before="buffers",
     )
 
@@ -301,6 +301,5 @@ def LeaderOptimizer(given: LeaderArguments) -> Any:  # noqa: N802  a factory nam
         NotInitializedError: ``hvd.init()`` was not called.
     """
     (names, model), buffers = names_of(given, "LeaderOptimizer"), NamedBuffers(given.named_buffers)
-    averages = given.buffers == "average"
-    driver = made_by(lambda: factories.leader_driver(BINDING, given, lambda _: WeightReplica(names, buffers, averages)))
+    driver = made_by(lambda: factories.leader_driver(BINDING, given, lambda _: WeightReplica(names, buffers)))
     return driver.attach(wrap(given.optimizer, LeaderMethods, model))

@@ -222,9 +222,7 @@ class WeightMethods(OptimizerMethods):
                         noting_counters(self.param_groups, replica.counters),
                     ):
                         hooks.run_update(self._wrapped_class)
-                end = driver.end_step(before, replica.read(), replica.statistics())
-                if end.statistics is not None:
-                    replica.write_statistics(end.statistics)
+                end = driver.end_step(before, replica.read())
                 if end.correction is not None:
                     replica.add_to_momentum(end.correction)
                 replica.write(end.weights)

@@ -1,15 +1,14 @@
-"""Torch tensors as bytes and as vectors; buffers of modules, found by name where the modules hold them now."""
+"""Torch tensors as bytes and as vectors; buffers of modules by name."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
 import io
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -28,64 +27,46 @@ STATISTICS = ("running_mean", "running_var")
 
 
 class NamedBuffers:
-    """The buffers of a model, looked up each time: a module may put another tensor in a buffer's place.
+    """The buffers of a model, listed again each time: a module may put another tensor in a buffer's place.
 
     Args:
-        given: ``named_buffers`` as the user gave it: pairs (name, tensor), or a function that returns them, which is
-            called each time. The modules that hold the tensors of pairs are found at construction, so that their
-            buffers are looked up too: in the model whose ``named_buffers()`` it is, else among all objects, which takes
-            about 0.4 s per million of them. A tensor that no module holds is used as it is.
+        given: ``named_buffers`` as the user gave it: a model, a function that returns pairs (name, tensor), or the
+            unused result of a model's ``named_buffers()``, which is called again. Other pairs are taken as they are.
 
     Raises:
         ValueError: ``given`` is something else.
     """
 
-    def __init__(self, given: Pairs | Callable[[], Pairs] | None) -> None:
+    def __init__(self, given: Pairs | Callable[[], Pairs] | torch.nn.Module | None) -> None:
         self._list: Callable[[], Pairs] | None = None
-        self._found: list[tuple[str, _Place]] = []
+        if given is None:
+            return
         if isinstance(given, torch.nn.Module):
             self._list = given.named_buffers
         elif callable(given):
             self._list = given
+        elif (
+            inspect.isgenerator(given)
+            and given.gi_code is torch.nn.Module.named_buffers.__code__
+            and inspect.getgeneratorstate(given) == inspect.GEN_CREATED
+        ):  # (then its variables are the arguments of the call)
+            self._list = partial(torch.nn.Module.named_buffers, **inspect.getgeneratorlocals(given))
         else:
-            model = inspect.getgeneratorlocals(given).get("self") if inspect.isgenerator(given) else None
-            pairs = _checked(given or [])
-            owners = _owners(pairs, model if isinstance(model, torch.nn.Module) else None)
-            self._found = [(name, owners.get(id(tensor)) or _Place({name: tensor}, name)) for name, tensor in pairs]
+            pairs = _checked(given)
+            self._list = lambda: pairs
 
     def __bool__(self) -> bool:
-        """Return whether there may be any."""
-        return self._list is not None or bool(self._found)
+        """Return whether any were given."""
+        return self._list is not None
 
     def now(self) -> list[tuple[str, torch.Tensor]]:
         """Return names and tensors; a lazy module's that are not known yet, and empty ones, are left out."""
-        if self._list is not None:
-            pairs: list[tuple[str, torch.Tensor | None]] = list(_checked(self._list()))
-        else:
-            pairs = [(name, tensor) for (name, _), tensor in zip(self._found, self._tensors(), strict=True)]
-        return [(n, t) for n, t in pairs if t is not None and not torch.nn.parameter.is_lazy(t) and t.numel()]
-
-    def statistics(self) -> dict[str, torch.Tensor]:
-        """Return the running statistics of batch norm by key."""
-        named = self.now()
-        keys = unique_keys(name for name, _ in named)
-        return {key: tensor for key, (name, tensor) in zip(keys, named, strict=True) if is_statistic(name, tensor)}
-
-    def reader(self, keys: Sequence[str]) -> Callable[[], list[torch.Tensor | None]]:
-        """Return a function that returns the tensors now under these keys of ``statistics()``, or their replacements at
-        the time of the call; None for a buffer that is gone. It is made once and called in each step."""
-        if self._list is not None:
-            return lambda: [*map(self.statistics().get, keys)]
-        by_tensor = {id(tensor): place for (_, place), tensor in zip(self._found, self._tensors(), strict=True)}
-        held = self.statistics()
-        return partial(_now, [by_tensor[id(held[key])] for key in keys])
-
-    def _tensors(self) -> list[torch.Tensor | None]:
-        return _now([place for _, place in self._found])
+        pairs = [] if self._list is None else _checked(self._list())
+        return [(n, t) for n, t in pairs if not torch.nn.parameter.is_lazy(t) and t.numel()]
 
     def buffers(self) -> Buffers | None:
         """Return all buffers, for ``unify_buffers``; None if none were given."""
-        if not self:
+        if self._list is None:
             return None
         named = self.now()
         keys = unique_keys(name for name, _ in named)
@@ -151,9 +132,6 @@ def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.copy_(value)
 
 
-# -- the modules that hold given tensors --------------------------------------------------------------------------
-
-
 def _checked(given: Pairs) -> list[tuple[str, torch.Tensor]]:
     pairs = list(given) if isinstance(given, Iterable) else [given]
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
@@ -162,53 +140,6 @@ def _checked(given: Pairs) -> list[tuple[str, torch.Tensor]]:
             f"model.named_buffers"
         )
     return pairs
-
-
-class _Place(NamedTuple):
-    """The location of a buffer: a module's ``_buffers``, or a dictionary with only this buffer, and its name there."""
-
-    buffers: dict[str, torch.Tensor | None]
-    name: str
-
-
-def _now(places: Sequence[_Place]) -> list[torch.Tensor | None]:
-    """Return the tensor in each place now, or None. (Leaders call this in each step, so it is one loop.)"""
-    return [buffers.get(name) for buffers, name in places]
-
-
-def _owners(pairs: Sequence[tuple[str, torch.Tensor]], model: torch.nn.Module | None) -> dict[int, _Place]:
-    """Return, by the ids of tensors, the places where modules hold them: those of the model, if it has all of them.
-
-    (Pairs do not name their modules. If several modules hold a tensor, one that has it by this name is taken.)
-    """
-    last_parts = {id(tensor): name.rpartition(".")[2] for name, tensor in pairs}
-
-    def places(dicts: Iterable[dict[str, torch.Tensor | None]]) -> dict[int, _Place]:
-        found: dict[int, _Place] = {}
-        for buffers in dicts:
-            for name, tensor in buffers.items():
-                key = id(tensor)
-                if key in last_parts and (key not in found or last_parts[key] == name):
-                    found[key] = _Place(buffers, name)
-        return found
-
-    # (TorchScript's modules have no dictionary)
-    held = [] if model is None else [one._buffers for one in model.modules() if isinstance(one._buffers, dict)]
-    in_model = places(held)
-    return in_model if len(in_model) == len(last_parts) else places(_dicts_of_buffers([tensor for _, tensor in pairs]))
-
-
-def _dicts_of_buffers(tensors: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor | None]]:
-    """Return ``_buffers`` of all modules that hold any of these tensors.
-
-    (Not by ``gc.get_objects``, whose list holds all objects: filling a new tuple fails with a SystemError in another
-    thread while a reference to it is held elsewhere.)
-    """
-    dicts = [one for one in gc.get_referrers(*tensors) if isinstance(one, dict)] if tensors else []
-    owners = gc.get_referrers(*dicts) if dicts else []
-    attributes = [vars(one) if isinstance(one, torch.nn.Module) else one for one in owners]
-    in_modules = {id(one.get("_buffers")) for one in attributes if isinstance(one, dict)}
-    return [one for one in dicts if id(one) in in_modules]
 
 
 # -- tensors as one vector, and descriptions of them -------------------------------------------------------------------

@@ -7,12 +7,11 @@ messages, ``WeightReplica`` is the driver's interface.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +22,7 @@ from hvd_async.runtime.interfaces import FiniteFlag, RankRuntime
 from hvd_async.torch import shared_models, streams
 from hvd_async.torch.gradient_format import differentiable, memory_order
 from hvd_async.torch.streams import ReusedMemory
-from hvd_async.torch.tensors import NamedBuffers, checksum, flat_double, signature, write
+from hvd_async.torch.tensors import NamedBuffers, checksum, flat_double, signature
 
 # -- flat vectors of weights -------------------------------------------------------------------------------------------
 
@@ -319,7 +318,6 @@ class _Flag:
 
 MESSAGES_KEPT = 4
 """Encoded messages whose memory is kept for the next step."""
-Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
 MIXED = {torch.float32, torch.float64}
 """Dtypes of weights whose mixing loses nothing."""
 
@@ -330,23 +328,13 @@ class WeightReplica(replica.WeightReplica):
     Args:
         named: parameters' names by id; None if none were given.
         named_buffers: buffers that agree after a drain.
-        averages_statistics: whether pulls average batch-norm statistics.
 
     Attributes:
         counters: names of entries of parameter groups that the wrapped optimizer's ``step()`` itself changes.
     """
 
-    def __init__(
-        self, named: dict[int, str] | None, named_buffers: NamedBuffers, averages_statistics: bool = False
-    ) -> None:
+    def __init__(self, named: dict[int, str] | None, named_buffers: NamedBuffers) -> None:
         self.named, self.named_buffers = named, named_buffers
-        self._averages_statistics = averages_statistics
-        self._averaged: dict[str, int] = {}
-        """Number of elements of the statistics that pulls average, by key; fixed while a worker lives, since all ranks'
-        vectors must have one length."""
-        self._read_statistics: Callable[[], list[torch.Tensor | None]] = list
-        self._statistic_kinds: list[Kind] = []
-        """Shapes, dtypes and devices of the statistics that pulls average, if all have one dtype and device."""
         self._memory = ReusedMemory(most=MESSAGES_KEPT)
         self._orders: dict[int, str] = {}
         """``memory_order`` of each parameter by its id when the optimizer was wrapped. It never changes, even if the
@@ -388,12 +376,6 @@ class WeightReplica(replica.WeightReplica):
 
     def prepare(self) -> None:
         kind, parameters = self._dtype(), self.parameters
-        if self._averages_statistics:
-            held = self.named_buffers.statistics()
-            self._averaged = {key: tensor.numel() for key, tensor in held.items()}
-            self._read_statistics = self.named_buffers.reader([*held])
-            kinds = _kinds([*held.values()])
-            self._statistic_kinds = kinds if len({kind[1:] for kind in kinds}) == 1 else []
         devices = {str(p.device) for p in parameters}
         if len(devices) > 1:
             raise ValueError(
@@ -466,11 +448,9 @@ class WeightReplica(replica.WeightReplica):
         parameters, named = self.parameters, self.named or {}
         signatures = [signature(named.get(id(p), f"parameter {i}"), p) for i, p in enumerate(parameters)]
         names = [f"{own} {order}".rstrip() for own, order in zip(signatures, self._vectors.orders, strict=True)]
-        kind = f"optimizer {self.optimizer._wrapped_class.__name__}{', weights as after cut()' if resumed else ''}"
-        kinds = [kind]
-        if self._averages_statistics:
-            kinds = [f"{sum(self._averaged.values())} batch-norm statistics of named_buffers", kind]
-        return [*kinds, *names], [0] * len(kinds) + [0 if resumed else checksum(p) for p in parameters]
+        after = f"{', named_buffers' if self.named_buffers else ''}{', weights as after cut()' if resumed else ''}"
+        kind = f"optimizer {self.optimizer._wrapped_class.__name__}{after}"
+        return [kind, *names], [0, *(0 if resumed else checksum(p) for p in parameters)]
 
     def message_format(self, received: int, **options: Any) -> MessageFormat:
         return TorchMessageFormat(
@@ -601,41 +581,6 @@ class WeightReplica(replica.WeightReplica):
     def buffers(self) -> Buffers | None:
         return self.named_buffers.buffers()
 
-    @torch.no_grad()
-    def statistics(self) -> Callable[[], torch.Tensor] | None:
-        if not self._averaged:
-            return None
-        sizes, device = [*self._averaged.values()], self._vectors.device
-        present = [tensor for tensor in self._read_statistics() if tensor is not None]
-        if present and _kinds(present) == self._statistic_kinds:
-            own = torch.cat([tensor if tensor.ndim == 1 else tensor.reshape(-1) for tensor in present])
-        else:  # (a statistic that is gone, or has another shape, counts as not finite)
-            held = self.named_buffers.statistics()
-            known = [
-                t.reshape(-1) if t is not None and t.numel() == n else torch.full((n,), torch.nan)
-                for t, n in zip(map(held.get, self._averaged), sizes, strict=True)
-            ]
-            own = torch.cat([t.to(device, torch.float64) for t in known])
-        return functools.partial(_with_flags, own, sizes, device)
-
-    @torch.no_grad()
-    def write_statistics(self, averaged: torch.Tensor) -> None:
-        """Write the batch-norm statistics that a pull has brought; keep the others.
-
-        Args:
-            averaged: as in ``statistics``, shape (2 m,).
-        """
-        held = self.named_buffers.statistics()
-        values, known = (half.split(list(self._averaged.values())) for half in averaged.view(2, -1))
-        for (key, n), part, known_part in zip(self._averaged.items(), values, known, strict=True):
-            tensor = held.get(key)
-            if tensor is not None and tensor.numel() == n:
-                own = tensor.detach().reshape(-1).double()
-                write(tensor, torch.where(known_part > 0, part, own.to(part.device)).view(tensor.shape))
-
-    def clip(self, vector: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return torch.clamp(vector, torch.minimum(one, other), torch.maximum(one, other))
-
     def number(self, loss: Any) -> Any:
         if not isinstance(loss, torch.Tensor):
             return loss
@@ -644,20 +589,6 @@ class WeightReplica(replica.WeightReplica):
         if not streams.gpu.holds(loss):
             return float(loss.detach())  # (now: the script may change the tensor before the loss counts)
         return streams.Later(loss.detach().reshape(()))
-
-
-def _kinds(tensors: Sequence[torch.Tensor]) -> list[Kind]:
-    return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-
-
-@torch.no_grad()
-def _with_flags(values: torch.Tensor, sizes: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return batch-norm statistics as ``WeightReplica.statistics`` does, given the sizes of their buffers."""
-    own, counts = values.to(device, torch.float64), torch.tensor(sizes, device=device)
-    place = torch.repeat_interleave(torch.arange(len(counts), device=device), counts, output_size=len(own))
-    spoilt = own.new_zeros(len(counts)).index_add_(0, place, (~torch.isfinite(own)).double())
-    finite = (spoilt == 0)[place]  # (computed on the device, without a wait)
-    return torch.cat([torch.where(finite, own, 0.0), finite.double()])
 
 
 def _number_of(rate: Any) -> Any:

@@ -14,7 +14,7 @@ from tensorflow.python.framework import func_graph
 from hvd_async import testing
 from hvd_async.algorithms.eager import rank
 from hvd_async.torch import streams
-from hvd_async.torch.testing import FakeGpu
+from tests.conformance import fake_gpu
 from tests.conformance.drive import tapes
 
 __all__ = ["tapes"]
@@ -47,10 +47,10 @@ def plane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     chosen, name = os.environ.get("HVD_ASYNC_TEST_PLANE", ""), request.node.nodeid
     late = zlib.crc32(name.encode()) % 2 == 0 if chosen == "" else chosen == "late"
     if late and request.module.__name__.rpartition(".")[2] in LATE and "keras" not in name.lower():
-        monkeypatch.setattr(testing, "MemoryCollectives", testing.LateCollectives)
+        monkeypatch.setattr(testing, "MemoryCollectives", fake_gpu.LateCollectives)
         monkeypatch.setattr(rank, "STEADY", 0)
         if "test_crossings" in name:
-            monkeypatch.setattr(streams, "gpu", FakeGpu(lags=True))
+            monkeypatch.setattr(streams, "gpu", fake_gpu.FakeGpu(lags=True))
 
 
 _trace, _tracing = func_graph.func_graph_from_py_func, threading.RLock()

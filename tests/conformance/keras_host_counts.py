@@ -15,9 +15,9 @@ import tensorflow as tf
 from tensorflow.python.ops import script_ops
 
 from hvd_async import tensorflow as hvd
-from hvd_async.simulation.names import LEADERS, gossip_of, quorum_of
 from hvd_async.testing import Cluster
 from scripts.benchmarks.support.arms import PLAIN, is_eager
+from scripts.benchmarks.support.names import LEADERS, gossip_of, quorum_of
 from tests.conformance import (
     conftest,  # noqa: F401  ranks that are threads trace one at a time
     keras_ranks,  # noqa: F401  before anything has run in TensorFlow

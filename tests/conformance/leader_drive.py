@@ -115,10 +115,7 @@ def in_step(trainer: Any, steps: int, first: int = 0) -> None:
 
 def renumbered(log: Sequence[Any], before: int) -> list[Any]:
     """A log whose steps count from those before an earlier drain, as the reference has it: from 1."""
-    return [
-        (entry[0], entry[1] - before, *entry[2:]) if entry[0] in ("taken", "shown", "averaged") else entry
-        for entry in log
-    ]
+    return [(entry[0], entry[1] - before, *entry[2:]) if entry[0] in ("taken", "shown") else entry for entry in log]
 
 
 def run(

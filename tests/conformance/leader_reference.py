@@ -12,7 +12,7 @@ what each had shown when it sent its part (easgd: and the force that has come si
             a step:  x <- U(x, g) + f_j;  f_j <- 0
     drain:  x <- the weights of the rank whose last losses have the lowest mean (lsgd), c (easgd)
 A rank's log has ("taken", step, {group: (pull, leader)}) and then ("shown", step) of each step; ("sent", pull) and
-("landed", pull); ("drained",); ("averaged", step), which concerns no weights.
+("landed", pull); ("drained",).
 """
 
 from __future__ import annotations
@@ -245,10 +245,8 @@ class _Ranks:
             case ("drained",):
                 self._check(rank, not own.inside and own.sent == own.landed, "is drained with something on its way")
                 return self._drain(rank, own)
-            case ("averaged", _):
-                pass
             case other:
-                raise ValueError(f"rank {rank}: {other} is none of taken, shown, sent, landed, drained, averaged")
+                raise ValueError(f"rank {rank}: {other} is none of taken, shown, sent, landed, drained")
         return True
 
     @staticmethod

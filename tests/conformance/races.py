@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_leaves
 from hvd_async.algorithms.gossip.message_format import HEADER
 from hvd_async.testing import Cluster, MemoryCollectives
 from hvd_async.torch import horovod_collectives as collectives
-from hvd_async.torch import streams, testing
+from hvd_async.torch import streams
+from tests.conformance import fake_gpu
 
 CPU = torch.device("cpu")
 OURS = str(Path(streams.__file__).parents[1])
@@ -54,7 +55,7 @@ INNERMOST_ONLY = SimpleNamespace(walk_stack=lambda frame: frame, StackSummary=Si
 """Replaces the sanitizer's ``traceback``, which summarizes the whole stack at each kernel: a third of a test's time."""
 
 
-class Stream(testing.Stream):
+class Stream(fake_gpu.Stream):
     """A stream of one rank, known to the sanitizer by a number."""
 
     def __init__(self, gpu: RacyGpu, name: str) -> None:
@@ -75,7 +76,7 @@ class Stream(testing.Stream):
         super().wait_stream(other)
 
 
-class Event(testing.Event):
+class Event(fake_gpu.Event):
     """An event, known to the sanitizer by a number. It is complete when the host looks at it."""
 
     def __init__(self, gpu: RacyGpu, stream: Stream) -> None:
@@ -144,7 +145,7 @@ class _Arguments(sanitizer.ArgumentHandler):
                 self.outputs.add(block.number)
 
 
-class RacyGpu(testing.FakeGpu):
+class RacyGpu(fake_gpu.FakeGpu):
     """A fake GPU with a race detector.
 
     Tensors are on it if they come from ``adopt``, from a factory that was given a device, or from kernels there.

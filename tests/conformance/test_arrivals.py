@@ -15,9 +15,10 @@ from hvd_async.algorithms.eager import rank as eager_rank
 from hvd_async.algorithms.eager.config import EagerOptions
 from hvd_async.algorithms.eager.gradient_format import GradientFormat
 from hvd_async.algorithms.eager.rank import EagerWorker
-from hvd_async.testing import Cluster, LateCollectives, MemoryCollectives
-from hvd_async.torch import streams, testing
+from hvd_async.testing import Cluster, MemoryCollectives
+from hvd_async.torch import streams
 from hvd_async.torch.arrival import FIRST, Arrivals, Lead
+from tests.conformance import fake_gpu
 from tests.conformance.cases import Case
 from tests.conformance.eager_ranks import NAN
 from tests.conformance.torch_ranks import TINY, TorchTrainer, TorchVectors
@@ -47,12 +48,10 @@ class Device:
 
 
 def late_plane(memory: MemoryCollectives) -> MemoryCollectives:
-    return LateCollectives(memory._board, memory.rank, memory.size)
+    return fake_gpu.LateCollectives(memory._board, memory.rank, memory.size)
 
 
-def worker_of(
-    cluster: Cluster, rank: int, device: Device | None, quorum: Any = "solo", **options: Any
-) -> EagerWorker:
+def worker_of(cluster: Cluster, rank: int, device: Device | None, quorum: Any = "solo", **options: Any) -> EagerWorker:
     config = EagerOptions(quorum=quorum, grace=0.0, **options).config(1, cluster.size)
     wire = GradientFormat(zeros=lambda bucket: np.zeros(2), nbytes=(16,))
     arrives = None if device is None else device.when
@@ -207,7 +206,7 @@ def test_rounds_have_the_same_bits_as_on_the_confirmed_path(quorum, monkeypatch)
     trained = []
     for confirm in ("0", "1"):
         monkeypatch.setenv("HVD_ASYNC_CONFIRM", confirm)
-        with testing.FakeGpu().installed():
+        with fake_gpu.FakeGpu().installed():
             trained.append(Cluster(1 if quorum == "solo" else 2, wrap=late_plane).run(train))
     assert trained[0] == trained[1]
 
@@ -224,7 +223,7 @@ def test_a_bucket_without_a_finite_gradient_on_any_rank_is_applied_as_zeros_with
         one.opt.drain()
         return one.weights().tolist(), one.opt.stats().gradients_skipped
 
-    with testing.FakeGpu().installed():
+    with fake_gpu.FakeGpu().installed():
         found = Cluster(ranks, wrap=late_plane).run(train)
     mean = 1.0 / ranks  # (of the last step: one rank's gradient, over all ranks)
     weights = [-1.0 - 1.5 - 1.75, -1.0 - 0.5 - (0.25 + mean)]
@@ -236,7 +235,7 @@ def test_a_bucket_without_a_finite_gradient_on_any_rank_is_applied_as_zeros_with
 # -- the marker -------------------------------------------------------------------------------------------------------
 
 
-class Clocked(testing.FakeGpu):
+class Clocked(fake_gpu.FakeGpu):
     """A fake GPU whose events know the time, which the test sets."""
 
     now = 0.0
@@ -276,7 +275,7 @@ def test_the_marker_is_where_the_device_needs_the_lead_for_the_rest(lead, place)
 
 
 def test_no_marker_is_set_before_the_last_backward_pass_of_a_step():
-    with testing.FakeGpu().installed():
+    with fake_gpu.FakeGpu().installed():
 
         def train(rank: int) -> list[bool]:
             one = TorchVectors([2], Case("unit", "sgd", 1.0), quorum="solo", backward_passes_per_step=2)

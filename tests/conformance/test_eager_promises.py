@@ -12,7 +12,7 @@ import tensorflow as tf
 import torch
 
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
-from hvd_async.testing import Cluster, InjectedError, LateCollectives
+from hvd_async.testing import Cluster, InjectedError
 from tests.conformance.cases import SCHEDULES
 from tests.conformance.drive import with_late_rank
 from tests.conformance.eager_ranks import (
@@ -27,6 +27,7 @@ from tests.conformance.eager_ranks import (
     all_modes,
     both,
 )
+from tests.conformance.fake_gpu import LateCollectives
 from tests.conformance.reference import Array, replay
 
 # -- the ranks meet -------------------------------------------------------------------------------------------

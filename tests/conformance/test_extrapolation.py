@@ -147,7 +147,7 @@ def test_what_a_round_does_not_move_stays(binding, how):
 
 @both
 def test_a_resumed_run_continues_with_its_leads(binding):
-    """Between rounds, bit for bit; where the leads are missing (a state of 0.2.0) they start from zero."""
+    """Between rounds, bit for bit; where the leads are missing (an older state) they start from zero."""
 
     def train(rank):
         one = binding.trainer(MOMENTUM, quorum="all", weight_prediction=2)

@@ -19,10 +19,12 @@ from hvd_async.algorithms.eager.gradient_format import Tail
 from hvd_async.algorithms.gossip.adpsgd import ADPSGDWorker
 from hvd_async.algorithms.leader.rank import LeaderWorker
 from hvd_async.runtime.process_sets import RankGroup
-from hvd_async.testing import Cluster, LateCollectives, MemoryCollectives
-from hvd_async.torch import gradient_format, streams, tensor_collectives, testing
+from hvd_async.testing import Cluster, MemoryCollectives
+from hvd_async.torch import gradient_format, streams, tensor_collectives
 from hvd_async.torch import horovod_collectives as collectives
 from hvd_async.torch.gradient_replica import FIRST_STEPS
+from tests.conformance import fake_gpu
+from tests.conformance.fake_gpu import LateCollectives
 from tests.conformance.leader_drive import wait_for_pulls
 from tests.conformance.races import CPU, RacyGpu, racy_cluster
 from tests.conformance.torch_ranks import TINY, batch, conv_model
@@ -553,7 +555,7 @@ def until_it_is_sent(worker: Any, step: int) -> None:
 def test_weights_that_are_not_finite_reach_no_other_rank(mode, ranks, late):
     """The last finite ones are sent instead. The rank hears of it, with the step's number, two steps later at most."""
     raises, weights, together = BAD + 2 * late, [0.0] * ranks, threading.Barrier(ranks)
-    gpu, sent = testing.FakeGpu(lags=late), list[torch.Tensor]()
+    gpu, sent = fake_gpu.FakeGpu(lags=late), list[torch.Tensor]()
     wrapper, options, _ = MODES[mode]
     if wrapper is hvd.LeaderOptimizer:
         options = options | {"global_period": 1} | ({"group": ranks} if mode == "lsgd" else {})

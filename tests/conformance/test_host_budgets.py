@@ -13,8 +13,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from hvd_async.torch.testing import FakeGpu
 from tests.conformance import keras_host_counts
+from tests.conformance.fake_gpu import FakeGpu
 from tests.conformance.host_counts import Calls, Operators, highest, mean_counts, measure, plain
 from tests.conftest import LONG_RUN
 

@@ -16,9 +16,7 @@ import hvd_async.tensorflow.keras as hvd
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
 from tests.conformance.keras_ranks import LOSS, Scalar, Watch, batch, conv_model, flat
-from tests.conformance.leader_drive import TIMEOUT, wait_for_pulls
-from tests.conformance.leader_reference import Following
-from tests.conformance.weight_ranks import KerasGraphRank
+from tests.conformance.leader_drive import wait_for_pulls
 
 each_algorithm = pytest.mark.parametrize("algorithm", ["lsgd", "easgd"])
 sgd, leader = keras.optimizers.SGD, hvd.LeaderOptimizer
@@ -478,66 +476,3 @@ def test_fit_again_with_moving_averages_and_batch_norm(algorithm):
     one, other = Cluster(2).run(train)
     assert one == other
     assert len(set(one)) == 3
-
-
-# -- batch norm of ranks that follow ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("given", ["by a callback", "to the optimizer"])
-def test_a_rank_that_has_not_stepped_when_a_pull_comes_holds_no_rank(given):
-    """Its statistics travel from the meeting on, as the others' do."""
-    met = threading.Barrier(2)
-
-    def train(rank: int) -> list[float]:
-        options = {"model": None} if given == "by a callback" else {}
-        following = Following("easgd", global_period=1)
-        one = KerasGraphRank(KerasGraphRank.least_squares(2), rank, following, normed=True, **options)
-        one.set_statistics(1.0, 10.0)
-        if given == "by a callback":
-            callback = hvd.callbacks.GossipEpochCallback()
-            one.model.compile(optimizer=one.opt, jit_compile=False)
-            callback.set_model(one.model)
-            callback.on_train_begin()
-        worker = one.worker()
-        met.wait(TIMEOUT)
-        for _ in range(2 - 2 * rank):
-            one.step(mean=5.0)
-        wait_for_pulls(worker, 1)
-        one.step(mean=1.0 if rank else 5.0)  # (it learns nothing new)
-        return one.statistics()[:2].tolist()
-
-    assert Cluster(2).run(train, timeout=40) == [[3.0, 3.0]] * 2  # of 5, and of 1 at the start
-
-
-def test_statistics_travel_on_where_keras_puts_moving_averages_in_place():
-    """At the end of ``fit()``, with ``use_ema``."""
-
-    def train(rank: int) -> list[float]:
-        following = Following("easgd", global_period=1)
-        make = lambda variables: sgd(0.1, use_ema=True)  # noqa: E731
-        one = KerasGraphRank(KerasGraphRank.least_squares(2), rank, following, make, normed=True)
-        one.step(mean=1.0 + rank)
-        one.opt.finalize_variable_values(one.parameters)
-        before = one.opt.stats().pulls
-        one.step(mean=5.0 + 2 * rank)
-        wait_for_pulls(one.worker(), before + 1)
-        one.step(mean=5.0 + 2 * rank)
-        return one.statistics()[:2].tolist()
-
-    assert Cluster(2).run(train) == [[6.0, 6.0]] * 2
-
-
-def test_weights_of_frozen_layers_are_no_statistics():
-    """They would travel with every pull, though they never move."""
-
-    def train(rank: int) -> int:
-        layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
-        model = keras.Sequential([keras.Input((4,)), *layers])
-        model.layers[0].trainable = False
-        opt = leader(sgd(0.1), model=model, group=1)
-        opt.build(model.trainable_variables)
-        opt.drain()
-        elements: int = opt._async.replica.averaged.elements
-        return elements
-
-    assert Cluster(1).run(train) == [16]

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvd_async.algorithms.leader.selection import ALL_RANKS
 from hvd_async.errors import ReplicaStateError
 from hvd_async.stats import LeaderStats
-from hvd_async.testing import Cluster, InjectedError, distance_to_leader
+from hvd_async.testing import Cluster, InjectedError
 from tests.conformance.leader_cases import ELASTIC, PAIRS, leads
 from tests.conformance.leader_drive import TIMEOUT, Seen, check, in_step
 from tests.conformance.leader_reference import Following, replay, several
@@ -29,6 +30,20 @@ ALGORITHMS = pytest.mark.parametrize("following", [PAIRS, ELASTIC], ids=["lsgd",
 
 
 # -- drains ---------------------------------------------------------------------------------------------------
+
+
+def distance_to_leader(optimizer: Any) -> float | None:
+    """Return |x - leader|, of this rank's weights after its last step and the weights of the leader of all ranks.
+
+    Args:
+        optimizer: a ``LeaderOptimizer`` that has taken a step. With EASGD the distance is that to the center.
+
+    Returns:
+        None if this rank knows no leader of all ranks, or is the leader.
+    """
+    pulls = optimizer._async.worker.executor
+    leader = pulls.pending_results().targets.get(ALL_RANKS)
+    return None if leader is None else float(((pulls.snapshot - leader) ** 2).sum() ** 0.5)
 
 
 @both

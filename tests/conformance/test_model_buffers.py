@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 import warnings
 from typing import Any
 
@@ -16,7 +14,6 @@ import torch
 import hvd_async.tensorflow.keras as keras_hvd
 import hvd_async.torch as torch_hvd
 from hvd_async.testing import Cluster
-from hvd_async.torch import tensors
 from hvd_async.torch.tensors import NamedBuffers
 from tests.conftest import LONG_RUN
 
@@ -239,8 +236,7 @@ def test_only_the_statistic_that_is_not_finite_is_left_out_and_named(made, wrapp
 # -- torch: which tensor ----------------------------------------------------------------------------------------
 
 GIVEN = {
-    "pairs": lambda model: model.named_buffers(),
-    "list": lambda model: [*model.named_buffers()],
+    "generator": lambda model: model.named_buffers(),
     "function": lambda model: model.named_buffers,
     "module": lambda model: model,
 }
@@ -267,7 +263,7 @@ def test_statistics_that_are_the_same_on_all_ranks_keep_their_bits(wrapper):
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "given"), [("eager", "pairs"), ("gossip", "function"), ("lsgd", "module"), ("easgd", "list")]
+    ("wrapper", "given"), [("eager", "generator"), ("gossip", "function"), ("lsgd", "module"), ("easgd", "generator")]
 )
 def test_a_buffer_that_its_module_has_replaced_is_averaged_where_it_is_now(wrapper, given):
     def train(rank: int) -> tuple[list[float], list[float]]:
@@ -287,17 +283,20 @@ def test_a_buffer_that_its_module_has_replaced_is_averaged_where_it_is_now(wrapp
     assert Cluster(2).run(train) == [([1.5] * 3, [1.0] * 4)] * 2
 
 
-def test_a_models_buffers_are_not_searched_for_among_all_objects(monkeypatch):
-    monkeypatch.setattr(tensors, "_dicts_of_buffers", lambda found: pytest.fail("it searches all objects"))
+def test_unused_generators_of_models_are_called_again_and_other_pairs_are_taken_as_they_are():
+    """A generator's arguments count; one that has been used, or filters, is pairs like a list."""
     model = Net()
-    buffers = NamedBuffers(model.named_buffers())
+    used = model.named_buffers()
+    next(used)
+    given = [model, model.named_buffers, model.named_buffers("m"), [*model.named_buffers()], used]
+    given.append((n, b) for n, b in model.named_buffers() if "mean" in n)
+    listed, before = [NamedBuffers(one) for one in given], model.norm.running_mean
     model.norm.running_mean = torch.ones(3)
-    assert dict(buffers.now())["norm.running_mean"] is model.norm.running_mean
-
-
-def test_buffers_of_a_torchscript_module_are_taken_as_they_are():
-    model = torch.nn.Sequential(torch.jit.script(torch.nn.BatchNorm1d(3)), torch.nn.BatchNorm1d(3))
-    assert [name for name, _ in NamedBuffers(model.named_buffers()).now()] == [n for n, _ in model.named_buffers()]
+    held = [{name: buffer is model.norm.running_mean for name, buffer in one.now()} for one in listed]
+    names = ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+    assert [[*one] for one in held] == [names, names, [f"m.{n}" for n in names], names, names[1:], names[:1]]
+    assert [any(one.values()) for one in held] == [True, True, True, False, False, False]
+    assert dict(listed[3].now())[names[0]] is before
 
 
 @all_wrappers
@@ -323,33 +322,6 @@ def test_named_buffers_that_are_no_pairs_are_refused(given, reported):
         ValueError, match=rf"named_buffers must be pairs .* got \[{reported}\]. Pass model.named_buffers"
     ):
         torch_hvd.EagerOptimizer(torch.optim.SGD(Net().parameters(), lr=0.1), named_buffers=given)
-
-
-def test_buffers_are_looked_up_while_other_threads_make_tuples():
-    """CPython raises a SystemError in a thread that fills a new tuple to which another thread has a reference."""
-    model = torch.nn.Sequential(*(torch.nn.BatchNorm1d(4) for _ in range(8)))
-    done, errors, before = threading.Event(), [], sys.getswitchinterval()
-
-    def make() -> None:
-        try:
-            while not done.is_set():
-                tuple(number for number in range(50))
-        except SystemError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=make) for _ in range(3)]
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in threads:
-            thread.start()
-        for _ in range(40):
-            NamedBuffers([*model.named_buffers()])
-    finally:
-        done.set()
-        sys.setswitchinterval(before)
-        for thread in threads:
-            thread.join(60)
-    assert not errors
 
 
 # -- Keras ------------------------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ import tensorflow as tf
 import torch
 
 from hvd_async.testing import Cluster
-from hvd_async.torch.testing import FakeGpu
 from tests.conformance.cases import SCRIPTS, Case
 from tests.conformance.drive import ScriptedWorker, attach, scripted_engine
 from tests.conformance.eager_ranks import INF, KERAS, KERAS_GRAPH, NAN, TINY, TORCH, UNIT, Binding, all_modes, both
+from tests.conformance.fake_gpu import FakeGpu
 from tests.conformance.torch_ranks import hand_overs
 
 HALVING = Case("halving", "sgd", 1.0, momentum=0.5)

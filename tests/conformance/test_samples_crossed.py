@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hvd_async.testing import InjectedError
-from hvd_async.torch.testing import FakeGpu
 from tests.conformance.eager_ranks import INF, KERAS, KERAS_GRAPH, MOMENTUM, TORCH, Binding, both
+from tests.conformance.fake_gpu import FakeGpu
 from tests.conformance.sampled import VECTORS, Plan, check, rounds, train
 from tests.conformance.torch_ranks import ProcessSet
 from tests.conftest import LONG_RUN

@@ -19,12 +19,13 @@ from hvd_async.algorithms.eager.config import ReportReceived, RoundsReceived
 from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster
+from tests.conformance import fake_gpu
 from tests.conformance.eager_ranks import MOMENTUM, TINY
 from tests.conformance.torch_ranks import TorchTrainer, TorchVectors
 
 STEADY = 1
 """Steps with constant hyperparameters before one is announced; the first step of all does not count."""
-PLANES = (testing.MemoryCollectives, testing.LateCollectives)
+PLANES = (testing.MemoryCollectives, fake_gpu.LateCollectives)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ def announced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]
 
     monkeypatch.setattr(eager_rank.RoundsInFlight, "announce", noting)
     monkeypatch.setattr(eager_rank, "STEADY", STEADY)
-    monkeypatch.setattr(testing, "MemoryCollectives", testing.LateCollectives)
+    monkeypatch.setattr(testing, "MemoryCollectives", fake_gpu.LateCollectives)
     return log
 
 

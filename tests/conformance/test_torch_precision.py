@@ -14,8 +14,8 @@ import torch
 import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
-from hvd_async.torch.testing import FakeGpu
 from tests.conformance.cases import Case
+from tests.conformance.fake_gpu import FakeGpu
 from tests.conformance.host_counts import Operators
 from tests.conformance.torch_ranks import (
     TINY,

@@ -13,8 +13,8 @@ import torch
 
 from hvd_async.testing import Cluster
 from hvd_async.torch import horovod_collectives as collectives
-from hvd_async.torch import testing
 from hvd_async.torch.gradient_replica import Checks
+from tests.conformance import fake_gpu
 from tests.conformance.cases import Case
 from tests.conformance.torch_ranks import TINY, TorchVectors
 
@@ -102,7 +102,7 @@ def test_a_long_collective_is_looked_at_seldom_and_one_that_was_slow_for_once_de
 # -- gradients that are not finite --------------------------------------------------------------------------------
 
 
-class SlowEvent(testing.Event):
+class SlowEvent(fake_gpu.Event):
     """An event that the device of a ``SlowGpu`` reaches late."""
 
     def __init__(self, gpu: SlowGpu) -> None:
@@ -113,7 +113,7 @@ class SlowEvent(testing.Event):
         return self._slow.done()
 
 
-class SlowStream(testing.Stream):
+class SlowStream(fake_gpu.Stream):
     """A stream of a ``SlowGpu``."""
 
     _gpu: SlowGpu
@@ -122,7 +122,7 @@ class SlowStream(testing.Stream):
         return SlowEvent(self._gpu)
 
 
-class SlowGpu(testing.FakeGpu):
+class SlowGpu(fake_gpu.FakeGpu):
     """A fake GPU that seems to be behind the host.
 
     Args:

@@ -57,9 +57,9 @@ from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Gone
 from hvd_async.runtime.lifecycle import use_engine
 from hvd_async.runtime.protocol import Codec, Command, Event, Hello, encode
-from hvd_async.torch import gradient_replica, streams, testing
+from hvd_async.torch import gradient_replica, streams
 from hvd_async.torch.tensor_collectives import POLLS_OF_GPU, TensorCollectives
-from tests.conformance import virtual_machine
+from tests.conformance import fake_gpu, virtual_machine
 from tests.conformance.host_counts import VIEWS, WAITS
 from tests.conformance.virtual_machine import (
     PRICE_SETS,
@@ -94,7 +94,7 @@ BUCKET_BYTES = 25 * 2**20
 FREE_NAMES = (*VIEWS, "aten::split", "aten::detach", "aten::reshape", "aten::lift")
 """Prefixes of the names of operators that launch no kernel, in addition to torch's views."""
 PACKAGE = str(Path(hvd_async.__file__).parent)
-FREE_FILES = {__file__, virtual_machine.__file__, memory.__file__, testing.__file__, contextlib.__file__}
+FREE_FILES = {__file__, virtual_machine.__file__, memory.__file__, fake_gpu.__file__, contextlib.__file__}
 """Files whose code is the instrument's. (``contextlib`` is the library's too: its calls are cheap, and counted by what
 they call.)"""
 FREE_CODE = ("Engine._run", "Engine._next_look", "Engine._complete_collectives")
@@ -301,7 +301,7 @@ def charged(actor: Actor) -> Iterator[None]:
 # -- the library's GPU, its collectives and its control plane ----------------------------------------------------------
 
 
-class VirtualGpu(testing.FakeGpu):
+class VirtualGpu(fake_gpu.FakeGpu):
     """``streams.gpu`` whose streams and events are those of the calling thread's machine."""
 
     def __init__(self, world: World) -> None:

@@ -66,17 +66,16 @@ def test_the_best_address_is_taken_where_several_answer():
 def test_a_port_that_opens_late_is_found():
     with socket.socket() as late:
         late.bind(("127.0.0.1", 0))
-        attempts = addresses._Attempts.begin
-        begun: list[float] = []
+        connect, begun = socket.create_connection, list[Any]()
 
-        def begin(self: Any, now: float) -> None:
-            begun.append(now)
+        def begin(where: Any, timeout: float) -> socket.socket:
+            begun.append(where)
             if len(begun) == 5:
                 late.listen()
-            attempts(self, now)
+            return connect(where, timeout)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(addresses._Attempts, "begin", begin)
+            patch.setattr(socket, "create_connection", begin)
             assert reachable(["127.0.0.1"], late.getsockname()[1], WAIT) == "127.0.0.1"
         assert len(begun) >= 5
 

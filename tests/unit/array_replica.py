@@ -67,18 +67,12 @@ class Weights(WeightReplica):
     def buffers(self) -> Buffers:
         return Buffers([Statistic(self)], lambda array: array)
 
-    def statistics(self) -> Any:
-        return np.array([self.statistic, 1.0])
-
     def check_momentum(self) -> None: ...
 
     def momentum(self) -> Any:
         return np.zeros(2)
 
     def write_momentum(self, momentum: Any) -> None: ...
-
-    def clip(self, vector: Any, one: Any, other: Any) -> Any:
-        return vector
 
 
 class Optimizer(GossipMethods):

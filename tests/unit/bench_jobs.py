@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from hvd_async.simulation.names import LEADERS, gossip_of, read_name, waits_for_none
 from hvd_async.traces.recorder import Recorder
 from scripts.benchmarks.support.arms import MUTANT, PLAIN
+from scripts.benchmarks.support.names import LEADERS, gossip_of, read_name, waits_for_none
 from scripts.benchmarks.support.nemesis import HOROVOD, Schedule, Trouble
 from tests.unit.nemesis_history import history_of
 

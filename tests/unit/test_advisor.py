@@ -13,8 +13,8 @@ from hvd_async.advisor.prediction import MODES, YARDSTICK, Prediction, Risk, Spr
 from hvd_async.advisor.report import sentences
 from hvd_async.cli.main import main
 from hvd_async.simulation.network import Network
-from hvd_async.simulation.schedule import one_random, slowest_work, synchronous_seconds
 from hvd_async.traces.format import DDP, FSDP, HOROVOD, Header, read_trace
+from scripts.benchmarks.support.schedule import one_random, slowest_work, synchronous_seconds
 from tests.unit.test_traces import write
 
 SLOW = np.tile([0.1, 0.1, 0.2, 0.1], (60, 1))
@@ -149,13 +149,13 @@ def test_every_mode_has_a_line_that_the_library_takes():
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "options", "arm", "risk"),
+    ("algorithm", "options", "name", "risk"),
     [
         (HOROVOD, {}, "horovod", Risk.NONE),
         (FSDP, {}, "horovod", Risk.NONE),
         ("eager", {"quorum": "all"}, "all", Risk.NONE),
         ("eager", {"quorum": "solo"}, "solo", Risk.LATE),
-        ("local", {"average_every": 4}, "local-avg4", Risk.OWN),
+        ("local", {"average_every": 4}, "local", Risk.OWN),
         ("adpsgd", {"average_every": 0}, "adpsgd", Risk.OWN),
         ("lsgd", {}, "lsgd", Risk.PULLED),
         ("none", {}, None, None),
@@ -163,9 +163,9 @@ def test_every_mode_has_a_line_that_the_library_takes():
         ("sgp", {"hierarchical": 2}, None, None),
     ],
 )
-def test_the_mode_of_a_trace_and_its_risk(algorithm, options, arm, risk):
+def test_the_mode_of_a_trace_and_its_risk(algorithm, options, name, risk):
     found = mode_of(Header(1, 0, 2, "h", "torch", algorithm, options))
-    assert (found and found.arm, found and found.risk) == (arm, risk)
+    assert (found and found.name, found and found.risk) == (name, risk)
 
 
 def test_advice_on_a_job_with_a_slow_rank(tmp_path):

@@ -9,7 +9,6 @@ import sys
 import numpy as np
 import pytest
 
-from hvd_async.simulation.names import RIVALS
 from scripts.benchmarks.cases import CASES, imbalance, network, trainings
 from scripts.benchmarks.support import data, plot
 from scripts.benchmarks.support.arms import MUTANT, has_own_weights, installed, is_eager, parse_arms
@@ -21,6 +20,7 @@ from scripts.benchmarks.support.figures import (
     slope,
     spread,
 )
+from scripts.benchmarks.support.names import RIVALS
 from scripts.benchmarks.support.report import Goal, columns, finite, row, table
 from tests.unit.bench_jobs import options
 

@@ -98,7 +98,7 @@ def test_the_wheel_says_what_it_is(wheel):
     assert metadata["Requires-Python"] == ">=3.10"
     assert {"torch", "tensorflow", "horovod", "runners", "docs", "dev"} <= set(metadata.get_all("Provides-Extra"))
     needed = {name for name, extra in requirements(metadata) if extra is None}
-    assert needed == {"msgspec", "numpy", "prometheus_client", "psutil", "pyzmq", "rich"}
+    assert needed == {"msgspec", "numpy", "prometheus_client", "psutil", "pyzmq"}
     assert [name for name, extra in requirements(metadata) if extra == "torch"] == ["torch"], "no Horovod, no compiler"
     (name,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
     assert "hvd_async = hvd_async.cli.main:main" in archive.read(name).decode()

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_async.algorithms.eager.quorum import initiator, needed
-from hvd_async.simulation.names import quorum_of
-from hvd_async.simulation.schedule import (
+from hvd_async.simulation.schedule import stalls
+from scripts.benchmarks.support.names import quorum_of
+from scripts.benchmarks.support.schedule import (
     Gradient,
     even_seed,
     gradients_of,
@@ -21,7 +22,6 @@ from hvd_async.simulation.schedule import (
     play,
     replay,
     slowest_work,
-    stalls,
     synchronous_seconds,
 )
 

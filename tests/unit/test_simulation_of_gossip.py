@@ -11,9 +11,9 @@ import pytest
 from hvd_async import topology
 from hvd_async.algorithms.gossip.config import WaitingForMessage
 from hvd_async.simulation import schedule
-from hvd_async.simulation.arms import job_of, simulate
 from hvd_async.simulation.job import Clock, DataPlane, Rank, RankCollectives, Setup, Sizes
 from hvd_async.simulation.network import Network
+from scripts.benchmarks.support.schedule import job_of, simulate
 
 
 class Stall(NamedTuple):

@@ -9,12 +9,20 @@ import numpy as np
 import pytest
 
 from hvd_async.simulation import schedule
-from hvd_async.simulation.arms import job_of, simulate
-from hvd_async.simulation.baselines import Level, averaged
 from hvd_async.simulation.job import Clock, Setup
 from hvd_async.simulation.network import Network
-from hvd_async.simulation.schedule import gradients_of, linear, one_random, play, replay
 from scripts.benchmarks.support import simulated
+from scripts.benchmarks.support.schedule import (
+    Level,
+    averaged,
+    gradients_of,
+    job_of,
+    linear,
+    one_random,
+    play,
+    replay,
+    simulate,
+)
 from tests.conftest import LONG_RUN
 
 SLOW = Network(latency=0.002, bandwidth=1e8, hop=0.0001, cycle=0.001, operation=0.002, event=1e-5, sending=1e-5)

@@ -9,7 +9,6 @@ on average half of the ranks are in the round). A count or a fraction is a real 
 
 from __future__ import annotations
 
-import bisect
 import functools
 import math
 import random
@@ -160,9 +159,10 @@ class RoundQuorum:
 # arrival does not depend on the quorum. So the durations of the last steps are replayed under each count, by the rules
 # of the state machine, and the best count is chosen.
 #
-# A replay is exact, and processes round after round with arrays over all ranks, so that thousands of ranks do not delay
-# the coordinator. With more than 500 ranks it covers fewer steps (``ELEMENTS``), so it may not reach a staleness bound
-# of more rounds than that; but each step then shows more of the differences between ranks.
+# A replay is exact where no two ranks arrive at the same instant. It processes round after round with arrays over all
+# ranks, so that thousands of ranks do not delay the coordinator. With more than 500 ranks it covers fewer steps
+# (``ELEMENTS``), so it may not reach a staleness bound of more rounds than that; but each step then shows more of the
+# differences between ranks.
 
 
 WINDOW = 48
@@ -281,69 +281,31 @@ def fresh_rate(durations: Any, count: int, max_staleness: int, pace: str = "step
     return (_by_rounds if pace == "rounds" else _by_steps)(table, count, max_staleness)
 
 
-class _Moment(NamedTuple):
-    """Time and rank of an event; at equal times the lower-numbered rank comes first."""
-
-    time: float
-    rank: int
-
-
-def _nth(times: Any, count: int) -> _Moment:
-    """Return the ``count``-th arrival."""
-    time = np.partition(times, count - 1)[count - 1] if count < len(times) else times.max()
-    before = int(np.count_nonzero(times < time))
-    return _Moment(float(time), int(np.flatnonzero(times == time)[count - 1 - before]))
-
-
-def _until(times: Any, moment: _Moment) -> Any:
-    """Return a mask of the ranks that have arrived by a moment."""
-    by = times <= moment.time
-    late = np.flatnonzero(times[moment.rank + 1 :] == moment.time)
-    by[moment.rank + 1 + late] = False
-    return by
-
-
 def _by_steps(table: Any, count: int, max_staleness: int) -> float:
     """Replay pace "steps": a rank's t-th arrival is for round t, in time or late.
 
     A rank arrives for step t + 1 one duration after the start of round t if it was in that round, else one duration
     after its arrival for step t. So one array per round describes all ranks. All arrivals in time are fresh.
     """
-    steps, fresh = len(table), 0
-    fires: list[_Moment] = []
-    last: list[_Moment] = []
-    """Arrival of the last rank, by step."""
+    steps, fires = len(table), np.empty(len(table))
     arrivals, late = np.empty_like(table), np.empty(table.shape, dtype=bool)
     for step in range(steps):
-        before = np.where(late[step - 1], arrivals[step - 1], fires[-1].time) if step else 0.0
+        before = np.where(late[step - 1], arrivals[step - 1], fires[step - 1]) if step else 0.0
         arrivals[step] = own = before + table[step]
-        if step + max_staleness < steps:
-            last.append(_nth(own, len(own)))
-        reached = _nth(own, count)
-        fires.append(max(reached, last[step - max_staleness]) if step >= max_staleness else reached)
-        by = _until(own, fires[-1])
-        fresh += int(np.count_nonzero(by))
-        late[step] = ~by
-    now = fires[-1].time
-    return (fresh + _fresh_though_late(arrivals, late, fires)) / now if now > 0 else 0.0
+        held = arrivals[step - max_staleness].max() if step >= max_staleness else 0.0
+        fires[step] = max(np.partition(own, count - 1)[count - 1], held)
+        late[step] = own > fires[step]
+    fresh = int(np.count_nonzero(~late)) + _fresh_though_late(arrivals, late, fires)
+    return fresh / float(fires[-1]) if fires[-1] > 0 else 0.0
 
 
-def _fresh_though_late(arrivals: Any, late: Any, fires: Sequence[_Moment]) -> int:
+def _fresh_though_late(arrivals: Any, late: Any, fires: Any) -> int:
     """Return how many gradients were too late for their step's round, but fresh in a later round: gradients of ranks
     that had been late before too, and that began after the round before this later one."""
     steps, ranks = np.nonzero(late[1:] & late[:-1])
-    ends, begins = arrivals[steps + 1, ranks], arrivals[steps, ranks]
-    in_a_round = ends <= fires[-1].time
-    ends, begins, ranks = ends[in_a_round], begins[in_a_round], ranks[in_a_round]
-    times = np.array([fire.time for fire in fires])
-    begun = np.searchsorted(times, begins, "right")  # started rounds, with one that its own arrival starts
-    ended = np.searchsorted(times, ends, "left")
-    ties = np.flatnonzero((times[begun - 1] == begins) | (times[np.minimum(ended, len(times) - 1)] == ends))
-    moments = [(fire.time, fire.rank) for fire in fires]
-    for tie in ties.tolist():  # at equal times ranks arrive in order
-        begun[tie] = bisect.bisect_right(moments, (begins[tie], ranks[tie]))
-        ended[tie] = bisect.bisect_left(moments, (ends[tie], ranks[tie]))
-    return int(np.count_nonzero((begun == ended) & (ended < len(times))))
+    begun = np.searchsorted(fires, arrivals[steps, ranks], "right")  # (with one that its own arrival starts)
+    ended = np.searchsorted(fires, arrivals[steps + 1, ranks], "left")
+    return int(np.count_nonzero((begun == ended) & (ended < len(fires))))
 
 
 def _by_rounds(table: Any, count: int, max_staleness: int) -> float:
@@ -361,31 +323,25 @@ def _by_rounds(table: Any, count: int, max_staleness: int) -> float:
         again = np.flatnonzero(behind & (taken + 1 < steps))
         ready = np.where(behind, np.inf, arrivals)
         ready[again] = arrivals[again] + table[taken[again] + 1, again]
-        fires = _nth(ready, count)
-        oldest = np.flatnonzero(version <= fired - max_staleness)
-        if len(oldest):
-            held = _nth(arrivals[oldest], len(oldest))
-            fires = max(fires, _Moment(held.time, int(oldest[held.rank])))
-        over = np.flatnonzero(behind & (taken + 1 == steps))
-        if len(over):  # its later steps are unknown, and without it the other ranks would behave differently
-            ends = _nth(arrivals[over], 1)
-            if _Moment(ends.time, int(over[ends.rank])) < fires:
-                return fresh / ends.time if ends.time > 0 else 0.0
-        by = _until(ready, fires)
-        late = behind & ~by & _until(arrivals, fires)
+        held = arrivals[version <= fired - max_staleness].max(initial=0.0)
+        fire = max(float(np.partition(ready, count - 1)[count - 1]), float(held))
+        # (the later steps of a rank that is over are unknown, and without it the others would behave differently)
+        over = float(arrivals[behind & (taken + 1 == steps)].min(initial=np.inf))
+        if over < fire:
+            return fresh / over if over > 0 else 0.0
+        by = ready <= fire
+        late = behind & ~by & (arrivals <= fire)
         fresh += int(np.count_nonzero(by))
         taken += by.astype(np.intp) + (by & behind) + late
         fired += 1
+        free = by | (late & (arrivals == fire))  # (a late rank whose arrival starts the round continues from it)
         arrivals = np.where(late, ready, arrivals)
         version[late] = fired - 1
-        free = by
-        if late[fires.rank]:  # a late rank whose arrival starts the round continues from that round
-            free[fires.rank] = True
         version[free] = fired
         if bool((taken[free] == steps).any()):
-            return fresh / fires.time if fires.time > 0 else 0.0
+            return fresh / fire if fire > 0 else 0.0
         going = ranks[free]
-        arrivals[going] = fires.time + table[taken[going], going]
+        arrivals[going] = fire + table[taken[going], going]
 
 
 # -- grace -------------------------------------------------------------------------------------------------------------

@@ -1,13 +1,11 @@
 """Averages over all active ranks: of weights, and of differences to an anchor.
 
-``GlobalAverages`` average the weights of ranks at the same step, by an allreduce.
-
-``DifferenceAverages`` use an allreduce too, or two stages if messages are compressed. Each stage is an ``alltoall``. A
-vector is cut into as many parts as there are ranks. Each rank sends its part j to rank j, which adds up the parts that
-it receives, in the order of the ranks, and sends the mean of part j to all ranks. That moves as many elements as an
-allreduce, and all ranks decode the same bytes, so results are the same to the bit. The compression error of either
-stage is added to the next vector that this rank contributes (error feedback). On a finished rank, the error of means is
-added to the next mean of its part.
+If messages are exact, an average is an allreduce. Otherwise it takes two stages, each an ``alltoall``. A vector is cut
+into as many parts as there are ranks. Each rank sends its part j to rank j, which adds up the parts that it receives,
+in the order of the ranks, and sends the mean of part j to all ranks. That moves as many elements as an allreduce, and
+all ranks decode the same bytes, so results are the same to the bit. The compression error of either stage is added to
+the next vector that this rank contributes (error feedback). On a finished rank, the error of means is added to the next
+mean of its part.
 """
 
 from __future__ import annotations
@@ -16,107 +14,30 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from hvd_async.algorithms.gossip.config import NAMES_IN_RING, AverageEntered, StartAverage
+from hvd_async.algorithms.gossip.config import AverageEntered, StartAverage
 from hvd_async.algorithms.gossip.message_format import HEADER, MessageFormat
 from hvd_async.runtime.carrier import Carrier, Collective
 from hvd_async.runtime.interfaces import Handle, RankRuntime, Rows, Vector
 
-# -- averages of weights -----------------------------------------------------------------------------------------------
-
-
-class _Summed(NamedTuple):
-    """A completed average: the sum of x over ``ranks`` ranks, and the sums of their push-sum weights."""
-
-    x: Vector
-    weights: list[float]
-    ranks: int
-
-
-class GlobalAverages:
-    """Averages of an optimizer's weights over all active ranks.
-
-    Args:
-        engine: the engine of this rank.
-        post: the format of vectors.
-    """
-
-    def __init__(self, engine: RankRuntime, post: MessageFormat) -> None:
-        self._engine, self._post = engine, post
-        self._carrier = Carrier(engine)
-        self._contributed: dict[int, Vector] = {}
-        """This rank's x for averages that have not started yet (engine thread)."""
-        self._sums: dict[int, _Summed] = {}
-        self._index = 0
-        """Number of averages since the last drain or cut."""
-
-    def contribute(self, optimizer: int, x: Vector, weights: list[float]) -> int:
-        """Enter the next average with x, taking ownership; return its number.
-
-        This and the following methods are called on the training thread, except ``submit``.
-        """
-        self._index += 1
-        index = self._index
-
-        def send() -> None:
-            self._contributed[index] = x
-            self._engine.send(AverageEntered(optimizer, index, weights))
-
-        self._engine.call_soon(send)
-        return index
-
-    def is_complete(self, index: int) -> bool:
-        """Return whether ``result`` is available."""
-        return index in self._sums
-
-    def result(self, index: int) -> tuple[Vector, list[float]]:
-        """Return the mean of x and of the push-sum weights, and forget it."""
-        total = self._sums.pop(index)
-        return self._post.times(total.x, 1.0 / total.ranks), [weight / total.ranks for weight in total.weights]
-
-    def restart(self) -> None:
-        """Count from 1 again."""
-        self._index = 0
-
-    def submit(self, command: StartAverage) -> None:
-        """Submit this rank's part, or zeros if it has finished (engine thread)."""
-        name = f"hvd_async.average.{command.optimizer}.{command.index % NAMES_IN_RING}"
-        self._carrier.carry("", command.index, name, lambda: self._prepare(command, name))
-
-    def _prepare(self, command: StartAverage, name: str) -> Collective:
-        own = self._contributed.pop(command.index, None)
-        own = own if self._engine.rank in command.ranks else None  # the optimizer may have been deleted meanwhile
-        vector, post = self._post.zeros() if own is None else own, self._post
-
-        def start() -> Handle:
-            return self._engine.collectives.allreduce_sum(vector, name, post.process_set, keep=own is None)
-
-        def settled(total: Vector) -> None:
-            with self._engine.changed:
-                if own is not None:
-                    self._sums[command.index] = _Summed(total, command.weights, len(command.ranks))
-
-        return Collective(start, settled)
-
-
-# -- averages of differences -------------------------------------------------------------------------------------------
-
 
 class Average(NamedTuple):
-    """A completed average: the mean of the vectors, the mean of the numbers sent with them, and the set of parameters
+    """A completed average: the mean of the vectors, the means of the numbers sent with them, and the set of parameters
     that a rank has moved (``outer.packed``)."""
 
     mean: Vector
-    number: float
-    moved: bytes
+    numbers: list[float]
+    moved: bytes = b""
 
 
-class DifferenceAverages:
+class Averages:
     """Averages of fragments of a vector over all active ranks; several may be in flight.
 
     Args:
         engine: the engine of this rank.
         post: the format of messages; a message holds one of ``fragments`` x ranks parts of the vector.
         fragments: number of fragments of the vector, of equal length except the last; each is averaged separately.
+        blocking: whether ranks wait for each average that they enter. Messages are exact then, and this rank keeps no
+            results of other averages.
 
     Attributes:
         error: compression error that no message has carried yet, shape (n,) (engine thread). Empty if messages are
@@ -126,13 +47,14 @@ class DifferenceAverages:
         bytes_sent: bytes sent to other ranks.
     """
 
-    def __init__(self, engine: RankRuntime, post: MessageFormat, fragments: int) -> None:
-        self._engine, self._post, self._fragments = engine, post, fragments
+    def __init__(self, engine: RankRuntime, post: MessageFormat, fragments: int = 1, blocking: bool = False) -> None:
+        self._engine, self._post, self._fragments, self._blocking = engine, post, fragments, blocking
+        self._exact = blocking or post.lossless
         ranks = post.members or tuple(range(engine.size))
         self._place, self._size = ranks.index(engine.rank), len(ranks)
         self._places = {rank: place for place, rank in enumerate(ranks)}
         self._elements = len(post.zeros())
-        self.error: Vector = post.zeros()[: 0 if post.lossless else self._elements] + 0
+        self.error: Vector = post.zeros()[: 0 if self._exact else self._elements] + 0
         self._part = -(-self._elements // (fragments * self._size))
         self._contributed: dict[int, Vector] = {}
         """This rank's vectors for averages that have not started yet (engine thread)."""
@@ -159,16 +81,16 @@ class DifferenceAverages:
     # -- training thread --------------------------------------------------------------------------------------
 
     def contribute(
-        self, optimizer: int, average: int, fragment: int, vector: Vector, number: float, moved: bytes
+        self, optimizer: int, average: int, fragment: int, vector: Vector, numbers: list[float], moved: bytes = b""
     ) -> None:
-        """Enter the next average with a fragment's vector, taking ownership of it, a number, and the set of parameters
+        """Enter the next average with a fragment's vector, taking ownership of it, numbers, and the set of parameters
         that this rank has moved."""
         index = average - self._first + 1
         self._post.mark(vector)
 
         def send() -> None:
             self._contributed[index] = vector
-            self._engine.send(AverageEntered(optimizer, index, [number], fragment, moved))
+            self._engine.send(AverageEntered(optimizer, index, numbers, fragment, moved))
 
         self._engine.call_soon(send)
 
@@ -213,7 +135,7 @@ class DifferenceAverages:
         """Send this rank's parts, or nothing if it has finished, and add up its own part for all ranks."""
         own = self._contributed.pop(command.index, None)
         own = own if self._engine.rank in command.ranks else None  # its optimizer may have been deleted meanwhile
-        if self._post.lossless:
+        if self._exact:
             self._reduce(command, own)
             return
         if self._size == 1:
@@ -250,7 +172,8 @@ class DifferenceAverages:
             return self._engine.collectives.allreduce_sum(vector, name, process_set, keep=own is None)
 
         def settled(total: Vector) -> None:
-            self._complete(command, total * (1.0 / len(command.ranks)))
+            if own is not None or not self._blocking:
+                self._complete(command, total * (1.0 / len(command.ranks)))
 
         self._carrier.carry("sum", command.index, name, lambda: Collective(start, settled))
 
@@ -336,7 +259,8 @@ class DifferenceAverages:
     def _complete(self, command: StartAverage, mean: Vector) -> None:
         with self._engine.changed:
             if not self._discards:
-                number, average = command.weights[0] / len(command.ranks), self._first + command.index - 1
-                self._results[average] = Average(mean, number, command.moved)
+                numbers = [weight / len(command.ranks) for weight in command.weights]
+                average = self._first + command.index - 1
+                self._results[average] = Average(mean, numbers, command.moved)
                 self.newest = max(self.newest, average)
             self._engine.changed.notify_all()

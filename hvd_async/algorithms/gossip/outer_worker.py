@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from hvd_async.algorithms.gossip import outer, push_sum
-from hvd_async.algorithms.gossip.averages import Average, DifferenceAverages
+from hvd_async.algorithms.gossip.averages import Average, Averages
 from hvd_async.algorithms.gossip.error_feedback import SavedState
 from hvd_async.algorithms.gossip.hosts import HostWorker
 from hvd_async.algorithms.gossip.message_format import MessageFormat
@@ -49,7 +49,7 @@ class OuterWorker(GossipWorker):
         assert algorithm.outer is not None
         self._outer_step, self._constants = algorithm.outer, outer.Constants(config.outer_lr, config.outer_momentum)
         self._rhythm, self._late = outer.Rhythm(config.average_every, config.fragments), config.max_staleness
-        self._averages: DifferenceAverages = DifferenceAverages(engine, post, config.fragments)
+        self._averages = Averages(engine, post, config.fragments)
         self._state = outer.State(None, post.zeros() + 0 if "outer_momentum" in algorithm.options else None)
         self.can_be_late = config.local_size == 1 and not engine.elastic
         self._resumes = False
@@ -111,7 +111,7 @@ class OuterWorker(GossipWorker):
         gamma = sum(self._rates) / len(self._rates) if self._rates else 1.0
         since = max(0, self._rhythm.step(average) - self._rhythm.period)
         moved = outer.packed([last > since for last in self._last_moves])
-        self._averages.contribute(self._registered_number(), average, fragment, difference, gamma, moved)
+        self._averages.contribute(self._registered_number(), average, fragment, difference, [gamma], moved)
 
     def _take(self, weights: Vector, now: int) -> None:
         """Take the next average: move the anchor and, in place, the weights."""
@@ -127,7 +127,7 @@ class OuterWorker(GossipWorker):
         """Move the anchor and the momentum of a state, and weights, in place."""
         where = self._averages.slice_of(self._rhythm.fragment(average))
         old = outer.State(state.anchor[where], None if state.momentum is None else state.momentum[where])
-        new = self._outer_step(old, result.mean, result.number, self._constants)
+        new = self._outer_step(old, result.mean, result.numbers[0], self._constants)
         outer.hold_unmoved(old, new, result.mean, self._unmoved(where, result.moved))
         # A rank that had finished before, and so was not in the average, keeps its difference from the anchor.
         weights[where] = outer.merged(new.anchor, weights[where], self._sent.get(average, old.anchor))
@@ -238,7 +238,7 @@ class OuterWorker(GossipWorker):
     def _estimates(self) -> dict[str, Vector]:
         saved = {ANCHOR: self._state.anchor + 0, ERROR: self._averages.error + 0, **self.common_state()}
         lists: dict[str, Sequence[float]] = {RATES: self._rates, LAST_MOVES: self._last_moves}
-        for average, (mean, gamma, moved) in self._averages.results().items():
+        for average, (mean, (gamma,), moved) in self._averages.results().items():
             saved[f"{MEAN_OF}{average}"] = mean + 0
             lists |= {f"{NUMBER}{average}": [gamma], f"{MOVED}{average}": list(moved)}
         saved |= {name: self._post.concatenate([*map(self._post.scalar, own)]) for name, own in lists.items() if own}
@@ -266,7 +266,7 @@ class OuterWorker(GossipWorker):
             )
         results = {
             average: Average(
-                mean, float(copies[f"{NUMBER}{average}"][0]), bytes(map(int, copies.get(f"{MOVED}{average}", ())))
+                mean, [float(copies[f"{NUMBER}{average}"][0])], bytes(map(int, copies.get(f"{MOVED}{average}", ())))
             )
             for average, mean in means.items()
         }
@@ -277,7 +277,7 @@ class OuterWorker(GossipWorker):
         self._sent = {int(key.removeprefix(SENT)): own + 0 for key, own in copies.items() if key.startswith(SENT)}
         self._rates.extend(float(rate) for rate in copies.get(RATES, ()))
         if self._state.momentum is not None:
-            # (Version 0.2.0 saved no moves: for a period, parameters count as moved.)
+            # (A state of local has no moves: for a period, parameters count as moved.)
             unknown = [kept.base] * len(self.sizes())
             self._last_moves = [int(step) for step in copies.get(LAST_MOVES, unknown)]
         self.take_common_state(copies)

@@ -25,7 +25,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 from hvd_async.algorithms.gossip import push_sum
-from hvd_async.algorithms.gossip.averages import DifferenceAverages, GlobalAverages
+from hvd_async.algorithms.gossip.averages import Averages
 from hvd_async.algorithms.gossip.config import (
     ALGORITHMS,
     NAMES_IN_RING,
@@ -452,7 +452,7 @@ class GossipWorker(Worker):
     """
 
     holds_after_end = True
-    _averages: GlobalAverages | DifferenceAverages
+    _averages: Averages
     """Averages over all ranks, if the algorithm has any between ends."""
 
     def __init__(
@@ -893,7 +893,7 @@ class PushSumWorker(GossipWorker):
         self, engine: RankRuntime, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]
     ) -> None:
         super().__init__(engine, plan, post, finish)
-        self._averages: GlobalAverages = GlobalAverages(engine, post)
+        self._averages = Averages(engine, post, blocking=True)
         self._known = ErrorFeedback(post, plan.config.graph, plan.config.local_size)
         self._sender = Sender(
             engine, plan, self._place, post, self._exchanges, self._known, self._receive_buffer, self._finite
@@ -1037,11 +1037,11 @@ class PushSumWorker(GossipWorker):
 
     def _average(self, x: Vector, weights: list[float]) -> Program[tuple[Vector, list[float]]]:
         """Return the mean of x and of each push-sum weight over the ranks that have not finished."""
-        good = self._good
-        index = self._averages.contribute(self._registered_number(), self._finite(x, weights[0]), weights)
-        yield Wait(lambda: self._averages.is_complete(index))
+        good, average = self._good, self._averages.newest + 1
+        self._averages.contribute(self._registered_number(), average, 0, self._finite(x, weights[0]), weights)
+        yield Wait(lambda: self._averages.is_complete(average))
         self._averagings += 1
-        x, weights = self._averages.result(index)
+        x, weights, _ = self._averages.take(average)
         self._good = good and State(x, weights[0])  # (the sum was written over what was sent)
         return x, weights
 
@@ -1056,7 +1056,7 @@ class PushSumWorker(GossipWorker):
         super().discard_results()
 
     def _restart(self) -> None:
-        self._averages.restart()
+        self._averages.restart(0)
         self._sender.neighbour_stopped, self._sender.last = False, 0
         super()._restart()
 

@@ -41,7 +41,7 @@ class LeaderConfig(Config, frozen=True, tag=True):
         local_period, global_period: average number of steps per rank between pulls: of a group towards its leader, and
             of all ranks towards the global leader or the center.
         settings: other settings that must be equal, as text: strengths of the pulls and the like.
-        buffers: "average" if batch-norm statistics are averaged at each pull, else "local".
+        buffers: "average" if drains average batch-norm statistics, else "local".
         loss_window: average number of steps per rank after which a loss is too old for the choice of a leader.
         local, whole: whether pulls of groups, and of all ranks, change anything; if not, there are none.
         progress: progress at the cut of an earlier run, if this run continues it.
@@ -199,7 +199,7 @@ class LeaderOptions:
     )
     buffers: str = option(
         "average",
-        'what to do with batch-norm statistics: "average" them at each pull, or keep each rank\'s own ("local")',
+        'what drains do with batch-norm statistics: "average" them, or take the leader\'s ("local")',
         flags=(),
     )
 

@@ -13,8 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import msgspec
 
@@ -148,10 +147,6 @@ class StepReports:
 # -- pulls (engine thread) ---------------------------------------------------------------------------------------------
 
 
-Clip: TypeAlias = "Callable[[Vector, Vector, Vector], Vector]"
-"""A function of three vectors: the first, limited element by element to the range between the other two."""
-Statistics: TypeAlias = "Vector | Callable[[], Vector]"
-"""Batch-norm statistics, shape (2 m,), or a function that returns them, called only in the few steps that need it."""
 REMEMBERED = 10_000
 """Maximum number of pulls in ``stats().history``; earlier pulls are only counted."""
 
@@ -164,16 +159,11 @@ class PullResults:
         targets: weights towards which this rank is pulled, by group, without groups that it leads. EASGD: the center.
         fresh: number of the pull and its leader, by group pulled since the last step.
         force: force of EASGD, to be added to the weights.
-        statistics: averaged batch-norm statistics, shape (2 m,): m values, then for each value 1, or 0 if it was finite
-            on no rank.
-        sent: this rank's statistics in that average, as in ``LeaderWorker.settle_statistics``.
     """
 
     targets: dict[int, Vector] = field(default_factory=dict)
     fresh: dict[int, tuple[int, int]] = field(default_factory=dict)
     force: Vector = None
-    statistics: Vector = None
-    sent: Vector = None
 
 
 class PullExecutor:
@@ -191,8 +181,8 @@ class PullExecutor:
             always is.
         commanded: number of commanded pulls.
         pulls: number of completed pulls.
-        log: events for tests, in order: ("taken", step, fresh) and ("shown", step) of a step, ("averaged", step),
-            ("sent", pull), ("landed", pull), ("drained",). None: events are not recorded.
+        log: events for tests, in order: ("taken", step, fresh) and ("shown", step) of a step, ("sent", pull),
+            ("landed", pull), ("drained",). None: events are not recorded.
     """
 
     def __init__(
@@ -207,16 +197,10 @@ class PullExecutor:
         self._flag: FiniteFlag | None = None
         """Whether they are finite; None: they are."""
         self.good: Vector = None
-        self._statistics: Statistics | None = None
-        """Batch-norm statistics after the last step, as in ``LeaderWorker.settle_statistics``; never changed. None, on
-        all ranks, if they are not averaged; that must not change, since ranks would wait for each other's."""
         self._state: Any = None
         """State of the rule; replaced, never changed."""
         self._fresh: dict[int, tuple[int, int]] = {}
         """Groups pulled since the last step, as in ``PullResults``."""
-        self._averaged: Vector = None
-        """Averaged statistics that no step has taken; ``_averaged_own`` are this rank's statistics in that average."""
-        self._averaged_own: Vector = None
         self.commanded = 0
         self.carrier = Carrier(engine)
         self._restored = False
@@ -232,33 +216,11 @@ class PullExecutor:
 
     # -- training thread --------------------------------------------------------------------------------------
 
-    def begin(self, weights: Vector, statistics: Statistics | None) -> None:
-        """Start from these weights and statistics; see ``LeaderWorker.begin``."""
-        self._snapshot, self._statistics = weights, statistics
+    def begin(self, weights: Vector) -> None:
+        """Start from these weights; see ``LeaderWorker.begin``."""
+        self._snapshot = weights
         if not self._restored:
             self._state = self._rule.begin(weights)
-
-    def merge_statistics(self, own: Statistics, step: int, clip: Clip) -> Vector | None:
-        """Publish a step's statistics and merge the averaged ones in; see ``LeaderWorker.settle_statistics``."""
-        if self._statistics is None:
-            return None
-        with self._lock:
-            averaged, sent = self._averaged, self._averaged_own
-            self._averaged = self._averaged_own = None
-            self._statistics = own
-            if averaged is None:
-                return None
-            read = vector_of(own)
-            (mine, finite), (average, known), (base, counted) = (one.reshape(2, -1) for one in (read, averaged, sent))
-            # Keep this rank's change since it sent its statistics, where both are finite; elsewhere both are 0.
-            moved = clip(average + finite * counted * (mine - base), mine * finite + average * (1 - finite), average)
-            merged = averaged + 0
-            merged.reshape(2, -1)[0] = moved
-            self._statistics = after = read + 0
-            shown = after.reshape(2, -1)
-            shown[0], shown[1] = known * moved + (1 - known) * mine, known + (1 - known) * finite
-            self._note("averaged", step)
-        return merged
 
     def on_step(self, x: Vector, step: int) -> Vector:
         """Apply the results of pulls so far to the weights after a step; return the weights to continue with."""
@@ -276,22 +238,11 @@ class PullExecutor:
             self._snapshot, self._flag = weights, flag
             self._note("shown", step)
 
-    def publish_statistics(self, statistics: Statistics | None) -> None:
-        """Let pulls average these batch-norm statistics, outside of a step."""
-        with self._lock:
-            self._statistics = None if self._statistics is None else statistics
-
-    def withhold_statistics(self) -> None:
-        """Stop contributing to averages of batch-norm statistics, like a rank whose statistics are not finite."""
-        with self._lock:
-            self._statistics = None if self._statistics is None else vector_of(self._statistics) * 0
-
     def start_from(self, weights: Vector) -> None:
         """Restart from weights that are equal on all ranks; results so far are dropped."""
         with self._lock:
             self._snapshot, self._state, self._fresh = weights, self._rule.begin(weights), {}
             self._flag = None
-            self._averaged = self._averaged_own = None
             self._note("drained")
 
     @property
@@ -312,12 +263,12 @@ class PullExecutor:
         """Return the results that no step has taken, and the rule's state, for a checkpoint."""
         with self._lock:
             targets, force = self._rule.save(self._state)
-            return PullResults(targets, dict(self._fresh), force, self._averaged, self._averaged_own)
+            return PullResults(targets, dict(self._fresh), force)
 
     def restore(self, results: PullResults) -> None:
         """Restore the ``pending_results`` of an earlier run, before ``begin``."""
         self._state, self._restored = self._rule.restore(results.targets, results.force), True
-        self._fresh, self._averaged, self._averaged_own = dict(results.fresh), results.statistics, results.sent
+        self._fresh = dict(results.fresh)
 
     def _add_distances(self, differences: Sequence[Vector]) -> None:
         """Count this rank's distances to a leader or the center: the lengths of these vectors (either thread)."""
@@ -360,28 +311,7 @@ class PullExecutor:
             return
         name = f"hvd_async.pull.{command.optimizer}.{command.group}"
         process_set = self._rank_group.process_set if command.group == ALL_RANKS else self._group_set
-        if self._statistics is not None:
-            averaged = f"{name}.statistics"
-            prepare = partial(self._average_statistics, command, averaged, process_set)
-            self.carrier.carry((command.group, "statistics"), command.round, averaged, prepare)
         self.carrier.carry(command.group, command.round, name, lambda: self._prepare(command, name, process_set))
-
-    def _average_statistics(self, command: StartPull, name: str, process_set: Any) -> Collective:
-        """Return the average of batch-norm statistics that accompanies a pull."""
-        with self._lock:
-            own = self._statistics = vector_of(self._statistics)
-
-        def settled(total: Vector) -> None:
-            with self._lock:
-                average = total + 0
-                sums, counts = average.reshape(2, -1)
-                if counts.max() > 0:
-                    sums /= counts.clip(1)  # (0 if it is finite on no rank)
-                    counts[:] = counts.clip(0, 1)
-                    self._averaged, self._averaged_own = average, own
-            self._bytes_received += self._ring_bytes(command, total)
-
-        return Collective(lambda: self._engine.collectives.allreduce_sum(own + 0, name, process_set), settled)
 
     def _prepare(self, command: StartPull, name: str, process_set: Any) -> Collective:
         """Take a snapshot of this rank's weights for a pull, and return it."""
@@ -431,11 +361,6 @@ class PullExecutor:
         self._history.append((time.time(), command.group, command.leader))
         if self._engine.rank == self._rank_group.ranks[self._places(command)[0]]:
             self._engine.send(PullDone(command.optimizer, command.round))
-
-
-def vector_of(statistics: Statistics | None) -> Vector:
-    """Return the vector of batch-norm statistics; None if they are not averaged."""
-    return statistics() if callable(statistics) else statistics
 
 
 def group_of(config: LeaderConfig, rank_group: RankGroup) -> int:
@@ -548,14 +473,13 @@ class LeaderWorker(Worker):
 
     # -- a step -----------------------------------------------------------------------------------------------
 
-    def begin(self, weights: Vector, statistics: Statistics | None = None) -> None:
+    def begin(self, weights: Vector) -> None:
         """Start from these weights, before the ranks register.
 
         Args:
             weights: weights of the model, shape (n,), equal on all ranks; the worker takes ownership.
-            statistics: as in ``settle_statistics``; None, on all ranks, if they are not averaged.
         """
-        self.executor.begin(weights, statistics)
+        self.executor.begin(weights)
         self.executor.good = weights if self.flags_late else None
         self._consensus = self.executor.consensus
 
@@ -607,20 +531,6 @@ class LeaderWorker(Worker):
                 "opt.record_loss(loss) before each opt.step(). (Keras' fit() does it automatically, but a "
                 "LossScaleOptimizer must be inside: LeaderOptimizer(LossScaleOptimizer(optimizer)))"
             )
-
-    def settle_statistics(self, own: Statistics, clip: Clip) -> Vector | None:
-        """Publish this step's batch-norm statistics and merge the averaged ones in, before ``mix``.
-
-        Args:
-            own: statistics of this rank, shape (2 m,), as in ``WeightReplica.statistics``; the worker takes ownership.
-            clip: clips vectors of the binding.
-
-        Returns:
-            The statistics to continue with, shape (2 m,), after a pull: the average plus this rank's change since it
-            sent its own, limited by its own so that a variance stays positive; a 0 in the second half marks a value
-            that is finite on no rank. None: keep ``own``.
-        """
-        return self.executor.merge_statistics(own, self.steps + 1, clip)
 
     def mix(self, before: Vector, after: Vector) -> Vector:
         """Apply the results of pulls to the weights, at the end of a step.
@@ -727,7 +637,6 @@ class LeaderWorker(Worker):
     def discard_results(self) -> None:
         """Continue to take part in pulls for the other ranks, without applying them."""
         self.keep = None
-        self.executor.withhold_statistics()
         self.executor.carrier.resume()
 
     @property

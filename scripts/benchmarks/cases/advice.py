@@ -13,14 +13,15 @@ import numpy as np
 
 from hvd_async.advisor.advice import advise
 from hvd_async.advisor.prediction import Prediction, named_modes
-from hvd_async.simulation.names import waits_for_none
-from hvd_async.simulation.schedule import Schedule, lengths, one_random, stalls
+from hvd_async.simulation.schedule import Schedule, lengths, stalls
 from hvd_async.traces.format import read_trace
+from scripts.benchmarks.support.names import waits_for_none
 
 from ..support.arms import parse_arms
 from ..support.figures import Block, spread
 from ..support.launch import START, Progress, block_of, measure, repetitions
 from ..support.report import Case, Option, Panel, Report, Row, Say, columns, row
+from ..support.schedule import one_random
 
 GOAL, CLOSE = 10.0, 0.97
 """Per cent that a prediction may be off; the share of the best mode's speed that the one predicted best has."""

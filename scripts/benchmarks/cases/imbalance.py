@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hvd_async.simulation.names import LEADERS, SYNCHRONOUS, gossip_of, waits_for_none
-from hvd_async.simulation.schedule import Schedule, one_random, replay, slowest_work, synchronous_seconds
+from hvd_async.simulation.schedule import Schedule
+from scripts.benchmarks.support.names import LEADERS, SYNCHRONOUS, gossip_of, waits_for_none
 
 from ..support.arms import is_eager, parse_arms
 from ..support.figures import (
@@ -26,6 +26,7 @@ from ..support.figures import (
 )
 from ..support.launch import START, block_of, measure, repetitions
 from ..support.report import Case, Option, Panel, Report, Row, Say, chosen, columns, ends, row
+from ..support.schedule import one_random, replay, slowest_work, synchronous_seconds
 
 TOO_BUSY = 1.08
 """Horovod's arm over its bound; beyond that the machine was too busy for the figures to mean much."""

@@ -12,13 +12,14 @@ from typing import NamedTuple
 import numpy as np
 
 from hvd_async.algorithms.gossip.plan import make_plan
-from hvd_async.simulation.names import IN_STEP, LEADERS, LOCAL_PERIOD, OUTER, RIVALS, gossip_of, read_name
-from hvd_async.simulation.network import BYTES, PAYLOAD, power_sgd_megabytes
+from hvd_async.simulation.network import BYTES
+from scripts.benchmarks.support.names import IN_STEP, LEADERS, LOCAL_PERIOD, OUTER, RIVALS, gossip_of, read_name
 
 from ..support.arms import IN_BACKWARD, WARM_UP, installed, parse_arms
 from ..support.figures import Block, everywhere, grouped, identical, mean_interval, spread
 from ..support.launch import START, Progress, block_of, measure, repetitions
 from ..support.report import Case, Option, Panel, Report, Row, Say, chosen, columns, ends, row
+from ..support.schedule import PAYLOAD, power_sgd_megabytes
 
 ARMS = (
     *("horovod", "ddp", "ddp-powersgd", "post-local-sgd", "torchft", "torchft-diloco", "decent-dp", "solo"),

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_async.simulation.names import LEADERS, SYNCHRONOUS, gossip_of
+from scripts.benchmarks.support.names import LEADERS, SYNCHRONOUS, gossip_of
 
 from ..support.arms import PLAIN, listed, need_arm, parse_arms, variant_of
 from ..support.figures import Block, Interval, Ratios, by_arm, everywhere, mean_seconds, spread

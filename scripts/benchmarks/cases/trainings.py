@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvd_async.simulation.names import GOSSIP, LEADERS, RIVALS, SYNCHRONOUS, gossip_of, read_name, waits_for_none
-from hvd_async.simulation.schedule import Schedule, one_random, own_pace, synchronous_seconds
+from hvd_async.simulation.schedule import Schedule
+from scripts.benchmarks.support.names import GOSSIP, LEADERS, RIVALS, SYNCHRONOUS, gossip_of, read_name, waits_for_none
 
 from ..support import data
 from ..support.arms import MUTANT, WARM_UP, installed, is_eager, listed, need_arm, parse_arms
@@ -34,6 +34,7 @@ from ..support.figures import (
 )
 from ..support.launch import START, Progress, block_of, measure, repetitions
 from ..support.report import Case, Option, Panel, Report, Row, Say, chosen, columns, ends, interval_of, row, table
+from ..support.schedule import one_random, own_pace, synchronous_seconds
 from .imbalance import bound_of, judge_busy
 from .network import ENVIRONMENT
 

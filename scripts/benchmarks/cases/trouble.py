@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvd_async.simulation.names import gossip_of
+from scripts.benchmarks.support.names import gossip_of
 
 from ..support import launch
 from ..support.arms import parse_arms

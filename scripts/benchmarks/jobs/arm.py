@@ -23,7 +23,8 @@ from hvd_async.algorithms.eager.config import StartRound
 from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.runtime.interfaces import Vector
 from hvd_async.runtime.protocol import Command
-from hvd_async.simulation.names import (
+from hvd_async.testing import stop_engine
+from scripts.benchmarks.support.names import (
     IN_STEP,
     LEADERS,
     LOCAL_PERIOD,
@@ -33,7 +34,6 @@ from hvd_async.simulation.names import (
     quorum_of,
     read_name,
 )
-from hvd_async.testing import stop_engine
 
 from ..support.arms import IN_BACKWARD, MUTANT, PLAIN
 from .rank import Job, counted

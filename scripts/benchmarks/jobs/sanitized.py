@@ -52,7 +52,7 @@ def train(mode: str) -> None:
 
 
 def _plan(mode: str) -> dict[str, Any]:
-    from hvd_async.simulation.names import gossip_of
+    from scripts.benchmarks.support.names import gossip_of
 
     plan = gossip_of(mode)
     assert plan is not None

@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import torch
 
-from hvd_async.simulation.names import gossip_of
 from hvd_async.topology import Edge, Topology
+from scripts.benchmarks.support.names import gossip_of
 
 from .arm import Arm
 from .rank import Job

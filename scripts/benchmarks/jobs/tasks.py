@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hvd_async.simulation.network import CLASSES, INPUTS, widths
-
 from ..support import data
+from ..support.schedule import CLASSES, INPUTS, widths
 from .arm import Loss
 
 HIDDEN = 48

@@ -14,8 +14,8 @@ import keras
 import tensorflow as tf
 
 from hvd_async import tensorflow as hvd
-from hvd_async.simulation.names import quorum_of
 from hvd_async.testing import stop_engine
+from scripts.benchmarks.support.names import quorum_of
 
 from .rank import Block, Job, conclude, counted, timed
 

@@ -1,6 +1,6 @@
 """Arms of the benchmarks' cases: which a case may have, and what of a package or a set-up they need. Pure.
 
-Their names are read by ``hvd_async.simulation.names``.
+Their names are read by ``scripts.benchmarks.support.names``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvd_async.algorithms.gossip.plan import make_plan
-from hvd_async.simulation.names import (
+from scripts.benchmarks.support.names import (
     ARMS,
     GOSSIP,
     LEADERS,

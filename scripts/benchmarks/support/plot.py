@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_async.simulation.names import GOSSIP, LEADERS, RIVALS, read_name
+from scripts.benchmarks.support.names import GOSSIP, LEADERS, RIVALS, read_name
 
 from .figures import grouped
 from .report import Case, Panel, Row, finite

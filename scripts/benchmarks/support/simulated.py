@@ -16,23 +16,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvd_async.simulation.arms import simulate
 from hvd_async.simulation.job import Outcome, Setup
-from hvd_async.simulation.names import RIVALS, waits_for_none
-from hvd_async.simulation.network import PAYLOAD, Network, ring_bytes
-from hvd_async.simulation.schedule import (
-    constant,
-    even_seed,
-    linear,
-    one_random,
-    one_slow,
-    slowest_work,
-    synchronous_seconds,
-)
+from hvd_async.simulation.network import Network, ring_bytes
+from hvd_async.simulation.schedule import constant, one_slow
+from scripts.benchmarks.support.names import RIVALS, waits_for_none
 
 from .arms import WARM_UP
 from .figures import grouped
 from .report import Row, Say, row
+from .schedule import PAYLOAD, even_seed, linear, one_random, simulate, slowest_work, synchronous_seconds
 
 # -- tables that were measured -----------------------------------------------------------------------------------------
 

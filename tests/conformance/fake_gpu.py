@@ -6,6 +6,7 @@ For tests, and for counting what a step on a GPU costs the host. Kernels run imm
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 
+from hvd_async.runtime.interfaces import Handle, Rows, Vector
+from hvd_async.testing import InjectedError, MemoryCollectives, _MemoryHandle
 from hvd_async.torch import streams
 
 
@@ -125,3 +128,83 @@ class FakeGpu(streams.Gpu):
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         self.host_waits("to_host")
         return tensor.clone()
+
+
+# -- results that are taken before they are complete, as on NCCL -----------------------------------------------------
+
+
+class _LateHandle(_MemoryHandle):
+    """A collective whose result may be taken before it is complete. It is seen to be complete only some looks later."""
+
+    def __init__(self, handle: Any, seed: str) -> None:
+        super().__init__(handle._meeting, handle._part)
+        self._looks = random.Random(seed).randrange(6)
+        self._lock = threading.Lock()
+        self._result: Any = None
+        self.take = self._take
+
+    def _take(self) -> Any:
+        if not self._meeting.complete.wait(60.0):
+            raise InjectedError("a collective whose result was taken is never complete")
+        return self.result()
+
+    def done(self) -> bool:
+        if super().done():
+            self._looks -= 1
+        return self._looks < 0
+
+    def result(self) -> Any:
+        with self._lock:  # (both threads have the same tensor, as on a GPU)
+            if self._result is None:
+                self._result = super().result()
+        return self._result
+
+    def seconds_to_poll(self) -> float | None:
+        return 0.001
+
+
+class LateCollectives(MemoryCollectives):
+    """Collectives as on NCCL: started in one order; torch's are usable once they are submitted.
+
+    A vector that was submitted holds NaN where a result may be written, so that one that is read without being taken
+    shows.
+    """
+
+    in_order = True
+
+    def allreduce_sum(
+        self, vector: Vector, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
+    ) -> Handle:
+        sent = self._given(vector, keep)
+        return self._late(super().allreduce_sum(sent, name, process_set, keep, scale), vector, name)
+
+    def broadcast(self, vector: Vector, root: int, name: str, process_set: Any = None) -> Handle:
+        sent = self._given(vector, self.rank == root)
+        return self._late(super().broadcast(sent, root, name, process_set), vector, name)
+
+    def alltoall(
+        self,
+        rows: Rows,
+        splits: list[int],
+        coming: list[int],
+        name: str,
+        process_set: Any = None,
+        into: Rows | None = None,
+    ) -> Handle:
+        return self._late(super().alltoall(rows, splits, coming, name, process_set, into), rows, name)
+
+    def _given(self, vector: Vector, keep: bool) -> Vector:
+        """Return the vector to be sent, and let the given one look as its memory may meanwhile."""
+        if not _is_of_torch(vector):
+            return vector
+        sent = vector + 0
+        if not keep:
+            vector.fill_(float("nan") if vector.is_floating_point() else 77)
+        return sent
+
+    def _late(self, handle: Handle, given: Any, name: str) -> Handle:
+        return _LateHandle(handle, f"{name} {self.rank}") if _is_of_torch(given) else handle
+
+
+def _is_of_torch(vector: Any) -> bool:
+    return type(vector).__module__ == "torch"
