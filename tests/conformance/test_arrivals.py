@@ -48,9 +48,7 @@ def late_plane(memory: MemoryCollectives) -> MemoryCollectives:
     return LateCollectives(memory._board, memory.rank, memory.size)
 
 
-def worker_of(
-    cluster: Cluster, rank: int, device: Device | None, quorum: Any = "solo", **options: Any
-) -> EagerWorker:
+def worker_of(cluster: Cluster, rank: int, device: Device | None, quorum: Any = "solo", **options: Any) -> EagerWorker:
     config = EagerOptions(quorum=quorum, grace=0.0, **options).config(1, cluster.size)
     wire = GradientFormat(zeros=lambda bucket: np.zeros(2), nbytes=(16,))
     arrives = None if device is None else device.when
