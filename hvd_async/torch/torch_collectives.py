@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
 from torch.futures import Future
 
 from hvd_async.runtime import time_limits
@@ -336,14 +337,14 @@ torch ends the process."""
 @contextlib.contextmanager
 def _unwatched() -> Iterator[None]:
     """Return a context in which process groups are made as ``UNWATCHED`` says, whatever the user has set for others."""
-    before, level = {name: os.environ.get(name) for name in UNWATCHED}, dist.get_debug_level()
+    before, level = {name: os.environ.get(name) for name in UNWATCHED}, get_debug_level()
     os.environ.update(UNWATCHED)
-    if level == dist.DebugLevel.DETAIL:  # (which turns DESYNC_DEBUG on)
-        dist.set_debug_level(dist.DebugLevel.INFO)
+    if level == DebugLevel.DETAIL:  # (which turns DESYNC_DEBUG on)
+        set_debug_level(DebugLevel.INFO)
     try:
         yield
     finally:
-        dist.set_debug_level(level)
+        set_debug_level(level)
         for name, value in before.items():
             if value is None:
                 del os.environ[name]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from hvd_async.runtime.launch import Launch, Seat, place_of
-from hvd_async.torch import streams
+from hvd_async.torch import streams, torch_collectives
 from hvd_async.torch.distributed import doors, world
 from hvd_async.torch.distributed.calls import Call, Calls
 from hvd_async.torch.distributed.collectives import gathered
@@ -307,8 +307,8 @@ def test_on_gpus_all_collectives_share_a_group_that_is_aborted_at_the_end(
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
     levels = [dist.DebugLevel.DETAIL]
-    monkeypatch.setattr(dist, "get_debug_level", lambda: levels[-1])
-    monkeypatch.setattr(dist, "set_debug_level", levels.append)
+    monkeypatch.setattr(torch_collectives, "get_debug_level", lambda: levels[-1])
+    monkeypatch.setattr(torch_collectives, "set_debug_level", levels.append)
     own = TorchCollectives()
     groups = {id(own._group(name, None, on_gpu=True)) for name in ("eager.0.1.2", "gossip.0.3", "end.0.sum")}
     own.stop()
