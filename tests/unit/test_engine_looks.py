@@ -178,9 +178,8 @@ def test_an_engine_in_order_lets_others_join_an_action_that_may_wait(monkeypatch
     def posts(**how: Any) -> Any:
         return lambda engine: engine.notify(lambda: done.append(len(channel.slept)), **how)
 
-    may_wait, hurries = posts(hurry=False), posts()
-    stops = lambda engine: engine.notify(engine._stop_now)  # noqa: E731
-    channel = Scripted([may_wait, may_wait, lambda engine: None, may_wait, hurries, stops])
+    may_wait, stops = posts(hurry=False), lambda engine: engine.notify(engine._stop_now)
+    channel = Scripted([may_wait, may_wait, lambda engine: None, may_wait, posts(), stops])
     channel.engine._order = CollectiveOrder()
     channel.engine._run()
     assert channel.engine.failure is None
