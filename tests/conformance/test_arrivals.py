@@ -172,23 +172,23 @@ def test_what_arrives_before_the_engine_looks_is_of_its_own_step():
 @pytest.mark.parametrize("quorum", ["solo", 1, 2, "all"])
 def test_an_end_reports_what_has_not_arrived_and_completes_a_step_that_was_begun(quorum, on_gpu):
     """The other rank takes that step only when all that this one's end says at first has been sent."""
-    cluster, told = Cluster(2), threading.Event()
+    cluster, sent = Cluster(2), threading.Event()
 
     def train(rank: int) -> tuple[int, int]:
         worker = worker_of(cluster, rank, Device() if rank and on_gpu else None, quorum)
         worker.apply = lambda round_: None
         if rank == 0:
-            assert told.wait(60)
+            assert sent.wait(60)
             worker.step({0: np.array([1.0, 1.0])}, HYPER)
         else:
             worker.hand_over(0, np.array([8.0, 1.0]))
             wait = worker.engine.wait
 
-            def tell_and_wait(ready: Callable[[], bool]) -> None:
-                worker.engine.notify(told.set)
+            def release_and_wait(ready: Callable[[], bool]) -> None:
+                worker.engine.notify(sent.set)
                 wait(ready)
 
-            worker.engine.wait = tell_and_wait
+            worker.engine.wait = release_and_wait
         worker.engine.drain(leaving=True)
         return worker.stats().gradients_applied, worker.stats().gradients_produced
 
