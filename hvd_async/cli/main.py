@@ -213,7 +213,7 @@ def run_record(arguments: argparse.Namespace) -> int:
     """Run a torch training script, unchanged, and record when each rank computes and when it waits.
 
     It runs on every rank: ``torchrun --nproc-per-node 4 -m hvd_async record --out trace train.py --its --own options``,
-    or ``horovodrun -np 4 --gloo python -m hvd_async record ...``; ``-m package.train`` in place of ``train.py`` runs a
+    or ``horovodrun -np 4 --gloo python -m hvd_async record ...``; ``-m package.train`` instead of ``train.py`` runs a
     module. The first optimizer is recorded: Horovod's
     DistributedOptimizer, one of this library, or that of a script for torchrun, under DDP, FSDP2 or its own
     collectives. Returns 1 if the script fails.

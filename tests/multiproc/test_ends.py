@@ -145,7 +145,7 @@ def test_a_death_during_a_collective_of_the_script_is_named(
 
 
 def test_tensorflows_own_collectives_end_with_a_lost_rank(forked: RunJob) -> None:
-    """Though a forked child of it lives. Horovod's error names nobody; this library does, on rank 0."""
+    """Though a forked child of it lives. Horovod's error names no rank; this library does, on rank 0."""
     args = (*ends("tensorflow", "forked, sigkill"), "--point", "call")
     job = forked("tensorflow", "ends.py", 3, args=args, timeout=PROMISED).check_clean()
     assert "hvd_async: rank 1 on host localhost died" in job.outputs[0], str(job)

@@ -268,8 +268,7 @@ class Progress:
         # The first block's time has the job's start in it, so the rest is reckoned by those after it.
         each = (now - self._first) / (self._done - 1) if self._done > 1 else now - self._started
         left = max(0, self.total - self._done) * each
-        if self.ends is not None:
-            left = min(left, max(0.0, self.ends - now))
+        left = left if self.ends is None else min(left, max(0.0, self.ends - now))
         self._say(f"[{self._done}/{self.total}] {text}; {left / 60:.1f} min left")
 
 
