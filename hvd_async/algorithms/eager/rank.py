@@ -440,7 +440,7 @@ class RoundsInFlight:
             return
         self._held_s[go.by] += go.held
         if go.settled:
-            self._set_hyper(go.round, go.hyper)
+            self.set_hyper(go.round, go.hyper)
         for bucket in go.buckets:
             self.started[bucket] = go.round
         flight, whole = self._flight(go.round), None
@@ -529,7 +529,9 @@ class RoundsInFlight:
 
     def set_hyper(self, round_: int, hyper: Hyper | None) -> None:
         """Set the hyperparameters of a round; None: the ones sent last."""
-        self._set_hyper(round_, hyper)
+        self._last_hyper = self._last_hyper if hyper is None else hyper
+        assert self._last_hyper is not None, "the first round came without hyperparameters"
+        self._flight(round_).hyper = self._last_hyper
         self._pass_on()
         if round_ == self._promised:
             self._wake_if_started(round_)
@@ -567,11 +569,6 @@ class RoundsInFlight:
         flight.ready, flight.incomplete = self._buckets, 0
         self._note_complete(round_, flight)
         self._pass_on()
-
-    def _set_hyper(self, round_: int, hyper: Hyper | None) -> None:
-        self._last_hyper = self._last_hyper if hyper is None else hyper
-        assert self._last_hyper is not None, "the first round came without hyperparameters"
-        self._flight(round_).hyper = self._last_hyper
 
     def _flight(self, round_: int) -> _Flight:
         flight = self._flights.get(round_)
