@@ -118,11 +118,10 @@ def names_of(given: TorchArguments, wrapper: str) -> tuple[dict[int, str] | None
     parameters = [p for group in given.optimizer.param_groups for p in group["params"]]
     if (cause := shared_models.cause(parameters, wrapper)) is not None:
         raise ValueError(cause)
-    named = None if given.named_parameters is None else list(given.named_parameters)
-    return parameter_names(parameters, named), [
-        *parameters,
-        *(p for _, p in named or () if isinstance(p, torch.Tensor)),
-    ]
+    named = given.named_parameters
+    pairs = named if named is None or not isinstance(named, Iterable) else list(named)
+    names = parameter_names(parameters, pairs)
+    return names, [*parameters, *(p for _, p in pairs or () if isinstance(p, torch.Tensor))]
 
 
 def parameter_names(
