@@ -207,9 +207,6 @@ EAGER: Mapping[str, Mutant] = {
     ),
     "a rank that is done is too late": Mutant("steps that differ", Positions, "leave", instead()),
     "a bucket that was announced goes before it has come": Mutant("announced", RoundsInFlight, "_has", instead(True)),
-    "what has come before its announced round starts is forgotten": Mutant(
-        "announced", RoundsInFlight, "go", without("take_in")
-    ),
     "what comes after its announced round has started is forgotten": Mutant(
         "announced", RoundsInFlight, "take_in", without("_continue")
     ),
