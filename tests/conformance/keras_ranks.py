@@ -38,7 +38,9 @@ def sum_in_graph(plane: MemoryCollectives, vector: tf.Tensor, name: str, process
         sums[name] = handle.result()
         return sums[name]
 
-    return tf.ensure_shape(tf.py_function(add, [vector], vector.dtype), vector.shape)
+    # (stateless, as Horovod's op is: TensorFlow would put stateful ones in an order)
+    summed = tf.numpy_function(lambda own: add(tf.constant(own)).numpy(), [vector], vector.dtype, stateful=False)
+    return tf.ensure_shape(summed, vector.shape)
 
 
 MemoryCollectives.sum_in_graph = sum_in_graph  # type: ignore[attr-defined]  # (the class itself knows no framework)

@@ -41,7 +41,7 @@ def test_in_a_graph_a_bucket_is_summed_without_waiting_for_the_gradients_of_othe
         graph = step.get_concrete_function(*gradients).graph
         optimizer.drain()
         elements = {3, 4, 5}  # (of the vectors, with one that counts)
-        sums = [op for op in graph.get_operations() if op.type == "EagerPyFunc" and len(op.inputs) == 1]
+        sums = [op for op in graph.get_operations() if op.type == "PyFuncStateless" and len(op.inputs) == 1]
         return [inputs_of(op) for op in sums if op.inputs[0].shape.num_elements() in elements]
 
     (found,) = Cluster(1).run(trace)

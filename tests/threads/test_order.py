@@ -143,7 +143,7 @@ def pulls_submitted(engine: Any) -> list[Any]:
     )
     config = LeaderConfig("easgd", [[0, 1]], 1, 1, "")
     pulls = PullExecutor(engine, config, rule, RankGroup(None, (0, 1), 0, 0, 2), None)
-    pulls.begin(np.zeros(2), None)
+    pulls.begin(np.zeros(2))
     for number in range(1, 6):
         pulls.pull(StartPull(0, number, ALL_RANKS, CENTER))
     return engine.land_all(np.zeros(2))
