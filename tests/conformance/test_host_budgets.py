@@ -62,7 +62,7 @@ BUDGETS = {
 """Budgets by mode and number of ranks."""
 ON_GPU = {
     "all": (33, 1150),
-    "solo": (29, 1040),
+    "solo": (38, 1040),
     "sgp": (12, 510),
     "adpsgd": (8, 340),
     "lsgd": (11, 600),

@@ -57,7 +57,7 @@ from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.interfaces import Gone
 from hvd_async.runtime.lifecycle import use_engine
 from hvd_async.runtime.protocol import Codec, Command, Event, Hello, encode
-from hvd_async.torch import gradient_replica, streams
+from hvd_async.torch import arrival, gradient_replica, streams
 from hvd_async.torch.tensor_collectives import POLLS_OF_GPU, TensorCollectives
 from tests.conformance import fake_gpu, virtual_machine
 from tests.conformance.host_counts import VIEWS, WAITS
@@ -945,6 +945,7 @@ def run(setup: Setup) -> list[Cost]:
             VirtualGpu(world).installed(),
             mock.patch.object(rank_module, "STEADY", FIRST),
             mock.patch.object(gradient_replica, "FIRST_STEPS", FIRST),
+            mock.patch.object(arrival, "FIRST", FIRST + 2),
             mock.patch.object(engine_module, "time", SimpleNamespace(monotonic=world.seconds)),
         ):
             engines = [] if plain else _engines(setup, world, machines)

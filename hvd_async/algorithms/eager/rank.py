@@ -157,8 +157,8 @@ class RoundsInFlight:
         """Buckets on their way from the training thread."""
         self._later: deque[HandedOver | _Entered] = deque()
         """What the training thread has handed over and its device may not have computed: ``given_later`` since the
-        start, of which the first ``_reported`` are taken out."""
-        self.given_later = self._reported = 0
+        start, of which the first ``arrived`` have arrived at least, and the first ``_reported`` are taken out."""
+        self.given_later = self.arrived = self._reported = 0
         self.started = [0] * self._buckets
         """By bucket, the last round that the coordinator has started."""
         self._pending = [_Pending() for _ in range(self._buckets)]
@@ -255,11 +255,10 @@ class RoundsInFlight:
 
         Args:
             number: number of the optimizer.
-            given: how much has arrived of what was given since the start. (More may have arrived when the engine comes
-                to this; what this rank has said in between is reported first.)
+            given: how much has arrived of what was given since the start; ``arrived`` may be more.
         """
         taken: list[HandedOver] = []
-        while self._later and self._reported < given:
+        while self._later and self._reported < max(given, self.arrived):
             one = self._later.popleft()
             self._reported += 1
             if taken and taken[0].step != one.step:
@@ -925,6 +924,8 @@ class EagerWorker(Worker):
         arrives, given = self._arrives, self._in_flight.given_later
 
         def arrived() -> None:  # (any thread)
+            if self.config.pace == "steps":  # (else this rank may report its version before what arrives later)
+                self._in_flight.arrived = max(self._in_flight.arrived, given)
             report = self._report_near if in_step else self._in_flight.report_arrived
             self.engine.notify(partial(report, number, given), hurry=in_step > 0)
 
