@@ -81,7 +81,7 @@ OPTIMIZERS = {
     "easgd": (lambda: hvd.LeaderOptimizer(scaled(sgd()), algorithm="easgd"), 3),
 }
 """Optimizers, and the number of py_functions in a step of each (``take_step`` of ``eager_methods`` and ``methods``).
-Those of "all" are beside a ``PyFuncStateless`` for each bucket, which stands for Horovod's op here."""
+Those of "all" come with a ``PyFuncStateless`` for each bucket, which stands for Horovod's op here."""
 
 
 FEW = ("all", "samples", "loss scale", "sgp", "lsgd")
