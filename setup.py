@@ -12,7 +12,7 @@ OF_RECIPES = {
     "timm": ["timm"],
     "ray": ["ray[train]", "scikit-learn"],
 }
-"""What the scripts of docs/examples/recipes import, by extra."""
+"""Packages that the scripts of docs/examples/recipes import, by extra."""
 RECIPES = sorted({package for packages in OF_RECIPES.values() for package in packages})
 """All of them: some 700 MB, most of it Ray and what it needs."""
 TORCHFT = "sys_platform == 'linux' and platform_machine == 'x86_64' and python_version < '3.14'"

@@ -386,7 +386,7 @@ class Driver(abc.ABC):
 
     @property
     def resumed(self) -> Resumed:
-        """What this rank has loaded."""
+        """The state that this rank has loaded."""
         return Resumed(self.worker is not None, self.loads, self.restored is not None)
 
     def sends_share(self, everyones: Sequence[Resumed]) -> bool:

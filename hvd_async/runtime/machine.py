@@ -462,7 +462,7 @@ SEND_STATE = (
     "root_rank=0) in torch, before training; in Keras use the BroadcastGlobalVariablesCallback(0) of "
     "hvd_async.tensorflow.keras."
 )
-"""What to do if optimizers start with different states."""
+"""Advice for optimizers that start with different states."""
 MOST_BUCKETS = 1 << 16
 
 

@@ -15,7 +15,7 @@ import torch
 from hvd_async.torch import streams
 
 AUTO_SECONDS, AUTO_SHARE = 0.008, 0.25
-"""What ``arrival_lead="auto"`` is: seconds, and the most as a share of a step."""
+"""Meaning of ``arrival_lead="auto"``: seconds, and the most as a share of a step."""
 FIRST_GUESS = 0.75
 """Place of the marker among the hooks of a step until the first times are known, as a share of them."""
 PERIOD, FIRST = 50, 12

@@ -150,7 +150,7 @@ OWN_GRADIENTS = {
     "round_transform": "a rank steps by its own gradients, so clip gradients before step(), as with a plain optimizer",
     "scaler": "a rank steps by its own gradients, so use the GradScaler as with a plain optimizer",
 }
-"""What to write instead of ``EagerOptimizer``'s keywords."""
+"""Advice for keywords that only ``EagerOptimizer`` takes."""
 
 
 # -- partial allreduce -------------------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ STEPS = 10
 
 
 class _Watched:
-    """What is known about one wrapped optimizer, also after it was deleted.
+    """Observations of one wrapped optimizer, also after it was deleted.
 
     Attributes:
         empty: number of its steps, none of which had a gradient; None once one had, or after the warning.

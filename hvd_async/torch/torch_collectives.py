@@ -330,8 +330,8 @@ UNWATCHED = {
     "TORCH_NCCL_DESYNC_DEBUG": "0",  # (it sets ASYNC_ERROR_HANDLING to 3)
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-"""What torch reads when a group is made: a late rank is no error, and a lost one is for the coordinator to name, before
-torch ends the process."""
+"""Variables that torch reads when a group is made: a late rank is no error, and a lost one is for the coordinator to
+name, before torch ends the process."""
 
 
 @contextlib.contextmanager

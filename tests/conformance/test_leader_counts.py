@@ -115,7 +115,7 @@ def test_what_is_on_its_way_is_looked_at_and_changed_under_the_engines_lock_only
 
 
 def test_a_snapshot_is_never_changed_by_later_steps():
-    """What is on its way belongs to the pull."""
+    """A snapshot on its way belongs to the pull."""
 
     def train(rank: int) -> None:
         own, held = TorchRank(TorchRank.least_squares(2), rank, OFTEN, **DOUBLE), []

@@ -54,7 +54,7 @@ SERVERS = {
     "plain torch": ("torch._dynamo", "horovod.torch"),
     "plain tensorflow": ("keras", "horovod.tensorflow.keras"),
 }
-"""What a fork server imports: a framework and ours, or one and Horovod alone, or neither."""
+"""Modules that a fork server imports: a framework and ours, or one and Horovod alone, or neither."""
 
 
 @dataclass

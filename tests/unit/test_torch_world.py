@@ -85,7 +85,7 @@ def open_calls(monkeypatch: pytest.MonkeyPatch) -> Open:
 
 
 def two_ranks(open_calls: Open, call: Callable[[Calls], Any]) -> list[Any]:
-    """What each of two ranks gets from a call of its collectives, its error as text; afterwards they still match."""
+    """The results of a call of two ranks' collectives, errors as text; afterwards the calls still match."""
     with ThreadPoolExecutor() as ranks:
         each = list(ranks.map(lambda rank: open_calls(rank, 2), range(2)))
 

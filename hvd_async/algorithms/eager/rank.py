@@ -156,8 +156,9 @@ class RoundsInFlight:
         self._queue: deque[HandedOver] = deque()
         """Buckets on their way from the training thread."""
         self._later: deque[HandedOver | _Entered] = deque()
-        """What the training thread has handed over and its device may not have computed: ``given_later`` since the
-        start, of which the first ``arrived`` have arrived at least, and the first ``_reported`` are taken out."""
+        """Buckets and reports that the training thread has handed over before its device may have computed them:
+        ``given_later`` since the start, of which at least the first ``arrived`` have arrived, and the first
+        ``_reported`` are taken out."""
         self.given_later = self.arrived = self._reported = 0
         self.started = [0] * self._buckets
         """By bucket, the last round that the coordinator has started."""

@@ -148,7 +148,7 @@ class Calls:
         self._lock = threading.RLock()
         self._outstanding: deque[Handle] = deque()
         self._work: Any = None
-        """What the first outstanding collective waits for; None if it has not begun."""
+        """Work that the first outstanding collective waits for; None if it has not begun."""
         self._warn_after = time_limits.warn_after()
 
     def place_of(self, root: int) -> int:

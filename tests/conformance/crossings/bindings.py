@@ -43,7 +43,7 @@ KERAS_FEW = (
 GRAPH_FEW = ("eager-all", "eager-ahead", "eager-solo", "sgp-own", "dpsgd-quasi-own", "local", "lsgd-own")
 """Arms of graphs in an ordinary run: each family, and each kind of step."""
 GRAPH_FACTORS = ("optimizer", "weights", "averages", "gradients", "training", "rate", "travel", "middle")
-"""What a graph of a step computes, and what has it traced again; other factors are the same with eager steps."""
+"""Factors on which a step's graph depends, or that have it traced again; others are the same with eager steps."""
 SELDOM = {
     *("drain", "drain-inference", "ends-inference", "consensus", "zeroed", "loop", "sgd", "transform-touch"),
     *("bool", "integer", "uint16", "reassigned"),

@@ -1,4 +1,4 @@
-"""What is left of optimizers that have ended, of settings that were switched, of cycles of init and shutdown.
+"""Leftovers of optimizers that have ended, of settings that were switched, of cycles of init and shutdown.
 
 ``lifetimes.py OPTIMIZERS SWITCHES CYCLES``: threads, descriptors and keys of the ranks' store, each time.
 """
