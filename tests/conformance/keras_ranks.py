@@ -1,7 +1,7 @@
 """Ranks in Keras: a small convolutional model, the same on all of them, or vectors; and optimizers by case.
 
-Ranks are threads of one process here, and each may wait in a py_function that holds one of TensorFlow's inter-op
-threads; so there must be more of these than ranks. Import this module before anything has run in TensorFlow.
+Ranks are threads of one process here, and each may wait in an op of each bucket, which holds one of TensorFlow's
+inter-op threads; so there must be more of these than such ops. Import this module before anything has run in TensorFlow.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hvd_async.testing import MemoryCollectives
 from tests.conformance.cases import Case
 from tests.conformance.reference import Array
 
-tf.config.threading.set_inter_op_parallelism_threads(16)
+tf.config.threading.set_inter_op_parallelism_threads(64)
 tf.config.threading.set_intra_op_parallelism_threads(1)
 # A process whose first operators run in several threads at once crashes now and then: TensorFlow sets them up so.
 tf.reshape(tf.Variable([1.0]) * tf.constant(2.0), [-1])
