@@ -1,7 +1,7 @@
 """Ranks in Keras: a small convolutional model, the same on all of them, or vectors; and optimizers by case.
 
 Ranks are threads of one process here, and each may wait in an op of each bucket, which holds one of TensorFlow's
-inter-op threads; so there must be more of these than such ops. Import this module before anything has run in TensorFlow.
+inter-op threads; so there must be more of these than such ops. Import it before anything has run in TensorFlow.
 """
 
 from __future__ import annotations
