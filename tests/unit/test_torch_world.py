@@ -74,6 +74,7 @@ def open_calls(monkeypatch: pytest.MonkeyPatch) -> Open:
     """A function that opens a rank's calls; ranks are threads."""
     here, store = threading.local(), HashStore()
     monkeypatch.setattr(world, "current", lambda: here.world)
+    monkeypatch.setattr(world, "_to_sweep", [])  # (the keys of the last test's store have the names of this one's)
 
     def opened(rank: int, size: int) -> Calls:
         here.world = own = object.__new__(world.World)
