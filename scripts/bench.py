@@ -12,10 +12,11 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.cases import CASES, current_name
-from benchmarks.support import plot
-from benchmarks.support.launch import JobError, NotHereError
-from benchmarks.support.report import Report
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder that scripts/ is in
+from scripts.benchmarks.cases import CASES, current_name
+from scripts.benchmarks.support import plot
+from scripts.benchmarks.support.launch import JobError, NotHereError
+from scripts.benchmarks.support.report import Report
 
 
 def parser() -> argparse.ArgumentParser:

@@ -45,7 +45,7 @@ wanted() { [[ ",$only," == *",$1,"* ]]; }
 gpu=$("$python" -c 'import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "")') \
   || die "$python cannot import torch: name another interpreter with --python"
 [ -n "$gpu" ] || [ -n "$quick" ] || die "$python has no torch that sees a GPU (--quick tries the parts without one)"
-export HVD_ASYNC_TRANSPORT=torch PYTHONPATH=$ROOT:$ROOT/scripts OMP_NUM_THREADS=1
+export HVD_ASYNC_TRANSPORT=torch PYTHONPATH=$ROOT OMP_NUM_THREADS=1
 touch "$out/parts.jsonl"
 
 # run NAME SECONDS COMMAND...: runs a command within a time limit, keeps its output, and notes how it has ended.
@@ -84,7 +84,7 @@ accepts() {
 
 modes=all,solo,sgp,adpsgd,lsgd
 say "${gpu:-no GPU}; results go to $out"
-wanted 1 && run prices 40 "$python" -m benchmarks.jobs.prices --json "$out/prices.json"
+wanted 1 && run prices 40 "$python" -m scripts.benchmarks.jobs.prices --json "$out/prices.json"
 wanted 2 && bench floor 55 2 --no-profile --image-size 32 --batch-size 2 --steps 40 --arms "plain,$modes"
 wanted 3 && bench goals 175 5 --no-profile --arms "plain,$modes"
 if wanted 1; then
@@ -108,7 +108,7 @@ if wanted 4; then
   fi
 fi
 wanted 5 && bench traces 50 1 --steps 3 --arms plain,all,solo,sgp --traces "$out/traces"
-wanted 6 && run sanitizer 40 "$python" -m benchmarks.jobs.sanitized --json "$out/sanitizer.json"
+wanted 6 && run sanitizer 40 "$python" -m scripts.benchmarks.jobs.sanitized --json "$out/sanitizer.json"
 if wanted 7; then
   # NCCL takes each rank for a host of its own by its NCCL_HOSTID, so that ranks may share the GPU.
   export NCCL_SOCKET_IFNAME=lo NCCL_NET=Socket NCCL_IB_DISABLE=1 NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NVLS_ENABLE=0
@@ -116,7 +116,7 @@ if wanted 7; then
   backend=gloo
   [ -z "$gpu" ] || backend=nccl
   run nccl 25 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 scripts/nccl_ranks.py "$backend"
-  run killed 40 "$python" -m benchmarks.jobs.killed --json "$out/killed.json"
+  run killed 40 "$python" -m scripts.benchmarks.jobs.killed --json "$out/killed.json"
   # (without the scripts' folder on the path: the tests' jobs have their own)
   if [ -z "$gpu" ]; then
     skip promises "no GPU"
@@ -127,4 +127,4 @@ if wanted 7; then
   fi
 fi
 wanted 8 && bench scaler 50 3 --no-profile --dtype fp16 --arms plain,all
-"$python" -m benchmarks.cases.experiments "$out" | tee "$out/table.txt"
+"$python" -m scripts.benchmarks.cases.experiments "$out" | tee "$out/table.txt"

@@ -11,11 +11,13 @@ A benchmark: pass the JSON file that scripts/bench.py --json has written, and no
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.cases import CASES, current_name
-from benchmarks.support import plot, runs
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder that scripts/ is in
+from scripts.benchmarks.cases import CASES, current_name
+from scripts.benchmarks.support import plot, runs
 
 EXAMPLES = """\
 examples:

@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from gloo_ranks import assign, environment, rendezvous
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder that scripts/ is in
+from scripts.gloo_ranks import assign, environment, rendezvous
 
 NAME = "hva"
 """What names of namespaces and links begin with; the number of the process that has made them follows."""

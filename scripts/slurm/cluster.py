@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from virtual_cluster import Cluster, ClusterError, virtual_cluster
+from scripts.virtual_cluster import Cluster, ClusterError, virtual_cluster
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "ip", "tc", "setpriv")
 PACKAGES = "slurm-wlm munge iproute2 util-linux"

@@ -16,12 +16,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def serve(hosts: Mapping[str, int]) -> None:
     """Be where the ranks meet, until standard input ends."""
-    from gloo_ranks import assign, rendezvous
+    from scripts.gloo_ranks import assign, rendezvous
 
     with rendezvous(assign(hosts)) as port:
         print(port, flush=True)
@@ -40,7 +40,7 @@ def rank_environment(
         port: of the rendezvous server, which is on the first node.
         env: the task's environment.
     """
-    from gloo_ranks import assign, environment
+    from scripts.gloo_ranks import assign, environment
 
     node, local = int(env["SLURM_NODEID"]), int(env["SLURM_LOCALID"])
     name = list(hosts)[node]

@@ -299,7 +299,7 @@ def forking(popen: Callable[..., Any], server: ForkServer) -> Callable[..., Any]
     """Return ``subprocess.Popen``, but that the ranks of a benchmark's job come from a fork server."""
 
     def start(command: Sequence[str], **options: Any) -> Any:
-        if "benchmarks.jobs" in command:
+        if "scripts.benchmarks.jobs" in command:
             starts, job = command[1 : command.index(sys.executable)], command[-1]
             launcher = [sys.executable, str(Path(__file__).with_name("horovodrun.py")), *starts]
             command = [*launcher, *rank_command("benchmark.py", [job], server)]

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 from launch import GOODBYE, ForkServer, forking
 from test_virtual_cluster import have_namespaces
 
+from scripts.benchmarks.support import launch, nemesis
 from tests.conftest import LONG_RUN
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.multiproc
 LEAKS = 50 if LONG_RUN else 6
 """Resets of the schedule that looks for leaks."""
@@ -33,21 +30,8 @@ FIXED = {
 ranks may take longer to come than a schedule waits for them."""
 
 
-@pytest.fixture(scope="module")
-def benchmarks() -> Iterator[Any]:
-    """Give the benchmarks' modules, by name."""
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        yield lambda name: importlib.import_module(f"benchmarks.support.{name}")
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
-
-
-def histories_of(
-    benchmarks: Any, ranks: int, schedules: Sequence[Any], server: ForkServer | None = None, **how: Any
-) -> list[Any]:
+def histories_of(ranks: int, schedules: Sequence[Any], server: ForkServer | None = None, **how: Any) -> list[Any]:
     """Return the histories of a job that goes through these schedules; ``server`` forks its ranks."""
-    nemesis, launch = map(benchmarks, ("nemesis", "launch"))
     weights = nemesis.COLUMNS * nemesis.SLOTS
     plan = {"framework": "torch", "weights": weights, "schedules": [one.content() for one in schedules]}
     with pytest.MonkeyPatch.context() as patched:
@@ -59,11 +43,11 @@ def histories_of(
 
 
 @pytest.fixture(scope="module")
-def histories(benchmarks: Any, server: Callable[[str], ForkServer]) -> list[Any]:
+def histories(server: Callable[[str], ForkServer]) -> list[Any]:
     """Return the histories of all schedules, in their order: of a job that begins with two ranks, whose coordinator has
     a process of its own, as in large jobs; of one with two hosts of two, which has a relay too; and of one with three.
     """
-    nemesis, torch = benchmarks("nemesis"), server("torch")
+    torch = server("torch")
 
     def schedule(seed: int, kind: str, troubles: Sequence[tuple[str, int, int]], start: int = 2) -> Any:
         made = [
@@ -77,10 +61,10 @@ def histories(benchmarks: Any, server: Callable[[str], ForkServer]) -> list[Any]
     falls = [("cut", 3, 2), ("cut", 6, 3), ("kill", 10, 2)]
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("HVD_ASYNC_RELAYS_FROM", "1")
-        found = histories_of(benchmarks, 2, [schedule(1000, "solo", grows), schedule(1001, "dpsgd", cuts)], torch)
+        found = histories_of(2, [schedule(1000, "solo", grows), schedule(1001, "dpsgd", cuts)], torch)
         relayed = [schedule(1002 + number, kind, falls, 4) for number, kind in enumerate(RELAYED)]
-        found += histories_of(benchmarks, 4, relayed, torch, per_host=2)
-    return found + (histories_of(benchmarks, 3, [nemesis.drawn(seed) for seed in FIXED], torch) if LONG_RUN else [])
+        found += histories_of(4, relayed, torch, per_host=2)
+    return found + (histories_of(3, [nemesis.drawn(seed) for seed in FIXED], torch) if LONG_RUN else [])
 
 
 def test_nothing_is_lost_counted_twice_or_hung(histories):
@@ -112,12 +96,12 @@ def test_resets_leave_no_thread_socket_or_file_behind(histories):
 
 
 @pytest.mark.skipif(not LONG_RUN, reason="virtual hosts are tried in a long run: HVD_ASYNC_TEST_LONG=1")
-def test_survivors_of_the_vanished_host_of_rank_0_train_on_soon(benchmarks):
+def test_survivors_of_the_vanished_host_of_rank_0_train_on_soon():
     """Seed 206: horovodrun reported to rank 0 for minutes that its own host had ended, and only then gave the others
     their new ranks."""
     if not have_namespaces():
         pytest.skip("virtual hosts need root, ip and tc")
-    (history,) = histories_of(benchmarks, 3, [benchmarks("nemesis").drawn(206)], virtual=True)
+    (history,) = histories_of(3, [nemesis.drawn(206)], virtual=True)
     assert history.violations() == []
     (recovery,) = history.recoveries()
     assert recovery.seconds < 30.0, "7 s of silence, and 2 s until Gloo gives up; seen: 9.3"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -13,6 +14,12 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from hvd_async.advisor.advice import advise
+from scripts import bench as module
+from scripts.benchmarks.cases import advice, overhead
+from scripts.benchmarks.support import arms, launch, plot
+from scripts.benchmarks.support.launch import NotHereError
+from scripts.benchmarks.support.nemesis import drawn
+from scripts.benchmarks.support.report import Case, Panel, Report, columns, row
 from tests.unit import bench_jobs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,11 +32,7 @@ COMMON = {"arm", "setting", "value", "unit", "low", "high", "speedup", "bound", 
 @pytest.fixture
 def bench(monkeypatch):
     """``scripts/bench.py`` as it is run, with jobs that are made up; ``asked``: (job, ranks, plan, limit) of each."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    module = importlib.import_module("bench")
-    from benchmarks.cases import advice
-    from benchmarks.support import arms, launch, plot
 
     def run(job, ranks, plan, *, limit, on_block=None, **how):
         module.asked.append((job, ranks, plan, limit))
@@ -73,7 +76,6 @@ def test_a_run_is_judged_written_and_drawn_with_the_keys_that_rows_have_always_h
     blocks = [(ranks, json.dumps(block)) for _, ranks, plan, _ in bench.asked for block in plan.get("blocks", ())]
     assert len(set(blocks)) == len(blocks), "the same block twice: the second's result would be that of the first"
     assert f"[{len(blocks)}/{len(blocks)}]" in err or not blocks
-    from benchmarks.support import plot
 
     plot.draw(figure := Figure(layout="constrained"), bench.CASES[case], content["rows"])
     assert figure.axes
@@ -174,8 +176,6 @@ def test_what_cannot_be_is_refused_before_any_job(bench, monkeypatch, capsys, li
 
 def test_nemesis_goes_through_the_schedules_of_its_seeds_again(bench, monkeypatch):
     """As a job's end by force leaves it: the others follow in another job, and the broken one counts as a violation."""
-    from benchmarks.support import launch
-    from benchmarks.support.nemesis import drawn
 
     whole = launch.run
     seen = []
@@ -207,7 +207,6 @@ def test_nemesis_goes_through_the_schedules_of_its_seeds_again(bench, monkeypatc
 
 def test_ratios_end_when_they_are_known(bench, monkeypatch):
     """The driver says so by a file, and the job does no further repetition."""
-    from benchmarks.support import launch
 
     ended = []
 
@@ -232,8 +231,6 @@ def test_ratios_end_when_they_are_known(bench, monkeypatch):
 
 
 def test_all_runs_every_case_and_one_that_fails_does_not_end_it(bench, monkeypatch, tmp_path, capsys):
-    from benchmarks.support.launch import NotHereError
-    from benchmarks.support.report import Case, Panel, Report, columns, row
 
     def case(name, work):
         return Case(name, "help", "Text.", work, columns("arm"), (Panel(),), 4, "solo", 1, old_name=f"old_{name}")
@@ -261,19 +258,16 @@ def test_all_runs_every_case_and_one_that_fails_does_not_end_it(bench, monkeypat
 
 
 def test_without_a_gpu_the_case_says_so(monkeypatch):
-    from scripts.benchmarks.cases import overhead
-
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(overhead.NotHereError, match="needs a GPU, and none is visible"):
+    with pytest.raises(NotHereError, match="needs a GPU, and none is visible"):
         overhead.visible_devices()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(overhead.NotHereError, match="no nvidia-smi"):
+    with pytest.raises(NotHereError, match="no nvidia-smi"):
         overhead.visible_devices()
 
 
 def test_results_are_kept_and_a_run_continues_with_what_is_left(monkeypatch, tmp_path):
-    from scripts.benchmarks.support import launch
 
     args = types.SimpleNamespace(ranks=2, resume=tmp_path / "kept", limit=None)
     blocks = [launch.block_of(arm, seed, {"name": "small"}, steps=1) for seed in (0, 1) for arm in ("all", "solo")]
@@ -302,3 +296,12 @@ def test_results_are_kept_and_a_run_continues_with_what_is_left(monkeypatch, tmp
     ]
     launch.measure(args, "timed", [launch.block_of("all", 0, {"name": "small"}, steps=2)], **how)
     assert len(asked) == 6, "another block"
+
+
+@pytest.mark.parametrize("script", ["bench.py", "plot.py"])
+def test_the_command_runs_from_any_folder(script, tmp_path):
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, str(ROOT / "scripts" / script), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"usage: scripts/{script}" in done.stdout

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from scripts.benchmarks.cases import experiments
+
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED: dict[str, Any] = json.loads((ROOT / "tests" / "fixtures" / "benchmarks" / "gpu_experiments.json").read_text())
 """By file without its suffix: what the parts write, with figures of an H100 of before rounds in stream order."""
@@ -54,20 +56,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def experiments(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import importlib
-
-    return importlib.import_module("benchmarks.cases.experiments")
-
-
-def found(experiments: Any, folder: Path) -> dict[tuple[int, str], Any]:
+def found(folder: Path) -> dict[tuple[int, str], Any]:
     return {(line.part, line.what): line for line in experiments.lines_of(experiments.Results(folder))}
 
 
-def test_a_recorded_run(experiments: Any, folder: Path) -> None:
-    lines = found(experiments, folder)
+def test_a_recorded_run(folder: Path) -> None:
+    lines = found(folder)
     verdicts = {f"{part} {what}": line.met for (part, what), line in lines.items() if line.met is not None}
     assert verdicts == {
         "1 virtual GPU, all": True, "1 virtual GPU, solo": True, "1 virtual GPU, sgp": True,
@@ -87,18 +81,18 @@ def test_a_recorded_run(experiments: Any, folder: Path) -> None:
     assert experiments.table(experiments.Results(folder)).endswith("8 of 17 goals are met")
 
 
-def test_a_run_that_meets_its_goals(experiments: Any, folder: Path) -> None:
+def test_a_run_that_meets_its_goals(folder: Path) -> None:
     rows = [row("plain", 1.0), *(row(arm, ratio) for arm, ratio in WELL.items())]
     (folder / "goals.json").write_text(json.dumps({"rows": rows}))
-    lines = found(experiments, folder)
+    lines = found(folder)
     assert all(lines[3, f"{arm} over plain"].met for arm in WELL)
     assert not lines[1, "virtual GPU, all"].met
 
 
-def test_parts_without_results_miss_and_say_why(experiments: Any, tmp_path: Path) -> None:
+def test_parts_without_results_miss_and_say_why(tmp_path: Path) -> None:
     ends = [{"name": "goals", "rc": 137, "seconds": 170}, {"name": "floor", "skipped": "no GPU"}]
     (tmp_path / "parts.jsonl").write_text("".join(json.dumps(end) + "\n" for end in ends))
-    lines = found(experiments, tmp_path)
+    lines = found(tmp_path)
     assert lines[3, "all over plain"][2:] == ("killed: out of time, 170 s", ">= 0.98", False)
     assert lines[2, "host's time of a step, all"].value == "skipped: no GPU"
     assert lines[6, "torch's CUDA sanitizer"][2:] == ("not run", "silence in all modes", False)
@@ -110,15 +104,13 @@ def test_parts_without_results_miss_and_say_why(experiments: Any, tmp_path: Path
     [({"checked": True, "complaints": {"sgp": "a race"}}, "complains: sgp"),
      ({"checked": False, "complaints": {}}, "done, 21 s")],
 )  # fmt: skip
-def test_a_sanitizer_that_complains_or_did_not_look(
-    experiments: Any, folder: Path, content: dict[str, Any], value: str
-) -> None:
+def test_a_sanitizer_that_complains_or_did_not_look(folder: Path, content: dict[str, Any], value: str) -> None:
     (folder / "sanitizer.json").write_text(json.dumps(content))
-    line = found(experiments, folder)[6, "torch's CUDA sanitizer"]
+    line = found(folder)[6, "torch's CUDA sanitizer"]
     assert (line.value, line.met) == (value, False)
 
 
-def test_idle_time_belongs_to_the_phase_whose_kernel_ends_it(experiments: Any) -> None:
+def test_idle_time_belongs_to_the_phase_whose_kernel_ends_it() -> None:
     idle = {phase: ms * 5 * 1e3 for phase, ms in experiments.idle_of(TRACE).items()}
     assert idle == pytest.approx({"backward": 100.0, "update": 300.0, "engine": 40.0, "forward": 50.0})
 

@@ -1,10 +1,8 @@
 """``scripts/plot.py``: pictures of runs and of benchmarks, and what it says of files that it cannot draw."""
 
 import dataclasses
-import importlib
 import json
 import math
-import pathlib
 
 import pytest
 from matplotlib.figure import Figure
@@ -18,23 +16,20 @@ from hvd_async.runner.report import (
     write_leaders,
     write_step_times,
 )
+from scripts import plot as module
 from scripts.benchmarks.cases import CASES
 from scripts.benchmarks.support import plot as drawing
 from scripts.benchmarks.support import runs
 from scripts.benchmarks.support.figures import Interval
 from scripts.benchmarks.support.report import Panel, Report, row
 
-SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / "scripts"
 PULLS = [(10.0, 0, 1), (10.2, 1, 3), (11.0, -1, 3), (12.0, 0, 0), (13.5, -1, 0)]
 
 
 @pytest.fixture
 def plot(monkeypatch):
-    """scripts/plot.py, imported as Python does when it is run."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    module = importlib.import_module("plot")
-    for own in (drawing, module.plot):
-        monkeypatch.setattr(own, "DPI", 20)
+    """``scripts/plot.py``, whose pictures are small."""
+    monkeypatch.setattr(drawing, "DPI", 20)
     return module
 
 

@@ -1,4 +1,4 @@
-"""The table of ``scripts/gpu_experiments.sh``: ``python -m benchmarks.cases.experiments OUT``.
+"""The table of ``scripts/gpu_experiments.sh``: ``python -m scripts.benchmarks.cases.experiments OUT``.
 
 Reads what the parts have left in a folder, and says of each goal whether it is met. A part without a result misses its
 goals; the table says how it ended.

@@ -1,4 +1,4 @@
-"""A rank's program: ``python -m benchmarks.jobs JOB``, started by ``support/launch.py`` under horovodrun.
+"""A rank's program: ``python -m scripts.benchmarks.jobs JOB``, started by ``support/launch.py`` under horovodrun.
 
 A job is a module here. It has ``run_block(job, block)``, which is called for one block of the plan after the other, or
 ``work(job)``, which does all of it; ``main()`` is a program of its own. Those of TensorFlow end in ``_keras``.

@@ -1,7 +1,7 @@
 """A rank is killed while a round is queued, and the seconds until the other's next call raises.
 
-``python -m benchmarks.jobs.killed --json FILE``: two ranks of torch.distributed, on a GPU over NCCL (each takes the
-other for another host's), without one over Gloo.
+``python -m scripts.benchmarks.jobs.killed --json FILE``: two ranks of torch.distributed, on a GPU over NCCL (each takes
+the other for another host's), without one over Gloo.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> int:
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HVD_ASYNC_TRANSPORT": "torch"}
     with tempfile.TemporaryDirectory() as name:
-        command = [sys.executable, "-m", "benchmarks.jobs.killed", "--rank", name]
+        command = [sys.executable, "-m", "scripts.benchmarks.jobs.killed", "--rank", name]
         own = [{**os.environ, **shared, "RANK": str(number)} for number in range(2)]
         processes = [subprocess.Popen(command, env=env) for env in own]
         deadline = time.monotonic() + LIMIT

@@ -23,7 +23,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import psutil
-from virtual_cluster import CLUSTER, SSH_GIVES_UP
+
+from scripts.virtual_cluster import CLUSTER, SSH_GIVES_UP
 
 from ..support.data import FOLDER
 from ..support.nemesis import (

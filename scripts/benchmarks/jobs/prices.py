@@ -1,4 +1,5 @@
-"""Prices of the virtual GPU, measured on this machine: ``python -m benchmarks.jobs.prices --json FILE``. About 30 s.
+"""Prices of the virtual GPU, measured on this machine, in about 30 s:
+``python -m scripts.benchmarks.jobs.prices --json FILE``.
 
 Needs torch and pyzmq, nothing of hvd_async. Without a GPU the prices that need one are left out. Times are medians, in
 microseconds. The file has ``prices``, by the names that ``python -m tests.conformance.virtual_gpu --price NAME=VALUE``

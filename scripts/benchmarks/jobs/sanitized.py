@@ -1,7 +1,7 @@
 """A small network trained in every mode under torch's CUDA sanitizer.
 
-``python -m benchmarks.jobs.sanitized --json FILE``. One rank. The sanitizer sees kernels of the training thread, of
-autograd's, and of the engine's. Without a GPU the modes run and nothing is checked.
+``python -m scripts.benchmarks.jobs.sanitized --json FILE``. One rank. The sanitizer sees kernels of the training
+thread, of autograd's, and of the engine's. Without a GPU the modes run and nothing is checked.
 """
 
 from __future__ import annotations

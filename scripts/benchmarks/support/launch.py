@@ -107,7 +107,7 @@ def run(
         starts, mark = _command(folder, ranks, virtual, mbit, per_host, elastic), uuid.uuid4().hex
         with (folder / "output").open("wb") as output, _swept(mark, virtual):
             launcher = subprocess.Popen(
-                [*starts, sys.executable, "-m", "benchmarks.jobs", job],
+                [*starts, sys.executable, "-m", "scripts.benchmarks.jobs", job],
                 cwd=ROOT,
                 env=_environment(mark, folder, env or {}),
                 stdin=subprocess.DEVNULL,
@@ -163,7 +163,7 @@ def _environment(mark: str, folder: Path, more: dict[str, str]) -> dict[str, str
     return {
         **inherited,
         "PATH": f"{binaries}{os.pathsep}{inherited.get('PATH', '')}",
-        "PYTHONPATH": os.pathsep.join(str(p) for p in (ROOT, SCRIPTS)),
+        "PYTHONPATH": str(ROOT),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
