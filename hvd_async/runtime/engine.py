@@ -143,7 +143,7 @@ class Engine:
         """The condition that each thread waits for, by thread identifier; guarded by ``changed``."""
         self._stopping = self._stop_called = False
         self._leaving = self._closing = False
-        self._left = threading.Event()
+        self._left, self._has_left = threading.Event(), False  # (the second is quicker to look at, in each hook)
         self._thread = threading.Thread(target=self._run, name=f"hvd_async-engine-{self.rank}", daemon=True)
 
     # -- any thread -------------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ class Engine:
     @property
     def stopped(self) -> bool:
         """Whether it has ended without a failure."""
-        return self.failure is None and self._left.is_set()
+        return self.failure is None and self._has_left
 
     @property
     def replaced(self) -> bool:
@@ -334,7 +334,7 @@ class Engine:
     def check(self) -> None:
         """Raise the failure of the engine, if it has failed; a lost rank as the Horovod error of the framework."""
         failure = self.failure
-        if failure is None and not self._left.is_set():
+        if failure is None and not self._has_left:
             return
         self.failure_was_raised = self.failure_was_raised or failure is not None
         if self.stopped:
@@ -465,6 +465,7 @@ class Engine:
             asked = self._channel if isinstance(error, self.collectives.failure) else None
             self._fail(error if asked is None else cause_of(error, asked))
         finally:
+            self._has_left = True
             self._left.set()
             if self._channel is not None:
                 self._channel.close()

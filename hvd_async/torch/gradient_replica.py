@@ -453,6 +453,8 @@ class GradientReplica(eager.GradientReplica):
     ) -> None:
         self.named, self.named_buffers = named, named_buffers
         self._rank_group, self._given = rank_group, given
+        self._empties_on_device = given.nonfinite == "skip"
+        """Whether vectors on a GPU are emptied there if they must not be seen, so that the host waits for nothing."""
         self.tail = Tail()
         self.recorded: list[int] = []
         self.passes = given.backward_passes_per_step
@@ -664,11 +666,6 @@ class GradientReplica(eager.GradientReplica):
         if worker.wants_hyper:
             worker.foresee(self.hyperparameters())
         worker.hand_over(index, self._finite(index, vector))
-
-    @property
-    def _empties_on_device(self) -> bool:
-        """Whether vectors on a GPU are emptied there if they must not be seen, so that the host waits for nothing."""
-        return self._given.nonfinite == "skip"
 
     def _finite(self, index: int, vector: torch.Tensor, overflow: torch.Tensor | None = None) -> torch.Tensor | None:
         """Return a bucket's vector, or None if it holds NaN or an infinity, which other ranks must not see.

@@ -209,11 +209,11 @@ def stepping(optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Look at a step of any optimizer, and warn if it is plain and has parameters of a wrapped one."""
-    if not _owners or optimizer in _watched or hasattr(optimizer, "_allreduce_grad_async"):
-        return  # (the last is Horovod's own, which averages)
+    if not _owners or optimizer in _watched or hasattr(optimizer, "_allreduce_grad_async") or not _several():
+        return  # (Horovod's own averages)
     found = (_owners[id(p)] for p in _parameters(optimizer) if id(p) in _owners)
     own = next((own for reference, own in found if reference() is not None and own.warns), None)
-    if own is None or not _several() or optimizer in own.around:
+    if own is None or optimizer in own.around:
         return
     if optimizer not in own.once:
         own.once.add(optimizer)

@@ -62,9 +62,9 @@ BUDGETS = {
 """Budgets by mode and number of ranks."""
 ON_GPU = {
     "all": (33, 1150),
-    "solo": (38, 1040),
-    "sgp": (12, 510),
-    "adpsgd": (8, 340),
+    "solo": (38, 1190),
+    "sgp": (12, 515),
+    "adpsgd": (8, 345),
     "lsgd": (11, 600),
     "easgd": (8, 430),
 }

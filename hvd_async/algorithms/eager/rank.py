@@ -838,10 +838,10 @@ class EagerWorker(Worker):
 
         An elastic rank keeps gradients even after a loss.
         """
-        self.whole.check()
         if not self.engine.elastic:
             self.engine.check()
-        self._check_drained()
+        if self.in_consensus or self._announced:
+            self._check_drained()
         return self._registered_number()
 
     # -- stepping (training thread) ---------------------------------------------------------------------------
@@ -992,6 +992,7 @@ class EagerWorker(Worker):
         self, vectors: Mapping[int, Vector | None], hyper: Hyper, most: int | None = None
     ) -> Program[list[ReducedRound]]:
         """Return the program of ``finish_step``."""
+        self.whole.check()
         number = self._check_able()
         if most is not None and self._host is not None and self.config.pace == "rounds":
             raise ReplicaStateError(
