@@ -36,7 +36,7 @@ def rendezvous(slots: Sequence[Any]) -> Iterator[int]:
 
 
 def environment(slot: Any, address: str, port: int, interface: str | None = None) -> dict[str, str]:
-    """What a rank's environment must have.
+    """Return the variables that a rank's environment must have.
 
     Args:
         slot: the rank.

@@ -16,7 +16,7 @@ COLORS = ("#0072b2", "#e69f00", "#555555", "#009e73")
 
 
 class Chart(NamedTuple):
-    """How a table becomes a chart.
+    """A chart of a table.
 
     Attributes:
         heading: the section of the page whose first table is drawn.

@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder that 
 from scripts.gloo_ranks import assign, environment, rendezvous
 
 NAME = "hva"
-"""What names of namespaces and links begin with; the number of the process that has made them follows."""
+"""Prefix of the names of namespaces and links; the number of the process that has made them follows."""
 NETWORKS = range(64, 128)
 """10.N.0.0/24 is a cluster's, the first that no other has."""
 FILES = Path("/etc/netns")
-"""Where ``ip netns exec`` finds a namespace's own /etc/hosts: there is no DNS on virtual hosts."""
+"""Folder in which ``ip netns exec`` finds a namespace's own /etc/hosts: there is no DNS on virtual hosts."""
 QUEUE = 0.1
 """Seconds' worth of data that wait before a link; what comes then is lost."""
 TORCH_PORT = "29500"
@@ -81,7 +81,7 @@ class Host:
 
     @property
     def inside(self) -> tuple[str, ...]:
-        """What goes before a command that is to run on it, under its host name."""
+        """The command that runs another one on it, under its host name."""
         named = ("unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', self.name)
         return ("ip", "netns", "exec", self.name, *named)
 

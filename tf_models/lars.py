@@ -61,5 +61,5 @@ class LARS(keras.optimizers.Optimizer):
         self.assign_sub(variable, velocity)
 
     def get_config(self) -> dict[str, Any]:
-        """What the optimizer is made of, for saving."""
+        """Return the optimizer's settings, for saving."""
         return {**super().get_config(), "momentum": self.momentum, "decay": self.decay, "trust": self.trust}

@@ -1,4 +1,4 @@
-"""Which host this is, its addresses, best guess first, and which address of another host accepts connections."""
+"""This host's name and addresses, best guess first, and the address of another host that accepts connections."""
 
 from __future__ import annotations
 

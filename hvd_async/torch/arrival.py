@@ -1,4 +1,4 @@
-"""When the gradients of a rank on a GPU arrive, under a quorum: at their events, or at a marker before them.
+"""Arrival of a rank's gradients on a GPU, under a quorum: at their events, or at a marker before them.
 
 A rank that arrived when its gradients are computed would have an idle device by definition: the host queues the update
 and the next forward pass only after the round has started. So it arrives a *lead* earlier, at a *marker*: an event that

@@ -77,7 +77,7 @@ class Slurm:
     env: dict[str, str]
 
     def do(self, *command: str, timeout: float = 30.0) -> str:
-        """What a command says, such as ``sbatch``.
+        """Return the output of a command, such as ``sbatch``.
 
         Raises:
             ClusterError: it failed, or took longer than ``timeout`` seconds.

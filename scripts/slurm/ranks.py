@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What `train.sbatch` runs on SLURM's nodes: Horovod's rendezvous server, and each rank.
+"""Programs of `train.sbatch` on SLURM's nodes: Horovod's rendezvous server, and each rank.
 
 `serve` prints the server's port and runs until its standard input ends. `run` makes a task of a SLURM step a
 Horovod rank and becomes its command; without --hosts the task is one of MPI's already. In both SIGUSR1 is blocked: one
@@ -32,7 +32,7 @@ def serve(hosts: Mapping[str, int]) -> None:
 def rank_environment(
     hosts: Mapping[str, int], addresses: Sequence[str], port: int, env: Mapping[str, str]
 ) -> dict[str, str]:
-    """What makes a task of a step a Horovod rank.
+    """Return the environment that makes a task of a step a Horovod rank.
 
     Args:
         hosts: the tasks of each node, nodes in the step's order.

@@ -60,12 +60,12 @@ class Submitted:
 
     @property
     def output(self) -> str:
-        """What it has said so far."""
+        """Its output so far."""
         path = self.folder / "output"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def field(self, name: str) -> str:
-        """What SLURM says of it, such as JobState."""
+        """One of its fields in SLURM, such as JobState."""
         found = re.search(rf"\b{name}=(\S*)", self.up.do("scontrol", "show", "job", self.number))
         assert found, name
         return found[1]

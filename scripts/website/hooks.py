@@ -1,4 +1,4 @@
-"""What MkDocs calls while it builds the site: the pages that are made of the source, links and diagrams."""
+"""Hooks that MkDocs calls while it builds the site: the pages that are made of the source, links and diagrams."""
 
 from __future__ import annotations
 

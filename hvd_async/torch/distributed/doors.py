@@ -1,4 +1,4 @@
-"""Which rank has ended, when a collective has failed: Gloo says only that some connection was closed."""
+"""The rank that has ended, when a collective has failed: Gloo says only that some connection was closed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ANSWERS_IN = 0.2
 
 
 class Door(NamedTuple):
-    """Where other processes can knock: the port refuses connections once the rank has ended.
+    """A door at which other processes can knock: the port refuses connections once the rank has ended.
 
     Attributes:
         host: the name of the rank's host.

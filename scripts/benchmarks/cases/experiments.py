@@ -18,7 +18,7 @@ from ..support.launch import SPAN, TRACED
 from .overhead import OTHERS_WANTED, WANTED
 
 CLOSE = 0.02
-"""How far the virtual GPU's ratio may be from the measured one."""
+"""Largest difference of the virtual GPU's ratio from the measured one that is allowed."""
 FLOORS_MS = {"plain": 30.0, "all": 33.0}
 """Limits of the host's time of a step."""
 LEADS = {0: 0.79, 4: 0.88, 8: 0.98, 12: 0.98}

@@ -128,7 +128,7 @@ def wrapped(hvd: Any, plain: Any, kind: str) -> Any:
 
 
 class _Model:
-    """What both have in common.
+    """Base of both.
 
     Attributes:
         hvd: the binding's module.
@@ -413,7 +413,7 @@ class Rank:
                 self._disk = trouble.seconds
 
     def _cut_seconds(self, trouble: Trouble) -> float:
-        """How long a virtual host's link is cut; not so long that a schedule takes more ranks away than it may."""
+        """Return the seconds of a cut of a virtual host's link: a schedule takes away no more ranks than it may."""
         seconds = CUTS[trouble.victim % len(CUTS)]
         if seconds > SSH_GIVES_UP:
             taken = sum(one.action in ("kill", "leave") for one in self._schedule.troubles)

@@ -21,7 +21,7 @@ from .rank import Job
 from .tasks import layers
 
 LOOKS = 400
-"""How often each rank notes its memory."""
+"""Number of times that each rank notes its memory."""
 PHASES, EDGES = 3, 0.4
 """Most phases of a random graph, and the largest share of all possible edges in addition to the connecting ones."""
 

@@ -1,4 +1,4 @@
-"""What torch jobs train: models, and the loss of a rank's batch in each step; of real data also a score."""
+"""Tasks of torch jobs: models, and the loss of a rank's batch in each step; of real data also a score."""
 
 from __future__ import annotations
 

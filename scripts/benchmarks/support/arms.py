@@ -32,7 +32,7 @@ IN_BACKWARD = ("ddp", "decent-dp")
 REDUCTIONS = {"horovod": ("fp16",), "ddp": ("fp16", "bf16", "powersgd")} | dict.fromkeys((*LOCAL_RIVALS, *LEADERS), ())
 """Compressions of arms that send gradients: Horovod has fp16 only, DDP's hooks also PowerSGD."""
 REDUCED = ("fp16", "bf16")
-"""How partial allreduce may."""
+"""Compressions of partial allreduce."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "confirm": {"environment": {"HVD_ASYNC_CONFIRM": "1"}},
     "check": {"environment": {"HVD_ASYNC_CHECK": "1"}},

@@ -116,7 +116,7 @@ def drawn(seed: int) -> Schedule:
 # -- histories ---------------------------------------------------------------------------------------------------------
 
 Record = Mapping[str, Any]
-"""What a process has written: ``what`` is "begin", "generation", "step", "stepped", "trouble" or "end"."""
+"""A line that a process has written: ``what`` is "begin", "generation", "step", "stepped", "trouble" or "end"."""
 TOLERANCE = 1e-3
 LEAST_WEIGHT = {"osgp": 0.25}
 """Push-sum weights of ranks whose messages are on their way, by kind: an update made then moves the weights by this
@@ -142,7 +142,7 @@ class Recovery(NamedTuple):
 
 
 class History:
-    """What the processes of one schedule have written.
+    """All that the processes of one schedule have written.
 
     Args:
         schedule: that they went through.
@@ -172,7 +172,7 @@ class History:
 
     @property
     def resets(self) -> int:
-        """How often ranks were others."""
+        """Number of membership changes."""
         return max((len(self._all(host, "generation")) for host in self._slots), default=1) - 1
 
     def sizes(self) -> list[int]:
@@ -217,7 +217,7 @@ class History:
         return found
 
     def _first(self, host: str, what: str, after: float) -> Any:
-        """When a host first wrote this down after a time; None if it never did."""
+        """Time at which a host first wrote this down after a given one; None if it never did."""
         return min((one["at"] for one in self._all(host, what) if one["at"] > after), default=None)
 
     def _restart(self, host: str, begin: float, end: float) -> float:
@@ -226,14 +226,14 @@ class History:
         return sum(float(one["seconds"]) for one in own if begin < one["at"] <= end)
 
     def _again(self, host: str, begin: float) -> int:
-        """How many steps a host had ended before it trained on and took again."""
+        """Number of steps that a host had ended before a time and has ended again after it."""
         before = [one["batch"] for one in self._all(host, "stepped") if one["at"] < begin]
         after = [one["batch"] for one in self._all(host, "stepped") if one["at"] > begin]
         return len({*before} & {*after})
 
     @property
     def _most(self) -> float:
-        """How often an update may count, of gossip and leaders."""
+        """The most times that an update of gossip and leaders may count."""
         return 1 / LEAST_WEIGHT.get(self.schedule.kind, 1)
 
     def _all(self, host: str, what: str) -> list[Record]:

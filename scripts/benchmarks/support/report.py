@@ -87,7 +87,7 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """A benchmark.
 
     Attributes:
         name: on the command line.

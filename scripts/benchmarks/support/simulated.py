@@ -40,7 +40,7 @@ LOOPBACK = 4 * 1.5 * 64e6 / (0.793 / 3.6)
 """Bytes per second that all ranks of one machine send through its loopback together: a plain allreduce of 64 MB at 4
 ranks ("Leaders: what a pull costs")."""
 CLOSE = 0.1
-"""How far a simulated ratio may be from the measured one."""
+"""Largest difference of a simulated ratio from the measured one that is allowed."""
 ON_THE_MACHINE = Network(latency=LATENCY, cycle=0.001, operation=OPERATION)
 
 
@@ -88,7 +88,7 @@ def _without_grace(arm: str, setup: Setup) -> Outcome:
 
 
 class Table(NamedTuple):
-    """How a table is simulated: its figure by arm and setting, the arm compared with, and whether more is better."""
+    """Simulation of a table: its figure by arm and setting, the arm compared with, and whether more is better."""
 
     figure: Callable[[str, str], float]
     baseline: str = "horovod"
