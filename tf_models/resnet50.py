@@ -89,8 +89,8 @@ class TensorFlowTrainer(Trainer):
         return loss
 
     def _penalty(self, variables: list[Any]) -> Any:
-        """Return a penalty of the weights, so that weight decay is part of the gradient, as in torch; that of Keras' SGD
-        bypasses momentum."""
+        """Return a penalty of the weights, so that weight decay is part of the gradient, as in torch; that of Keras'
+        SGD bypasses momentum."""
         if self.options.optimizer != "sgd" or not self.options.weight_decay:
             return 0.0
         return self.options.weight_decay * tf.add_n([tf.nn.l2_loss(v) for v in variables if decays(v)])
