@@ -115,7 +115,7 @@ class Run:
                 reporter.note(trainer.opening)
             if self._budget.limited:
                 self.world.gather(None, "hvd_async.runner.begin")  # all clocks start together
-                reporter.note(f"training for {options.minutes:g} minutes")
+                reporter.note(f"training for {options.minutes:g} min")
             self._budget.begin()
             before = trainer.rounds
             for epoch in self._course.epochs():

@@ -424,7 +424,7 @@ def test_the_schedule_takes_all_of_the_time_and_a_slow_first_step_is_not_taken_f
     assert trainer.rates[:24] == pytest.approx([cosine(step / 24 / 6) for step in range(24)]), "by --epochs at first"
     assert trainer.rates[24:] == pytest.approx([cosine((20 + step) / 60) for step in range(24, 40)]), "by the clock"
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["the first step takes long", "training for 1 minutes"]
+    assert lines[:2] == ["the first step takes long", "training for 1 min"]
     assert lines[2].startswith("first step after")
     assert lines[3].startswith("epoch 1: loss")
 
