@@ -12,6 +12,7 @@ import tensorflow as tf
 import torch
 
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
+from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster, InjectedError
 from tests.conformance.cases import SCHEDULES
 from tests.conformance.drive import with_late_rank
@@ -254,3 +255,36 @@ def test_weights_are_not_saved_after_a_round_that_was_applied_has_failed():
 
     both_stepped = threading.Barrier(2)
     assert Cluster(2, wrap=lambda one: Failing(one._board, one.rank, one.size)).outcomes(train) == [None, None]
+
+
+@pytest.mark.parametrize("call", ["step", "drain"])
+def test_a_rank_that_dies_with_rounds_queued_is_named(call):
+    """On NCCL their sums never complete then."""
+
+    class Queued(LateCollectives):
+        sums = 0
+
+        def allreduce_sum(self, *args: Any, **options: Any) -> Any:
+            handle = super().allreduce_sum(*args, **options)
+            self.sums += 1
+            if self.sums > 1:
+                handle.done = lambda: False
+            return handle
+
+    def train(rank: int) -> None:
+        one = TORCH.vectors([2], MOMENTUM, quorum="all")
+        for _ in range(2):
+            one.take(1.0)
+        both_stepped.wait(60.0)
+        engine = local_engine()
+        assert engine is not None
+        if rank == 1:
+            engine.stop()
+            return
+        with pytest.raises(InjectedError, match="rank 1 on host host1 closed its channel without a goodbye"):
+            one.take(1.0) if call == "step" else one.opt.drain()
+        with pytest.raises(ReplicaStateError, match="round 2 was applied before it was complete"):
+            one.saved()
+
+    both_stepped = threading.Barrier(2)
+    assert Cluster(2, wrap=lambda one: Queued(one._board, one.rank, one.size)).outcomes(train) == [None, None]
