@@ -195,8 +195,8 @@ class GossipStats(_Mergeable):
                 _waited(self.wait_s, self.steps),
                 _most("this rank waited for", self.waited_for),
                 _late("messages", "steps", self.staleness),
-                f"lost: nothing, if all ranks' sums agree after drain(); this rank sent {self.messages_sent} messages, "
-                f"used {self.messages_taken}, discarded {self.messages_left}",
+                f"messages: this rank sent {self.messages_sent}, used {self.messages_taken} and discarded "
+                f"{self.messages_left}; after drain() all that any rank has sent are used or discarded",
             ]
         )
 
