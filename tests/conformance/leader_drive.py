@@ -98,7 +98,7 @@ class Pace:
 def wait_for_pulls(worker: LeaderWorker, count: int) -> None:
     """Until this many pulls have landed here, and all statistics that accompany them."""
     pulls = worker.executor
-    worker.engine.wait(lambda: pulls.pulls >= count and pulls.carrier.is_idle)
+    worker.engine.wait(lambda: pulls.carrier.completed >= count and pulls.carrier.is_idle)
 
 
 def in_step(trainer: Any, steps: int, first: int = 0) -> None:

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_async.algorithms.leader import selection
-from hvd_async.algorithms.leader.config import LeaderConfig
-from hvd_async.algorithms.leader.rank import make_rule
+from hvd_async.algorithms.leader.config import ALGORITHMS, LeaderConfig
 from hvd_async.algorithms.leader.selection import ALL_RANKS, Strengths
 from hvd_async.stats import LeaderStats
 
@@ -24,7 +23,8 @@ from hvd_async.stats import LeaderStats
 
 @pytest.mark.parametrize("algorithm", ["lsgd", "easgd"])
 def test_a_rule_saves_and_restores_its_state(algorithm):
-    rule = make_rule(LeaderConfig(algorithm, [[0], [1]], 2, 4, ""), Strengths(alpha=0.25, beta=0.5), 1, 2)
+    config = LeaderConfig(algorithm, [[0], [1]], 2, 4, "")
+    rule = ALGORITHMS[algorithm].rule(config, Strengths(alpha=0.25, beta=0.5), 1, 2)
     state = rule.begin(np.zeros(2))
     for group in (1, ALL_RANKS):
         state = rule.merge(state, rule.on_pull(state, group, np.ones(2), np.full(2, 3.0))[0])

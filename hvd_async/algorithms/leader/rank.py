@@ -11,94 +11,22 @@ import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from hvd_async.algorithms.kept import Kept
 from hvd_async.algorithms.leader.config import ALGORITHMS, LeaderConfig, PullDone, PullProgress, StartPull, StepTaken
+from hvd_async.algorithms.leader.rule import Rule
 from hvd_async.algorithms.leader.selection import ALL_RANKS, CENTER, NO_LEADER, LossWindow, Strengths
 from hvd_async.runtime.carrier import Carrier, Collective
-from hvd_async.runtime.interfaces import FiniteFlag, Program, RankRuntime, Vector
+from hvd_async.runtime.interfaces import FiniteFlag, Handle, Program, RankRuntime, Vector
 from hvd_async.runtime.process_sets import RankGroup, SingleRank
 from hvd_async.runtime.protocol import Drained, OptimizerCommand
 from hvd_async.runtime.worker import Worker
 from hvd_async.stats import LeaderStats
-
-# -- the equations that a rank drives ----------------------------------------------------------------------------------
-
-
-class Rule(Protocol):
-    """Equations of an algorithm over its immutable state, a ``NamedTuple``. Both threads of a rank call them; the
-    worker and the ``PullExecutor`` do no arithmetic on weights."""
-
-    def begin(self, weights: Vector) -> Any:
-        """Return the state before the first pull; ``weights`` are equal on all ranks."""
-        ...
-
-    def on_pull(self, state: Any, group: int, own: Vector, result: Vector) -> tuple[Any, tuple[Vector, ...]]:
-        """Return a pull's result for ``merge``, and differences to the target, whose lengths are counted.
-
-        The parts of the state that this reads change only by pulls, one after the other; a step may run meanwhile.
-
-        Args:
-            state: state before the pull.
-            group: group that was pulled; ``ALL_RANKS`` for all.
-            own: this rank's weights when the pull was submitted, shape (n,).
-            result: the leader's weights, None if this rank leads; with a center, the sum of all ranks' weights.
-        """
-        ...
-
-    def merge(self, state: Any, pulled: Any) -> Any:
-        """Return the current state with the result of ``on_pull``."""
-        ...
-
-    def on_step(self, state: Any, x: Vector, step: int, fresh: Collection[int]) -> tuple[Vector, tuple[Vector, ...]]:
-        """Return the weights after a step, and differences, whose lengths are counted.
-
-        Args:
-            state: state when the step took the results of pulls.
-            x: weights after the optimizer's update, shape (n,).
-            step: number of this rank's step, from 1.
-            fresh: groups pulled since the previous step.
-        """
-        ...
-
-    def position(self, state: Any, x: Vector) -> Vector:
-        """Return the weights from which a pull starts; ``x`` are the weights after the last step."""
-        ...
-
-    def after_step(self, state: Any) -> Any:
-        """Return the state after a step has taken the parts that are applied only once."""
-        ...
-
-    def consensus(self, state: Any) -> Vector:
-        """Return the consensus; None if it is the leader's weights."""
-        ...
-
-    def save(self, state: Any) -> tuple[dict[int, Vector], Vector]:
-        """Return, for a checkpoint, targets by group, and the force that is not applied yet or None."""
-        ...
-
-    def restore(self, targets: Mapping[int, Vector], force: Vector) -> Any:
-        """Return the state from the values that ``save`` returned."""
-        ...
-
-
-def make_rule(config: LeaderConfig, strengths: Strengths, group: int, size: int) -> Rule:
-    """Return the rule of an optimizer's algorithm.
-
-    Args:
-        config: configuration, the same on all ranks.
-        strengths: strengths of the pulls.
-        group: number of this rank's group.
-        size: number of ranks that share the optimizer.
-    """
-    rule: Rule = ALGORITHMS[config.algorithm].rule(config, strengths, group, size)
-    return rule
-
 
 # -- reports of steps --------------------------------------------------------------------------------------------------
 # At most one report waits to be sent, however fast the rank takes steps.
@@ -180,7 +108,7 @@ class PullExecutor:
         good: finite weights that pulls start from if the last step's are not, while this is not known yet; None if it
             always is.
         commanded: number of commanded pulls.
-        pulls: number of completed pulls.
+        carrier: the pulls themselves.
         log: events for tests, in order: ("taken", step, fresh) and ("shown", step) of a step, ("sent", pull),
             ("landed", pull), ("drained",). None: events are not recorded.
     """
@@ -205,10 +133,9 @@ class PullExecutor:
         self.carrier = Carrier(engine)
         self._restored = False
         # Statistics, counted by the engine thread:
-        self.pulls = self._bytes_received = 0
+        self._bytes_received = 0
         self._led: Counter[tuple[bool, int]] = Counter()
         """Number of pulls, by whether they are of all ranks, and by leader."""
-        self._seconds = 0.0
         self._distance: Any = 0.0
         self._distances = 0
         self._history: deque[tuple[float, int, int]] = deque(maxlen=REMEMBERED)
@@ -282,11 +209,11 @@ class PullExecutor:
         led = sorted(self._led.copy().items())
         return LeaderStats(
             steps=steps,
-            pulls=self.pulls,
+            pulls=self.carrier.completed,
             led={leader: times for (of_all, leader), times in led if of_all},
             led_group={leader: times for (of_all, leader), times in led if not of_all},
             distance=float(self._distance) / self._distances if self._distances else 0.0,
-            pull_s=self._seconds / self.pulls if self.pulls else 0.0,
+            pull_s=self.carrier.mean_seconds,
             bytes_received=self._bytes_received,
             wait_s=wait_s,
             mean_loss=mean_loss,
@@ -316,7 +243,6 @@ class PullExecutor:
     def _prepare(self, command: StartPull, name: str, process_set: Any) -> Collective:
         """Take a snapshot of this rank's weights for a pull, and return it."""
         collectives, leads = self._engine.collectives, command.leader == self._engine.rank
-        started = self._engine.clock()
         with self._lock:
             snapshot, flag = self._position(), self._flag
             with contextlib.nullcontext() if flag is None else flag.apart(snapshot, self.good):
@@ -326,40 +252,32 @@ class PullExecutor:
                 vector = snapshot if sends else collectives.empty_like(snapshot)
             self._note("sent", command.round)
 
-        def on_sum(total: Vector) -> None:
-            self._bytes_received += self._ring_bytes(command, total)
-            self._complete(command, snapshot, total, started)
+        def start() -> Handle:
+            if command.leader == CENTER:
+                return collectives.allreduce_sum(snapshot + 0, name, process_set)
+            return collectives.broadcast(vector, command.leader, name, process_set)
 
-        def on_leaders_weights(vector: Vector) -> None:
-            self._bytes_received += 0 if leads else int(vector.nbytes)
-            self._complete(command, snapshot, None if leads else vector, started)
-
-        if command.leader == CENTER:
-            return Collective(lambda: collectives.allreduce_sum(snapshot + 0, name, process_set), on_sum)
-        return Collective(lambda: collectives.broadcast(vector, command.leader, name, process_set), on_leaders_weights)
-
-    def _ring_bytes(self, command: StartPull, total: Vector) -> int:
-        """Return the bytes that a rank receives in a ring allreduce of the pull's ranks."""
-        ranks = len(self._places(command))
-        return int(2 * (ranks - 1) / ranks * total.nbytes)
+        return Collective(start, lambda result: self._complete(command, snapshot, None if leads else result))
 
     def _places(self, command: StartPull) -> Sequence[int]:
         """Return the positions of the pull's ranks in the rank group."""
         return range(self._rank_group.size) if command.group == ALL_RANKS else self._config.groups[command.group]
 
-    def _complete(self, command: StartPull, snapshot: Vector, result: Vector, started: float) -> None:
+    def _complete(self, command: StartPull, snapshot: Vector, result: Vector) -> None:
         """Apply a pull's result to the rule's state; ``snapshot`` are this rank's weights when it was submitted."""
+        places = self._places(command)
+        if result is not None:
+            in_ring = 2 * (len(places) - 1) / len(places) if command.leader == CENTER else 1
+            self._bytes_received += int(in_ring * result.nbytes)
         pulled, differences = self._rule.on_pull(self._state, command.group, snapshot, result)
         self._add_distances(differences)
         with self._lock:
             self._state = self._rule.merge(self._state, pulled)
             self._fresh[command.group] = (command.round, command.leader)
             self._note("landed", command.round)
-        self.pulls += 1
         self._led[command.group == ALL_RANKS, command.leader] += 1
-        self._seconds += self._engine.clock() - started
         self._history.append((time.time(), command.group, command.leader))
-        if self._engine.rank == self._rank_group.ranks[self._places(command)[0]]:
+        if self._engine.rank == self._rank_group.ranks[places[0]]:
             self._engine.send(PullDone(command.optimizer, command.round))
 
 
@@ -436,7 +354,7 @@ class LeaderWorker(Worker):
         super().__init__(engine, config, rank_group.members, rank_group.process_set, rank_group.id, finish)
         self.config, self._strengths, self._rank_group = config, strengths, rank_group
         self._has_center = ALGORITHMS[config.algorithm].has_center
-        rule = make_rule(config, strengths, group_of(config, rank_group), rank_group.size)
+        rule = ALGORITHMS[config.algorithm].rule(config, strengths, group_of(config, rank_group), rank_group.size)
         self.executor = PullExecutor(engine, config, rule, rank_group, group_set)
         self._losses, self._window = LossWindow(window), window
         self._unread: list[Any] = []
@@ -559,7 +477,7 @@ class LeaderWorker(Worker):
     @property
     def version(self) -> int:
         """Number of pulls that have completed on this rank."""
-        return self.executor.pulls
+        return self.executor.carrier.completed
 
     @property
     def steps(self) -> int:
