@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,6 +133,6 @@ def test_counts_of_two_runs_add_up():
 
 def test_an_algorithms_own_option_need_not_be_a_strength():
     """Any rank that adds one reads it as an attribute; only what all algorithms have is looked up by step."""
-    strengths = Strengths.of({"global_pull": lambda step: 1 / (1 + step), "inner_steps": 20, "nesterov": None})
-    assert (strengths.inner_steps, strengths.nesterov) == (20, None)  # type: ignore[attr-defined]
+    strengths: Any = Strengths(global_pull=lambda step: 1 / (1 + step), inner_steps=20, nesterov=None)
+    assert (strengths.inner_steps, strengths.nesterov) == (20, None)
     assert strengths.at(3) == {**Strengths().at(3), "global_pull": 0.25}

@@ -236,7 +236,7 @@ class LeaderOptions:
                 continue
             if kind is STRENGTH:
                 _check_strength(name, value, callables=not algorithm.has_center)
-            elif isinstance(kind, Whole | Real):
+            elif isinstance(kind, Real):
                 kind.check(name, value)
         if "local_period" in given:
             local, whole = given["local_period"], given["global_period"]

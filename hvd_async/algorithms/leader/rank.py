@@ -17,15 +17,14 @@ from typing import Any
 
 import msgspec
 
-from hvd_async.algorithms.kept import Kept
 from hvd_async.algorithms.leader.config import ALGORITHMS, LeaderConfig, PullDone, PullProgress, StartPull, StepTaken
 from hvd_async.algorithms.leader.rule import Rule
 from hvd_async.algorithms.leader.selection import ALL_RANKS, CENTER, NO_LEADER, LossWindow, Strengths
+from hvd_async.algorithms.own_weights import Kept, WeightWorker
 from hvd_async.runtime.carrier import Carrier, Collective
 from hvd_async.runtime.interfaces import FiniteFlag, Handle, Program, RankRuntime, Vector
 from hvd_async.runtime.process_sets import RankGroup, SingleRank
-from hvd_async.runtime.protocol import Drained, OptimizerCommand
-from hvd_async.runtime.worker import Worker
+from hvd_async.runtime.protocol import OptimizerCommand
 from hvd_async.stats import LeaderStats
 
 # -- reports of steps --------------------------------------------------------------------------------------------------
@@ -309,7 +308,7 @@ class SavedState:
     progress: PullProgress
 
 
-class LeaderWorker(Worker):
+class LeaderWorker(WeightWorker):
     """Optimizer of a rank in leader-pull, which is pulled by the rule of its algorithm.
 
     Args:
@@ -324,16 +323,10 @@ class LeaderWorker(Worker):
         brought: number of steps of this rank in earlier runs, on which strengths may depend.
 
     Attributes:
-        can_be_late, flags_late, flag, check_weights: as in gossip's workers.
-        defers_sends: as in gossip's workers; here ``publish`` sends everything.
         weight: as in gossip's workers, the push-sum weight; here always 1.
         wants_before: whether ``mix`` needs the weights before the update.
-        keep: the optimizer, which must live until the next drain, since other ranks need this rank's weights.
     """
 
-    holds_after_end = True
-    defers_sends = False
-    flags_late = False
     weight = 1.0
     wants_before = False
 
@@ -356,6 +349,7 @@ class LeaderWorker(Worker):
         self._has_center = ALGORITHMS[config.algorithm].has_center
         rule = ALGORITHMS[config.algorithm].rule(config, strengths, group_of(config, rank_group), rank_group.size)
         self.executor = PullExecutor(engine, config, rule, rank_group, group_set)
+        self._carrier = self.executor.carrier
         self._losses, self._window = LossWindow(window), window
         self._unread: list[Any] = []
         """Losses that the window does not contain yet: reading those of the present step would wait for a device."""
@@ -373,16 +367,12 @@ class LeaderWorker(Worker):
         """Number of steps before this worker's first."""
         self._recorded = self._brought
         """Number of steps of this rank before its last loss."""
-        self._step, self._before = 0, self._brought
-        """Number of steps since the last drain or cut, and before it."""
+        self._before = self._brought
         self._waited = 0.0
         """Seconds in drains and cuts. (``Engine.drain`` waits for several optimizers at once, so it cannot count.)"""
         self._done_at: float | None = None
         """Time when this rank finished, until all have."""
-        self.keep: object = None
         self.can_be_late = not engine.elastic
-        self.flag: FiniteFlag | None = None
-        self.check_weights: Callable[[], None] = lambda: None
         if kept is not None:
             self._restored = True
             self.executor.restore(kept.results)
@@ -421,7 +411,6 @@ class LeaderWorker(Worker):
             ValueError: a leader must be chosen and this rank has never recorded a loss; or a strength is not in
                 [0, 1).
         """
-        self._registered_number()
         self._check_drained()
         if self.executor.commanded:
             self._check_loss()
@@ -430,7 +419,6 @@ class LeaderWorker(Worker):
     def check_finished(self, flush: bool) -> None:
         """Raise if this rank cannot finish now: drains and cuts choose a leader too."""
         super().check_finished(flush)
-        self.check_weights()
         self._count_losses()
         self._check_loss()
 
@@ -470,7 +458,7 @@ class LeaderWorker(Worker):
         self._count_losses(self._recorded_before if self._losses.recorded else None)  # (the first one is waited for)
         self._recorded_before = len(self._unread)
         old = step - self._recorded > self._window  # a loss that is not sent again ages at the coordinator
-        self._reports.add(self._registered_number(), None if old else self._losses.mean)
+        self._reports.add(self.number, None if old else self._losses.mean)
 
     # -- drains and cuts --------------------------------------------------------------------------------------
 
@@ -484,16 +472,8 @@ class LeaderWorker(Worker):
         """Number of steps of this rank, including earlier runs."""
         return self._before + self._step
 
-    @property
-    def settled(self) -> bool:
-        """Whether no step was taken since the last drain or cut."""
-        return self._step == 0
-
-    def _counts(self) -> list[int]:
-        return [self.steps]
-
     def _is_complete(self) -> bool:
-        drained = self._inbox.drained
+        drained = self._drained
         return drained is not None and self.executor.carrier.has_completed(drained.rounds)
 
     def complete_drain_program(self) -> Program[None]:
@@ -503,44 +483,24 @@ class LeaderWorker(Worker):
         assert self._done_at is not None
         self._waited, self._done_at = self._waited + self.engine.clock() - self._done_at, None
         self._leader, self._consensus, total = drained.details.leader, self.executor.consensus, sum(drained.produced)
-        self._before, self._step = self._before + self._step, 0
         moved = total != self._total or self._saved is not None  # since all ranks had equal weights
-        self.keep = None  # (after a cut no rank needs its weights before its next step)
         if moved and drained.flushed:
             yield from self._finish(True)
             self._total, self._saved = total, None
         elif moved:
             self._saved = SavedState(
-                self.executor.pending_results(), self._losses.recorded, self._before, drained.details
+                self.executor.pending_results(), self._losses.recorded, self.steps, drained.details
             )
-        self.engine.call_soon(self.executor.carrier.resume)
-        self.announce_resumed()
-
-    def gather(self, weights: Vector, flush: bool) -> Vector:
-        """Return the weights after a drain: those of the leader of all ranks, or the center. This is a collective.
-
-        Args:
-            weights: weights of this rank, shape (n,); the worker takes ownership.
-            flush: always True.
-        """
-        return self.run(self.gather_program(weights, flush))
+        self._continue()
 
     def gather_program(self, weights: Vector, flush: bool) -> Program[Vector]:
-        """Return the program of ``gather``."""
+        """Return the weights after a drain: those of the leader of all ranks, or the center."""
         x = yield from self.consensus_program(weights)
         self.executor.start_from(x)
         return x
 
-    def consensus(self, weights: Vector) -> Vector:
-        """Return the consensus: the leader's weights, or the center. This is a collective, right after a drain or cut.
-
-        Args:
-            weights: weights of this rank, shape (n,); the worker takes ownership.
-        """
-        return self.run(self.consensus_program(weights))
-
     def consensus_program(self, weights: Vector) -> Program[Vector]:
-        """Return the program of ``consensus``."""
+        """Return the leader's weights, or the center."""
         if self._has_center:
             return self._consensus
         return (yield from self.broadcast_program(weights, self._leader, "the leader's weights"))
@@ -551,11 +511,6 @@ class LeaderWorker(Worker):
         center = self.executor.consensus
         shared = {} if center is None else {CENTER_NAME: center}
         return Kept(self.executor.moved(weights), {"losses": self._losses.recorded}, shared, self.version)
-
-    def discard_results(self) -> None:
-        """Continue to take part in pulls for the other ranks, without applying them."""
-        self.keep = None
-        self.executor.carrier.resume()
 
     @property
     def leader(self) -> int:
@@ -577,12 +532,7 @@ class LeaderWorker(Worker):
 
     def on_command(self, command: OptimizerCommand) -> None:
         """Carry out a command."""
-        match command:
-            case StartPull():
-                self.executor.pull(command)
-            case Drained():
-                if not self.deleted:
-                    self.executor.carrier.pause(command.rounds)
-                super().on_command(command)
-            case _:
-                super().on_command(command)
+        if isinstance(command, StartPull):
+            self.executor.pull(command)
+        else:
+            super().on_command(command)
