@@ -174,7 +174,7 @@ class LeaderDriver(LocalDriver):
         """Continue from replaced weights once all ranks have them: earlier pulls would make the centers differ."""
         worker, weights = self.worker_now(), self.replica.read()
         signal = weights[:1] * 0
-        worker.executor.start_from(weights)
+        worker.start_from(weights)
         worker.sum(signal, "the start from other weights")
 
     # -- membership changes (elastic training) ------------------------------------------------------------------------

@@ -11,7 +11,7 @@ Vector = Any
 
 class Rule(abc.ABC):
     """Equations of an algorithm over its immutable state, a ``NamedTuple``. Both threads of a rank call them; the
-    worker and the ``PullExecutor`` do no arithmetic on weights."""
+    worker does no arithmetic on weights."""
 
     @abc.abstractmethod
     def begin(self, weights: Vector) -> Any:
