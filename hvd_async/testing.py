@@ -15,12 +15,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.runtime.coordinator import Coordinator
 from hvd_async.runtime.engine import Engine
-from hvd_async.runtime.interfaces import Channel, Gone, Handle, Rows, Take, Vector
+from hvd_async.runtime.in_memory import Combine, InMemoryCollectives, Sent
+from hvd_async.runtime.interfaces import Channel, Gone, Handle, Take
 from hvd_async.runtime.lifecycle import use_engine
 from hvd_async.runtime.protocol import Codec, Command, Event, Failed, Hello, Leaving, encode
 
@@ -155,8 +154,7 @@ class Switchboard:
         count: number of completed collectives of tensors.
     """
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[str, _Meeting] = {}
         self.wakes: dict[int, Callable[[], None]] = {}
@@ -168,10 +166,9 @@ class Switchboard:
         name: str,
         part: Any,
         combine: Callable[[list[Any]], Any],
-        members: Sequence[int] | None = None,
+        ranks: Sequence[int],
         tensor: bool = True,
     ) -> _Meeting:
-        ranks = range(self._size) if members is None else members
         with self._lock:
             meeting = self._open.setdefault(name, _Meeting())
             if rank in meeting.parts or rank not in ranks:
@@ -193,8 +190,8 @@ class _MemoryHandle:
     in_stages = False
     take: Take | None = None
 
-    def __init__(self, meeting: _Meeting, part: Callable[[Any], Any] = lambda result: result + 0) -> None:
-        self._meeting, self._part = meeting, part  # (a copy: every rank owns its result)
+    def __init__(self, meeting: _Meeting, place: int) -> None:
+        self._meeting, self._place = meeting, place
 
     def done(self) -> bool:
         return self._meeting.complete.is_set()
@@ -204,32 +201,20 @@ class _MemoryHandle:
         return self._meeting.complete.wait(seconds)
 
     def result(self) -> Any:
-        return self._part(self._meeting.result)
+        return self._meeting.result[self._place]
 
     def seconds_to_poll(self) -> float | None:
         return None
 
 
-def _members(process_set: Any) -> list[int] | None:
-    """Return the ranks of a process set, which is Horovod's object or a sequence of ranks; None for all."""
-    return None if process_set is None else list(getattr(process_set, "ranks", process_set))
-
-
-class MemoryCollectives:
-    """Collectives among threads, for NumPy, torch and TensorFlow arrays; sums are in rank order.
-
-    A process set is a sequence of ranks.
-    """
+class MemoryCollectives(InMemoryCollectives):
+    """Collectives among threads, for NumPy, torch and TensorFlow arrays."""
 
     failure: type[Exception] = InjectedError
-    in_order = False
-    on_gpu = False
 
     def __init__(self, board: Switchboard, rank: int, size: int) -> None:
-        self._board, self.rank, self.size, self.host = board, rank, size, f"host{rank}"
-
-    def release(self, optimizer: int) -> None:
-        pass
+        super().__init__(rank, size)
+        self._board = board
 
     def start(self, wake: Callable[[], None]) -> None:
         self._board.wakes[self.rank] = wake
@@ -242,73 +227,11 @@ class MemoryCollectives:
         """Whether the engine has started it and not stopped it."""
         return self.rank in self._board.wakes
 
-    def allreduce_sum(
-        self, vector: Vector, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
-    ) -> Handle:
-        def add(parts: list[Any]) -> Any:
-            total = parts[0] + 0
-            for part in parts[1:]:
-                total = total + part
-            return total if scale == 1.0 else total * scale
-
-        return _MemoryHandle(self._board.join(self.rank, name, vector, add, _members(process_set)))
-
-    def allreduce_extreme(self, vector: Vector, name: str, largest: bool) -> Handle:
-        def pick(parts: list[Any]) -> Any:
-            best = np.stack([np.asarray(part) for part in parts])
-            return best.max(axis=0) if largest else best.min(axis=0)
-
-        return _MemoryHandle(self._board.join(self.rank, name, vector, pick))
-
-    def broadcast(self, vector: Vector, root: int, name: str, process_set: Any = None) -> Handle:
-        members = _members(process_set)
-        at = root if members is None else members.index(root)
-        return _MemoryHandle(self._board.join(self.rank, name, vector, lambda parts: parts[at], members))
-
-    def describe(self, vector: Vector) -> tuple[int, str]:
-        return len(vector), str(vector.dtype)
-
-    def zeros(self, length: int, kind: str) -> Vector:
-        return 0.0  # (it can be added to the arrays of any framework)
-
-    def empty_like(self, vector: Vector) -> Vector:
-        return vector * float("nan")  # (so that tests detect its use)
-
-    def alltoall(
-        self,
-        rows: Rows,
-        splits: list[int],
-        coming: list[int],
-        name: str,
-        process_set: Any = None,
-        into: Rows | None = None,
-    ) -> Handle:
-        members = _members(process_set) or list(range(self.size))
-        place = members.index(self.rank)
-
-        def deal(parts: list[tuple[Any, list[int]]]) -> list[tuple[list[Any], list[int]]]:
-            received: list[tuple[list[Any], list[int]]] = [([], []) for _ in parts]
-            for sent, counts in parts:
-                at = 0
-                for (into, numbers), count in zip(received, counts, strict=True):
-                    into.extend(sent[i] + 0 for i in range(at, at + count))
-                    numbers.append(count)
-                    at += count
-            return received
-
-        def received(result: list[tuple[list[Any], list[int]]]) -> list[Any]:
-            brought, counts = result[place]
-            if counts != coming:
-                raise InjectedError(f"rank {self.rank} expects {coming} rows in {name}, got {counts}")
-            return brought
-
-        return _MemoryHandle(self._board.join(self.rank, name, (rows, splits), deal, members), received)
-
-    def process_set_of(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
-        return next((list(ranks) for ranks in groups if self.rank in ranks), None)
+    def _join(self, name: str, members: Sequence[int], sent: Sent, kind: str, combine: Combine) -> Handle:
+        return _MemoryHandle(self._board.join(self.rank, name, sent, combine, members), members.index(self.rank))
 
     def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
-        meeting = self._board.join(self.rank, name, payload, list, tensor=False)
+        meeting = self._board.join(self.rank, name, payload, list, self._everyone, tensor=False)
         if not meeting.complete.wait(60.0):
             raise InjectedError(f"{name}: not all ranks have called it")
         return list(meeting.result)
@@ -335,7 +258,7 @@ class Cluster:
     ) -> None:
         self.size = size
         self._hub = MemoryHub(size, jitter, seed)
-        self.board = Switchboard(size)
+        self.board = Switchboard()
         self.coordinator = Coordinator(self._hub, FAMILIES, [f"host{rank}" for rank in range(size)], warn_after)
         self.engines: list[Engine] = []
         for rank in range(size):

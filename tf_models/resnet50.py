@@ -27,9 +27,8 @@ from lars import LARS
 import hvd_async.tensorflow as hvd
 from hvd_async.runner.course import Position
 from hvd_async.runner.data import Batch
-from hvd_async.runner.loop import UNFINISHED, start
+from hvd_async.runner.loop import UNFINISHED, Trainer, World, errors_reported, start
 from hvd_async.runner.report import Replicas
-from hvd_async.runner.trainer import Trainer, World, errors_reported
 
 POLICIES = {"fp32": "float32", "fp16": "mixed_float16", "bf16": "mixed_bfloat16"}
 

@@ -23,9 +23,8 @@ from lars import LARS
 import hvd_async.torch as hvd
 from hvd_async.runner.course import Position
 from hvd_async.runner.data import Batch
-from hvd_async.runner.loop import UNFINISHED, start
+from hvd_async.runner.loop import UNFINISHED, Trainer, World, errors_reported, start
 from hvd_async.runner.report import OptimizerCounts, Replicas
-from hvd_async.runner.trainer import Trainer, World, errors_reported
 
 LOWER = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 """The dtype of mixed precision."""

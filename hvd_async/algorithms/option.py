@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -21,42 +21,6 @@ BUFFERS = ("average", "local", "root")
 """Ways in which batch-norm statistics agree in a drain."""
 PLACEHOLDER = "    Own options: see ``{}``."
 """The line of a function's docstring that ``with_options`` replaces."""
-
-
-@dataclass(frozen=True)
-class Whole:
-    """Whole-number values of an option.
-
-    Attributes:
-        least: smallest allowed value.
-        what: description of the values in error messages; empty: "a whole number, at least ...".
-    """
-
-    least: int
-    what: str = ""
-
-    def __call__(self, text: str) -> int:
-        """Return the number that a text contains.
-
-        Raises:
-            ValueError: the text is not a whole number, or the number is too small.
-        """
-        try:
-            value = int(text)
-        except ValueError:
-            raise ValueError(f"must be a whole number, got {text!r}") from None
-        if value < self.least:
-            raise ValueError(f"must be at least {self.least}, got {value}")
-        return value
-
-    def check(self, name: str, value: Any) -> None:
-        """Check that a value is such a number.
-
-        Raises:
-            ValueError: it is not.
-        """
-        if isinstance(value, bool) or not isinstance(value, int) or value < self.least:
-            raise ValueError(f"{name} must be {self.what or f'a whole number, at least {self.least}'}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -68,22 +32,24 @@ class Real:
         what: description of the values in error messages; empty: "a number, at least ...".
     """
 
+    kind: ClassVar[type] = float
+    noun: ClassVar[str] = "a number"
     least: float
     below: float = math.inf
     above: bool = False
     or_inf: bool = False
     what: str = ""
 
-    def __call__(self, text: str) -> float:
+    def __call__(self, text: str) -> Any:
         """Return the number that a text contains.
 
         Raises:
-            ValueError: the text is not a number, or the number is out of bounds.
+            ValueError: the text is not such a number, or the number is out of bounds.
         """
         try:
-            value = float(text)
+            value = self.kind(text)
         except ValueError:
-            raise ValueError(f"must be a number, got {text!r}") from None
+            raise ValueError(f"must be {self.noun}, got {text!r}") from None
         if not self._holds(value):
             raise ValueError(f"must be {self._bounds}, got {text}")
         return value
@@ -94,18 +60,29 @@ class Real:
         Raises:
             ValueError: it is not.
         """
-        if isinstance(value, bool) or not isinstance(value, int | float) or not self._holds(value):
-            raise ValueError(f"{name} must be {self.what or f'a number, {self._bounds}'}, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | self.kind) or not self._holds(value):
+            raise ValueError(f"{name} must be {self.what or f'{self.noun}, {self._bounds}'}, got {value!r}")
 
-    def _holds(self, value: float) -> bool:
+    def _holds(self, value: Any) -> bool:
         if value == math.inf:
             return self.or_inf
-        return math.isfinite(value) and self.least <= value < self.below and not (self.above and value == self.least)
+        inside: bool = self.least <= value < self.below  # (false of NaN)
+        return inside and not (self.above and value == self.least)
 
     @property
     def _bounds(self) -> str:
         most = f" and below {self.below:g}" if self.below < math.inf else ""
         return f"{'above' if self.above else 'at least'} {self.least:g}{most}"
+
+
+class Whole(Real):
+    """Values of an option that are whole numbers, at least ``least``."""
+
+    kind = int
+    noun = "a whole number"
+
+    def __init__(self, least: int, what: str = "") -> None:
+        super().__init__(least, what=what)
 
 
 def read_by_epoch(text: str, example: str, read: Callable[[str], T]) -> dict[int, T]:
@@ -142,7 +119,7 @@ class ByEpoch:
     one: Whole
     example: str
 
-    def __call__(self, text: str) -> int | dict[int, int]:
+    def __call__(self, text: str) -> Any:
         """Return the number, or the numbers by epoch, that a text contains.
 
         Raises:

@@ -40,19 +40,37 @@ class Finding(msgspec.Struct, frozen=True):
     values: Mapping[str, Any] = {}
 
 
+OK, NOTE, PROBLEM = Verdict
+
+
+def judged(name: str, fact: str, /, *cases: tuple[Any, ...], **values: Any) -> Finding:
+    """Return the finding of the first case that holds, OK with this fact if none does.
+
+    Args:
+        name: of the check.
+        fact: unless the case has its own.
+        cases: (condition, verdict, advice), and maybe another fact.
+        values: the fact, machine-readable.
+    """
+    for holds, verdict, advice, *other in cases:
+        if holds:
+            return Finding(name, verdict, str(*other) or fact, advice, values)
+    return Finding(name, OK, fact, "", values)
+
+
 def ok(name: str, fact: str, /, **values: Any) -> Finding:
     """Return a finding that needs no action."""
-    return Finding(name, Verdict.OK, fact, "", values)
+    return judged(name, fact, **values)
 
 
 def note(name: str, fact: str, advice: str, /, **values: Any) -> Finding:
     """Return a finding that the user should know about."""
-    return Finding(name, Verdict.NOTE, fact, advice, values)
+    return judged(name, fact, (True, NOTE, advice), **values)
 
 
 def problem(name: str, fact: str, advice: str, /, **values: Any) -> Finding:
     """Return a finding that makes jobs fail."""
-    return Finding(name, Verdict.PROBLEM, fact, advice, values)
+    return judged(name, fact, (True, PROBLEM, advice), **values)
 
 
 def worst(findings: Iterable[Finding]) -> Verdict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import resource
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from hvd_async.doctor.findings import Finding, note, ok, problem
+from hvd_async.doctor.findings import NOTE, PROBLEM, Finding, judged, note, problem
 from hvd_async.errors import EngineError
 from hvd_async.runtime.addresses import own_addresses, reachable
 from hvd_async.runtime.descriptors import needed_for
@@ -104,58 +105,56 @@ def check_machine(local_ranks: int, ranks: int, has_tensorflow: bool) -> Iterato
 def judge_cores(cores: float, local_ranks: int, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Judge cores and OMP_NUM_THREADS for ``local_ranks`` ranks on this machine."""
     each = cores / local_ranks
+    shared = "Ranks share cores: start fewer here, use Gloo rather than MPI, and set HOROVOD_CYCLE_TIME=5."
     fact = f"{cores:g} for {local_ranks} ranks: {each:.2g} a rank"
-    if each < 1:
-        advice = "Ranks share cores: start fewer here, use Gloo rather than MPI, and set HOROVOD_CYCLE_TIME=5."
-        yield note("cores", fact, advice, cores=cores, per_rank=each)
-    else:
-        yield ok("cores", fact, cores=cores, per_rank=each)
+    yield judged("cores", fact, (each < 1, NOTE, shared), cores=cores, per_rank=each)
     wanted, text = max(1, int(each)), environ.get("OMP_NUM_THREADS", "")
     first = text.partition(",")[0].strip()
     threads = int(first) if first.isdecimal() else 0
-    fact = f"{threads}; {threads * local_ranks} threads in all"
-    if not text and local_ranks == 1:
-        yield ok("OMP_NUM_THREADS", "not set, one rank")
-    elif not text:
+    if not text:
         advice = f"Each rank's torch starts a thread per core: set OMP_NUM_THREADS={wanted}."
-        yield note("OMP_NUM_THREADS", "not set", advice)
+        yield judged("OMP_NUM_THREADS", "not set, one rank", (local_ranks > 1, NOTE, advice, "not set"))
     elif threads < 1:
         advice = f"It must be a number of threads: set OMP_NUM_THREADS={wanted}, or unset it."
         yield problem("OMP_NUM_THREADS", repr(text), advice)
-    elif threads * local_ranks > max(cores, local_ranks):
-        advice = f"More threads than cores: set OMP_NUM_THREADS={wanted}."
-        yield note("OMP_NUM_THREADS", fact, advice, threads=threads)
     else:
-        yield ok("OMP_NUM_THREADS", fact, threads=threads)
+        fact, many = (
+            f"{threads}; {threads * local_ranks} threads in all",
+            threads * local_ranks > max(cores, local_ranks),
+        )
+        advice = f"More threads than cores: set OMP_NUM_THREADS={wanted}."
+        yield judged("OMP_NUM_THREADS", fact, (many, NOTE, advice), threads=threads)
 
 
 def judge_memory(available: int, local_ranks: int) -> Finding:
     """Judge the free memory, bytes, for ``local_ranks`` ranks on this machine."""
     each = available // local_ranks
-    fact = f"{available / GIB:.1f} GiB free: {each / GIB:.1f} GiB a rank"
-    values = {"available_bytes": available, "per_rank_bytes": each}
-    if each < LEAST:
-        return problem("memory", fact, "Too little for the framework itself: start fewer ranks here.", **values)
-    if each < ENOUGH:
-        return note("memory", fact, "Enough for small models only: check that yours fits.", **values)
-    return ok("memory", fact, **values)
+    return judged(
+        "memory",
+        f"{available / GIB:.1f} GiB free: {each / GIB:.1f} GiB a rank",
+        (each < LEAST, PROBLEM, "Too little for the framework itself: start fewer ranks here."),
+        (each < ENOUGH, NOTE, "Enough for small models only: check that yours fits."),
+        available_bytes=available,
+        per_rank_bytes=each,
+    )
 
 
 def judge_descriptors(soft: int, hard: int, ranks: int) -> Finding:
     """Judge the limits on open files, with rank 0 of ``ranks`` ranks on this machine."""
     needed = needed_for(ranks)
-    limits = {"soft": soft, "hard": hard}
-    values = {name: None if limit == resource.RLIM_INFINITY else limit for name, limit in limits.items()}
-    values["needed"] = needed
-    words = "no limit" if values["soft"] is None else f"{soft} open files"
-    fact = f"{words}; rank 0 of {ranks} ranks needs {needed}"
-    if values["hard"] is not None and hard < needed:
-        advice = f"Raise the hard limit: ulimit -Hn {needed}, or LimitNOFILE= of what starts jobs (docs/clusters.md)."
-        return problem("open files", fact, advice, **values)
-    if values["soft"] is not None and soft < needed:
-        advice = f"This library raises it itself; Gloo, which connects all ranks, does not: ulimit -n {needed}."
-        return note("open files", fact, advice, **values)
-    return ok("open files", fact, **values)
+    most_soft, most_hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
+    raised = f"Raise the hard limit: ulimit -Hn {needed}, or LimitNOFILE= of what starts jobs (docs/clusters.md)."
+    own = f"This library raises it itself; Gloo, which connects all ranks, does not: ulimit -n {needed}."
+    words = "no limit" if most_soft == math.inf else f"{soft} open files"
+    return judged(
+        "open files",
+        f"{words}; rank 0 of {ranks} ranks needs {needed}",
+        (most_hard < needed, PROBLEM, raised),
+        (most_soft < needed, NOTE, own),
+        soft=None if most_soft == math.inf else soft,
+        hard=None if most_hard == math.inf else hard,
+        needed=needed,
+    )
 
 
 def judge_onednn(flags: set[str], environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -165,15 +164,16 @@ def judge_onednn(flags: set[str], environ: Mapping[str, str]) -> Iterator[Findin
     quick = any(flag.startswith(("avx512", "amx")) for flag in flags)
     chosen = environ.get("TF_ENABLE_ONEDNN_OPTS", "")
     has = "AVX-512" if quick else "AVX2" if "avx2" in flags else "no AVX2"
-    values = {"avx512": quick, "TF_ENABLE_ONEDNN_OPTS": chosen}
-    if chosen == "0":
-        advice = "This makes convolutions on the CPU several times slower: unset TF_ENABLE_ONEDNN_OPTS, or set it to 1."
-        yield note("oneDNN", f"{has}; switched off", advice, **values)
-    elif not quick and not chosen:
-        advice = "TensorFlow leaves oneDNN off here, which is several times slower: set TF_ENABLE_ONEDNN_OPTS=1."
-        yield note("oneDNN", f"{has}; off", advice, **values)
-    else:
-        yield ok("oneDNN", f"{has}; on", **values)
+    off = "This makes convolutions on the CPU several times slower: unset TF_ENABLE_ONEDNN_OPTS, or set it to 1."
+    unset = "TensorFlow leaves oneDNN off here, which is several times slower: set TF_ENABLE_ONEDNN_OPTS=1."
+    yield judged(
+        "oneDNN",
+        f"{has}; on",
+        (chosen == "0", NOTE, off, f"{has}; switched off"),
+        (not quick and not chosen, NOTE, unset, f"{has}; off"),
+        avx512=quick,
+        TF_ENABLE_ONEDNN_OPTS=chosen,
+    )
 
 
 def is_loopback(address: str) -> bool:
@@ -193,11 +193,12 @@ def judge_addresses(
         environ: environment variables, some of which choose an address.
     """
     outward = {key: addresses for key, addresses in found.items() if not all(map(is_loopback, addresses))}
-    values = {"interfaces": {key: list(addresses) for key, addresses in found.items()}}
-    if outward:
-        yield ok("interfaces", "; ".join(f"{key} {', '.join(each)}" for key, each in outward.items()), **values)
-    else:
-        yield note("interfaces", "loopback only", "Jobs on this machine alone will work.", **values)
+    yield judged(
+        "interfaces",
+        "; ".join(f"{key} {', '.join(each)}" for key, each in outward.items()),
+        (not outward, NOTE, "Jobs on this machine alone will work.", "loopback only"),
+        interfaces={key: list(addresses) for key, addresses in found.items()},
+    )
     chosen, address = environ.get("HOROVOD_GLOO_IFACE", ""), environ.get("HVD_ASYNC_ADDRESS", "")
     if chosen and chosen not in found:
         advice = f"Name one of {', '.join(found)}, or unset it."
@@ -205,18 +206,19 @@ def judge_addresses(
     if address and address not in {name, "localhost"}.union(*found.values()):
         advice = "Right only on other hosts than rank 0's, or behind a NAT: on rank 0's host set it to one of its own."
         yield note("HVD_ASYNC_ADDRESS", f"{address} is not an address of this machine", advice)
-    if not named:
-        advice = "Gloo looks it up for process sets: add it to /etc/hosts, or set HOROVOD_GLOO_IFACE."
-        yield note("host name", f"{name} has no address", advice, name=name, address="")
-    elif is_loopback(named) and outward:
-        advice = (
-            "For jobs on several hosts name the interface, HOROVOD_GLOO_IFACE="
-            f"{next(iter(outward))}, or correct /etc/hosts (docs/clusters.md)."
-        )
-        fact = f"{name} is {named}, good on this machine only"
-        yield note("host name", fact, advice, name=name, address=named)
-    else:
-        yield ok("host name", f"{name} is {named}", name=name, address=named)
+    unknown = "Gloo looks it up for process sets: add it to /etc/hosts, or set HOROVOD_GLOO_IFACE."
+    local = (
+        f"For jobs on several hosts name the interface, HOROVOD_GLOO_IFACE={next(iter(outward), '')}, or correct "
+        "/etc/hosts (docs/clusters.md)."
+    )
+    yield judged(
+        "host name",
+        f"{name} is {named}",
+        (not named, NOTE, unknown, f"{name} has no address"),
+        (is_loopback(named) and outward, NOTE, local, f"{name} is {named}, good on this machine only"),
+        name=name,
+        address=named,
+    )
 
 
 def judge_ports(addresses: Sequence[str], ports: int | None) -> Finding:
@@ -228,13 +230,12 @@ def judge_ports(addresses: Sequence[str], ports: int | None) -> Finding:
     """
     tried = list(dict.fromkeys([*addresses[:1], "127.0.0.1"]))
     refused = [address for address in tried if not _connects(address)]
-    fact = f"connections to {' and '.join(tried)}; {'unknown number of' if ports is None else ports} ports"
     if refused:
         advice = "Ranks cannot meet: look for a firewall, or a sandbox without a network (docs/clusters.md)."
         return problem("ports", f"no connection to {' and '.join(refused)}", advice, refused=refused)
-    if ports is not None and ports < FEW_PORTS:
-        return note("ports", fact, "Few: widen net.ipv4.ip_local_port_range for large jobs.", ports=ports)
-    return ok("ports", fact, ports=ports)
+    fact = f"connections to {' and '.join(tried)}; {'unknown number of' if ports is None else ports} ports"
+    advice = "Few: widen net.ipv4.ip_local_port_range for large jobs."
+    return judged("ports", fact, (ports is not None and ports < FEW_PORTS, NOTE, advice), ports=ports)
 
 
 def _connects(address: str) -> bool:

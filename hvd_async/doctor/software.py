@@ -14,10 +14,9 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import hvd_async
-from hvd_async.doctor.findings import Finding, note, ok, problem
+from hvd_async.doctor.findings import NOTE, PROBLEM, Finding, judged, note, ok, problem
 from hvd_async.doctor.programs import PROGRAM, Outcome, launch_command, run_job, run_limited
 from hvd_async.runtime.data_plane import TORCH, choose
 
@@ -166,12 +165,13 @@ def check_software(found: Software) -> Iterator[Finding]:
 def judge_python(version: tuple[int, ...]) -> Finding:
     """Judge the interpreter's version, such as (3, 11, 4)."""
     text = ".".join(map(str, version))
-    fact = f"Python {text}, hvd_async {hvd_async.__version__}"
-    if version[:2] > NEWEST_PYTHON:
-        return note("python", fact, "Not tested with this Python: use 3.10 to 3.13.", version=text)
-    if version[:2] < (3, 10):
-        return problem("python", fact, "Use Python 3.10 to 3.13.", version=text)
-    return ok("python", fact, version=text)
+    return judged(
+        "python",
+        f"Python {text}, hvd_async {hvd_async.__version__}",
+        (version[:2] > NEWEST_PYTHON, NOTE, "Not tested with this Python: use 3.10 to 3.13."),
+        (version[:2] < (3, 10), PROBLEM, "Use Python 3.10 to 3.13."),
+        version=text,
+    )
 
 
 def judge_frameworks(versions: Mapping[str, str]) -> Iterator[Finding]:
@@ -181,40 +181,36 @@ def judge_frameworks(versions: Mapping[str, str]) -> Iterator[Finding]:
         return
     for name, least in OLDEST.items():
         version, oldest = versions[name], ".".join(map(str, least))
-        if not version:
-            if name == "keras" and versions["tensorflow"]:
-                yield problem("keras", "not installed", "pip install 'keras>=3'", version="")
-        elif tuple(map(int, re.findall(r"\d+", version)[:2])) < least:
+        if version:
+            is_old = tuple(map(int, re.findall(r"\d+", version)[:2])) < least
             advice = f"Use {oldest} or newer: pip install '{name}>={oldest}', then rebuild Horovod: {BUILD}."
-            yield problem(name, f"{version}, too old", advice, version=version)
-        else:
-            yield ok(name, version, version=version)
+            yield judged(name, version, (is_old, PROBLEM, advice, f"{version}, too old"), version=version)
+        elif name == "keras" and versions["tensorflow"]:
+            yield problem("keras", "not installed", "pip install 'keras>=3'", version="")
 
 
 def judge_build(build: Build, versions: Mapping[str, str]) -> Iterator[Finding]:
     """Judge Horovod's files against the installed versions of the frameworks."""
     if not build.version:
-        if versions["torch"] and not versions["tensorflow"]:
-            advice = f"torch trains without it, under torchrun. For horovodrun, elastic jobs and MPI: {BUILD}."
-            yield note("horovod", "not installed", advice, version="")
-        else:
-            advice = f"Build it for your frameworks: {BUILD}. (pip install horovod fails with current frameworks.)"
-            yield problem("horovod", "not installed", advice, version="")
+        for_torch = f"torch trains without it, under torchrun. For horovodrun, elastic jobs and MPI: {BUILD}."
+        advice = f"Build it for your frameworks: {BUILD}. (pip install horovod fails with current frameworks.)"
+        only_torch = versions["torch"] and not versions["tensorflow"]
+        yield judged("horovod", "not installed", (only_torch, NOTE, for_torch), (True, PROBLEM, advice), version="")
         return
     wanted = [name for name in FRAMEWORKS if versions[name]]
     missing = [name for name in wanted if name not in build.built_for]
-    values: dict[str, Any] = {"version": build.version, "built_for": dict(build.built_for), "patched": build.patched}
     words = [f"{name} {version}".strip() for name, version in build.built_for.items()]
-    fact = f"{build.version}, built for {' and '.join(words) or 'no framework'}"
-    if missing and missing == wanted:
-        yield problem("horovod", fact, f"Not built for {' and '.join(missing)}: {BUILD}.", **values)
-    elif missing:
-        advice = f"Not built for {missing[0]}, which is installed: if you want it, {BUILD}."
-        yield note("horovod", fact, advice, **values)
-    elif build.version != HOROVOD:
-        yield note("horovod", fact, f"Tested with {HOROVOD} only: {BUILD}.", **values)
-    else:
-        yield ok("horovod", fact, **values)
+    of_these = f"Not built for {' and '.join(missing)}"
+    yield judged(
+        "horovod",
+        f"{build.version}, built for {' and '.join(words) or 'no framework'}",
+        (missing and missing == wanted, PROBLEM, f"{of_these}: {BUILD}."),
+        (missing, NOTE, f"{of_these}, which is installed: if you want it, {BUILD}."),
+        (build.version != HOROVOD, NOTE, f"Tested with {HOROVOD} only: {BUILD}."),
+        version=build.version,
+        built_for=dict(build.built_for),
+        patched=build.patched,
+    )
     for name, version in build.built_for.items():
         if version and versions[name] and version != versions[name]:
             fact = f"Horovod was built for {name} {version}, and {versions[name]} is installed"
@@ -267,25 +263,24 @@ def judge_answer(framework: str, answer: Answer, build: Build) -> Iterator[Findi
         advices.append(
             f"Tensors on GPUs go by way of the CPU. With a CUDA toolkit and NCCL's header (docs/gpu.md): {BUILD}."
         )
-    fact = f"imports; built with {words}"
-    if not (built["gloo"] or built["mpi"]):
-        yield problem(name, fact, f"It can connect no ranks: {BUILD}.", **built)
-    elif advices:
-        yield note(name, fact, " ".join(advices), **built)
-    else:
-        yield ok(name, fact, **built)
+    yield judged(
+        name,
+        f"imports; built with {words}",
+        (not (built["gloo"] or built["mpi"]), PROBLEM, f"It can connect no ranks: {BUILD}."),
+        (advices, NOTE, " ".join(advices)),
+        **built,
+    )
 
 
 def judge_gpus(gpus: Mapping[str, int | None], driver: bool) -> Finding:
     """Judge how many GPUs each framework sees; ``driver``: whether NVIDIA's driver is installed."""
     seen = {name: count for name, count in gpus.items() if count is not None}
-    words = ", ".join(f"{name} sees {count}" for name, count in seen.items())
     if not driver and not any(seen.values()):
         return ok("gpus", "none", **seen)
-    if blind := [name for name, count in seen.items() if not count]:
-        advice = f"A GPU driver is here, and {' and '.join(blind)} cannot use it: install the build for CUDA."
-        return note("gpus", words, advice, **seen)
-    return ok("gpus", words or "a driver is here", **seen)
+    words = ", ".join(f"{name} sees {count}" for name, count in seen.items()) or "a driver is here"
+    blind = [name for name, count in seen.items() if not count]
+    advice = f"A GPU driver is here, and {' and '.join(blind)} cannot use it: install the build for CUDA."
+    return judged("gpus", words, (blind, NOTE, advice), **seen)
 
 
 # -- the self-test -----------------------------------------------------------------------------------------------------
@@ -319,12 +314,23 @@ def judge_training(framework: str, outcome: Outcome, limit: float, transport: st
         advice = f"Run it to see its output: {shlex.join(launch_command(transport, RANKS, ['train', framework]))}"
         return problem(name, f"{outcome.ending(limit)}{missing}", advice, output=outcome.output[-4000:])
     result = results[-1]
-    values = {**result, "duration_s": outcome.seconds, "transport": transport}
-    if result["distance"] != 0.0:
-        advice = "The averages do not arrive as they were sent: please report this with the output of --json."
-        return problem(name, f"replicas differ by {result['distance']:g} after drain()", advice, **values)
-    if not result["loss_after"] < result["loss_before"]:
-        fact = f"the loss went from {result['loss_before']:.3g} to {result['loss_after']:.3g}"
-        return problem(name, fact, "Training does not learn: please report this with the output of --json.", **values)
-    fact = f"{RANKS} ranks, {result['rounds']} rounds, replicas bit-identical, {outcome.seconds:.0f} s"
-    return ok(name, fact, **values)
+    better = result["loss_after"] < result["loss_before"]
+    return judged(
+        name,
+        f"{RANKS} ranks, {result['rounds']} rounds, replicas bit-identical, {outcome.seconds:.0f} s",
+        (
+            result["distance"] != 0.0,
+            PROBLEM,
+            "The averages do not arrive as they were sent: please report this with the output of --json.",
+            f"replicas differ by {result['distance']:g} after drain()",
+        ),
+        (
+            not better,
+            PROBLEM,
+            "Training does not learn: please report this with the output of --json.",
+            f"the loss went from {result['loss_before']:.3g} to {result['loss_after']:.3g}",
+        ),
+        **result,
+        duration_s=outcome.seconds,
+        transport=transport,
+    )

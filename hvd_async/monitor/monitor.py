@@ -33,24 +33,6 @@ class WaitReport(NamedTuple):
     step_s: float
 
 
-class _Group(NamedTuple):
-    """Ranks that share an optimizer, in order, and the place of this rank among them."""
-
-    place: int
-    ranks: tuple[int, ...]
-
-    @property
-    def own(self) -> int:
-        """This rank's number."""
-        return self.ranks[self.place]
-
-    @classmethod
-    def of(cls, optimizer: Any) -> _Group:
-        """Return the ranks that currently share an optimizer."""
-        group = optimizer._async.rank_group
-        return cls(group.index, tuple(group.ranks))
-
-
 class Monitor:
     """Live monitor of this rank's optimizer. Make one on every rank, before or during training.
 
@@ -119,30 +101,37 @@ class Monitor:
         self._totals = Totals(name)
         folder, file = (None if place is None else Path(place) for place in (tensorboard, prometheus))
         self._sinks = Sinks(folder, file, prometheus_port, all_ranks, name)
-        for error in self._sinks.open(self._group.place, self._group.own).values():
+        for error in self._sinks.open(self._place, self._rank).values():
             self._sinks.close()
             raise error
 
     def _join(self, optimizer: Any, resets: int) -> None:
-        """Begin with the ranks that currently share the optimizer."""
-        self._group, self._resets = _Group.of(optimizer), resets
-        self._warner = Warner(self._group.ranks, self._window)
-        self._comparer = Warner(self._group.ranks, self._window, COMPARISONS)
+        """Begin with the ranks that currently share the optimizer, and the place of this rank among them."""
+        group = optimizer._async.rank_group
+        self._ranks: tuple[int, ...] = tuple(group.ranks)
+        self._place: int = group.index
+        self._resets = resets
+        self._warner = Warner(self._ranks, self._window)
+        self._comparer = Warner(self._ranks, self._window, COMPARISONS)
+
+    @property
+    def _rank(self) -> int:
+        return self._ranks[self._place]
 
     def _follow(self, optimizer: Any, resets: int) -> None:
         """Continue with the new ranks if the membership has changed."""
-        before = self._group
-        if _Group.of(optimizer) != before or resets != self._resets:
+        before, group = (self._place, self._rank), optimizer._async.rank_group
+        if (group.index, tuple(group.ranks), resets) != (self._place, self._ranks, self._resets):
             self._join(optimizer, resets)
-            if (self._group.place, self._group.own) != (before.place, before.own):
-                for name, error in self._sinks.open(self._group.place, self._group.own).items():
+            if (self._place, self._rank) != before:
+                for name, error in self._sinks.open(self._place, self._rank).items():
                     warn(f"the monitor cannot write to {name} yet: {error}")
 
     def _hosts(self, optimizer: Any) -> list[str]:
         """Return each rank's host by place; "?" before the first step, while there is no engine."""
         worker = optimizer._async.worker
         known: Sequence[str] = () if worker is None else getattr(worker.engine, "hosts", ())
-        return [known[rank] if rank < len(known) else "?" for rank in self._group.ranks]
+        return [known[rank] if rank < len(known) else "?" for rank in self._ranks]
 
     @property
     def port(self) -> int | None:
@@ -166,9 +155,9 @@ class Monitor:
         self._follow(optimizer, counts.resets)
         sample = Sample.between(self._counts, counts, now - self._at, self._distance)
         self._counts, self._at, self.last = counts, now, sample
-        ranks, hosts, first = self._group.ranks, self._hosts(optimizer), self._group.place == 0
+        ranks, hosts, first = self._ranks, self._hosts(optimizer), self._place == 0
         self._totals.add(sample, ranks, hosts)
-        self._sinks.write(sample, lambda: self._totals.metrics(sample, self._group.own, time.time(), first), ranks)
+        self._sinks.write(sample, lambda: self._totals.metrics(sample, self._rank, time.time(), first), ranks)
         if self._warns and first and sample.of_all and len(sample.waits) == len(ranks) > 1:
             self._warner.add(sample, hosts, optimizer._async.settings)
         return sample
@@ -187,7 +176,7 @@ class Monitor:
         Args:
             prefix: of the names.
         """
-        return {} if self.last is None else scalars(self.last, self._group.ranks, prefix)
+        return {} if self.last is None else scalars(self.last, self._ranks, prefix)
 
     def report(self) -> WaitReport:
         """Return this rank's waits since its previous report, for ``compare``."""
@@ -195,7 +184,7 @@ class Monitor:
         now, counts = self._clock(), self._reported if optimizer is None else Counts.of(optimizer.stats())
         since = Sample.between(self._reported, counts, now - self._reported_at)
         self._reported, self._reported_at = counts, now
-        return WaitReport(self._group.own, since.wait_share, since.seconds / max(1, since.steps))
+        return WaitReport(self._rank, since.wait_share, since.seconds / max(1, since.steps))
 
     def compare(self, reports: Sequence[WaitReport]) -> None:
         """Find the rank that delays the others, from the reports of all; the first rank warns after two comparisons in
@@ -216,13 +205,13 @@ class Monitor:
             return
         self._follow(optimizer, Counts.of(optimizer.stats()).resets)
         known = {one.rank: one for one in reports}
-        if missing := set(self._group.ranks) - known.keys():
+        if missing := set(self._ranks) - known.keys():
             raise ValueError(
                 f"compare() lacks the report of {ranks_text(missing)}: pass the result of "
                 f"hvd.allgather_object(monitor.report())"
             )
-        own = [known[rank] for rank in self._group.ranks]
-        if self._warns and self._group.place == 0 and len(own) > 1:
+        own = [known[rank] for rank in self._ranks]
+        if self._warns and self._place == 0 and len(own) > 1:
             step_s = sum(one.step_s for one in own) / len(own)
             hosts, settings = self._hosts(optimizer), optimizer._async.settings
             self._comparer.compare([one.share for one in own], step_s, hosts, settings)

@@ -12,8 +12,8 @@ from hvd_async.algorithms.gossip.error_feedback import SavedState
 from hvd_async.algorithms.gossip.plan import GossipPlan, plan_of
 from hvd_async.algorithms.gossip.quasi_global import Correction
 from hvd_async.algorithms.gossip.rank import GossipWorker
-from hvd_async.algorithms.kept import Kept
 from hvd_async.algorithms.option import either, options_of
+from hvd_async.algorithms.own_weights import Kept
 from hvd_async.optimizers.local import LocalDriver, StepEnd, StepStart
 from hvd_async.optimizers.replica import WeightReplica
 from hvd_async.runtime.interfaces import Vector

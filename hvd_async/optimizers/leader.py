@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from hvd_async.algorithms.kept import Kept
 from hvd_async.algorithms.leader import selection
 from hvd_async.algorithms.leader.config import ALGORITHMS, LeaderConfig, LeaderOptions, PullProgress
 from hvd_async.algorithms.leader.rank import CENTER_NAME, LeaderWorker, PullResults, SavedState
 from hvd_async.algorithms.leader.selection import ALL_RANKS, Strength, Strengths
+from hvd_async.algorithms.own_weights import Kept
 from hvd_async.errors import ReplicaMismatchError
 from hvd_async.optimizers.agreement import unify_buffers
 from hvd_async.optimizers.local import LocalDriver
@@ -61,7 +61,7 @@ class LeaderDriver(LocalDriver):
         if given.get("alpha", 0.0) is None:
             given["alpha"] = given["beta"] / rank_group.size
         self.given = {name: value for name, value in given.items() if name not in _WHEN}
-        self.strengths = Strengths.of(self.given)
+        self.strengths = Strengths(**self.given)
         self.window = given.get("loss_window", 1)
         self.lr_factor = selection.lr_factor(options.lr_spread, rank_group.index)
         settings = {"lr_spread": options.lr_spread, "loss_window": self.window} | self.given
@@ -174,7 +174,7 @@ class LeaderDriver(LocalDriver):
         """Continue from replaced weights once all ranks have them: earlier pulls would make the centers differ."""
         worker, weights = self.worker_now(), self.replica.read()
         signal = weights[:1] * 0
-        worker.executor.start_from(weights)
+        worker.start_from(weights)
         worker.sum(signal, "the start from other weights")
 
     # -- membership changes (elastic training) ------------------------------------------------------------------------

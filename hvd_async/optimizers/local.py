@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from hvd_async.algorithms.gossip.rank import GossipWorker
-from hvd_async.algorithms.kept import Kept
 from hvd_async.algorithms.leader.rank import LeaderWorker
+from hvd_async.algorithms.own_weights import Kept
 from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.agreement import kept_buffers
 from hvd_async.optimizers.driver import Driver, Standing

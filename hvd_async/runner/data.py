@@ -128,18 +128,17 @@ def stratified_split(labels: NDArray[np.int64], share: float, seed: int) -> tupl
 
 def augment(images: Pixels, rng: np.random.Generator) -> Pixels:
     """Return the grey images [n, height, width], each shifted, rotated and scaled a little; the edge is repeated."""
-    from scipy.ndimage import map_coordinates
+    from scipy.ndimage import affine_transform
 
-    count, height, width = images.shape
-    angle = np.deg2rad(rng.uniform(-ROTATION, ROTATION, count))
-    scale = 1 / rng.uniform(1 - ZOOM, 1 + ZOOM, count)
-    shift = rng.uniform(-SHIFT, SHIFT, (count, 2)) * (height, width)
-    center = (np.array([height, width]) - 1) / 2
-    turn = scale * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
-    points = np.indices((height, width)) - center[:, None, None]
-    rows, columns = np.einsum("abn,bhw->anhw", turn, points) + (center + shift).T[..., None, None]
-    places = np.broadcast_to(np.arange(count)[:, None, None], images.shape)
-    varied: Pixels = map_coordinates(images, [places, rows, columns], order=1, mode="nearest")
+    count, *sides = images.shape
+    angles, zooms = np.deg2rad(rng.uniform(-ROTATION, ROTATION, count)), rng.uniform(1 - ZOOM, 1 + ZOOM, count)
+    shifts = rng.uniform(-SHIFT, SHIFT, (count, 2)) * sides
+    center, varied = (np.array(sides) - 1) / 2, np.empty_like(images)
+    cosines, sines = np.cos(angles) / zooms, np.sin(angles) / zooms
+    for place, image in enumerate(images):
+        turn = np.array([[cosines[place], -sines[place]], [sines[place], cosines[place]]])
+        offset = center + shifts[place] - turn @ center
+        affine_transform(image, turn, offset, output=varied[place], order=1, mode="nearest")
     return varied
 
 
@@ -203,9 +202,7 @@ class Folder(Source):
         generators = [np.random.default_rng([*key, int(index)]) if vary else None for index in indices]
         decoded = list(self._pool.map(self._decode, [path for path, _ in samples], generators))
         found = [(pixels, label) for pixels, (_, label) in zip(decoded, samples, strict=True) if pixels is not None]
-        images = np.empty((len(found), self._size, self._size, 3), np.float32)
-        for place, (pixels, _) in enumerate(found):
-            images[place] = pixels
+        images = np.array([pixels for pixels, _ in found], np.float32).reshape(-1, self._size, self._size, 3)
         return Batch(images, np.array([label for _, label in found], np.int64))
 
     def _decode(self, path: Path, rng: np.random.Generator | None) -> Pixels | None:

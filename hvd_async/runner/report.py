@@ -301,8 +301,7 @@ class Reporter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._enabled, self._epochs = enabled, epochs
-        self._clock, self._begun = clock, clock()
-        self._place, self._said_at = "", self._begun
+        self._clock, self._said_at, self._place = clock, clock(), ""
         self._steps = self._said_steps = 0
         self._terminal = sys.stderr.isatty()
         self._wants_bar = progress == "bar" or (progress == "auto" and self._terminal)
@@ -332,14 +331,14 @@ class Reporter:
             self._bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
             self._bar.update()
         elif self._enabled:
-            self._steps += 1
-            now = self._clock()
+            self._steps, now, text = self._steps + 1, self._clock(), ""
+            since = now - self._said_at
             if self._steps == 1:
-                self.note(f"first step after {now - self._begun:.1f} s: loss {loss:.4f}; {self._place}")
-                self._said_at, self._said_steps = now, 1
-            elif now - self._said_at >= MINUTE:
-                rate_per_s = (self._steps - self._said_steps) / (now - self._said_at)
-                self.note(f"step {step + 1}: loss {loss:.4f}, {rate_per_s:.2f} steps/s; {self._place}")
+                text = f"first step after {since:.1f} s: loss {loss:.4f}"
+            elif since >= MINUTE:
+                text = f"step {step + 1}: loss {loss:.4f}, {(self._steps - self._said_steps) / since:.2f} steps/s"
+            if text:
+                self.note(f"{text}; {self._place}")
                 self._said_at, self._said_steps = now, self._steps
         if self._events is not None:
             self._events.scalars(step, {"train/loss_rank0": loss, "train/learning_rate": rate})
@@ -352,11 +351,12 @@ class Reporter:
         if self._table is not None:
             self._table.add(row)
         if self._events is not None:
-            values = {tag: row[name] for name, tag in TAGS.items() if row[name] is not None}
-            for tag, value in list(values.items()):
-                if isinstance(value, tuple):
-                    del values[tag]
+            values: dict[str, float] = {}
+            for name, tag in TAGS.items():
+                if isinstance(value := row[name], tuple):
                     values |= {f"{tag}/rank{rank}": each for rank, each in enumerate(value)}
+                elif value is not None:
+                    values[tag] = value
             self._events.scalars(row["step"], values)
 
     def note(self, text: str) -> None:

@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import re
 import zlib
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -391,21 +392,20 @@ def place_of(rank: int, seats: Sequence[Seat]) -> Place:
         rank: which.
         seats: every rank's.
     """
-    by_host: dict[tuple[str, str], list[int]] = {}
+    by_name: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     for one, seat in enumerate(seats):
-        by_host.setdefault((seat.host, seat.node), []).append(one)
+        by_name[seat.host, seat.node].append(one)
     hosts: list[dict[int, int]] = []
-    for ranks in by_host.values():
-        own: list[dict[int, int]] = [{}]
+    for ranks in by_name.values():
         known = all(seats[one].local_rank is not None for one in ranks)
+        own: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        taken: Counter[int] = Counter()
         for place, one in enumerate(ranks):
             local = seats[one].local_rank if known else place
             assert local is not None
-            free = next((host for host in own if local not in host), None)
-            if free is None:
-                own.append(free := {})
-            free[local] = one
-        hosts += own
+            own[taken[local]][local] = one  # (the n-th rank of a place is on the n-th host of the name)
+            taken[local] += 1
+        hosts += own.values()
     hosts.sort(key=lambda host: min(host.values()))
     (mine,) = (host for host in hosts if rank in host.values())
     (local_rank,) = (local for local, one in mine.items() if one == rank)

@@ -58,30 +58,6 @@ MOST_UNREAD = 1 << 16
 """Limit of unread messages per connection, beyond which nothing is read from it, not even its heartbeats."""
 
 
-class Waker:
-    """Socket pair of which one end is polled, so that any thread can end the poll."""
-
-    def __init__(self) -> None:
-        self.receiver, self._sender = socket.socketpair()
-        self.receiver.setblocking(False)
-        self._sender.setblocking(False)
-
-    def wake(self) -> None:
-        """End the current poll, or the next one."""
-        with contextlib.suppress(BlockingIOError, OSError):  # (full: it is already awake; closed: no thread waits)
-            self._sender.send(b"!")
-
-    def clear(self) -> None:
-        """Reset it after a wake-up."""
-        with contextlib.suppress(BlockingIOError, OSError):
-            self.receiver.recv(4096)  # (bytes that are left end the next poll)
-
-    def close(self) -> None:
-        """Close both ends."""
-        self.receiver.close()
-        self._sender.close()
-
-
 class Endpoint:
     """ZeroMQ socket with the monitor that reports its connections.
 
@@ -201,9 +177,12 @@ class Sleeper:
 
     def __init__(self, *endpoints: Endpoint | NearEnd) -> None:
         self._endpoints = endpoints
-        self._waker = Waker()
+        self._receiver, self._sender = socket.socketpair()
+        """One end is polled, so that any thread can end the poll."""
+        self._receiver.setblocking(False)
+        self._sender.setblocking(False)
         self._poller = select.poll()
-        self._woken = self._waker.receiver.fileno()
+        self._woken = self._receiver.fileno()
         self._descriptors = [self._woken, *(one for endpoint in endpoints for one in endpoint.descriptors)]
         for descriptor in self._descriptors:
             self._poller.register(descriptor, select.POLLIN)
@@ -213,7 +192,8 @@ class Sleeper:
         """End the current wait, or the next one (any thread)."""
         self._wake_pending = True
         if self._sleeps:  # (set before the sleeper checks for a pending wake: one of the two threads sees the other)
-            self._waker.wake()
+            with contextlib.suppress(BlockingIOError, OSError):  # (full: it is awake already; closed: no thread waits)
+                self._sender.send(b"!")
 
     def wait(self, timeout: float | None) -> bool:
         """Wait at most ``timeout`` seconds, without a limit if None; return whether an endpoint may have a message."""
@@ -223,7 +203,8 @@ class Sleeper:
         self._wake_pending = False  # (first: a wake between these two lines leaves a byte for the next wait)
         self._sleeps = False
         if self._woken in ready:
-            self._waker.clear()
+            with contextlib.suppress(BlockingIOError, OSError):
+                self._receiver.recv(4096)  # (bytes that are left end the next poll)
         return any(endpoint.note(ready) for endpoint in self._endpoints)
 
     def _ready(self, timeout: float | None) -> list[int]:
@@ -234,8 +215,9 @@ class Sleeper:
         return [descriptor for descriptor, _ in self._poller.poll(milliseconds)]
 
     def close(self) -> None:
-        """Close the waker."""
-        self._waker.close()
+        """Release what wakes it."""
+        self._receiver.close()
+        self._sender.close()
 
 
 def _made(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError, ranks_text
 from hvd_async.runtime.carrier import Carrier, Collective
-from hvd_async.runtime.interfaces import Changed, Handle, Program, RankRuntime, Vector, Wait
+from hvd_async.runtime.interfaces import Handle, Program, RankRuntime, Vector, Wait
 from hvd_async.runtime.protocol import (
     Accepted,
     CollectiveReady,
@@ -33,33 +33,6 @@ from hvd_async.runtime.protocol import (
 )
 
 T = TypeVar("T")
-
-
-class Inbox:
-    """Replies of the coordinator about one optimizer: set by the engine thread, and read by the training thread.
-
-    Args:
-        changed: the engine's condition, held and notified with each change.
-
-    Attributes:
-        agreed: whether the ranks' optimizers match.
-        refused: how they differ; None if they match, or before this is known.
-        drained: the command that ended a drain or cut, until the training thread has consumed it; otherwise None.
-    """
-
-    def __init__(self, changed: Changed) -> None:
-        self._changed = changed
-        self.agreed = False
-        self.refused: str | None = None
-        self.drained: Drained[Any] | None = None
-
-    def tell(self, agreed: bool = False, refused: str | None = None, drained: Drained[Any] | None = None) -> None:
-        """Record a reply of the coordinator (engine thread)."""
-        with self._changed:
-            self.agreed = self.agreed or agreed
-            self.refused = refused or self.refused
-            self.drained = drained or self.drained
-            self._changed.notify_all()
 
 
 # -- sections that must finish ----------------------------------------------------------------------------------------
@@ -291,7 +264,12 @@ class Worker(abc.ABC):
     ) -> None:
         self.engine, self.process_set_id = engine, process_set_id
         self._common, self._members, self._end = config, members, finish
-        self._inbox = Inbox(engine.changed)
+        # The coordinator's replies, set by the engine thread:
+        self._agreed = False
+        self._refused: str | None = None
+        """How the ranks' optimizers differ; None if they match, or before this is known."""
+        self._drained: Drained[Any] | None = None
+        """The command that ended a drain or cut, until the training thread has consumed it."""
         self._number: int | None = None
         self._announced = False
         self._hyper_sent: Hyper = []
@@ -315,7 +293,7 @@ class Worker(abc.ABC):
     @property
     def agreed(self) -> bool:
         """Whether all ranks have registered this optimizer, and match."""
-        return self._inbox.agreed
+        return self._agreed
 
     def connect(self, names: list[str], checksums: list[int], hyper: Hyper | None = None) -> None:
         """Register and wait for the other ranks, whose settings, names and checksums must be the same.
@@ -359,13 +337,13 @@ class Worker(abc.ABC):
 
     def await_registration_program(self) -> Program[None]:
         """Like ``await_registration``; this wait is not part of ``wait_s``."""
-        yield Wait(lambda: self._inbox.agreed or self._inbox.refused is not None, counts=False)
+        yield Wait(lambda: self._agreed or self._refused is not None, counts=False)
         self._check_refused()
 
     def _check_refused(self) -> None:
-        if self._inbox.refused is not None:
-            self.engine.unregister(self._registered_number())
-            raise ReplicaMismatchError(f"{self.label}: {self._inbox.refused}")
+        if self._refused is not None:
+            self.engine.unregister(self.number)
+            raise ReplicaMismatchError(f"{self.label}: {self._refused}")
 
     @property
     def label(self) -> str:
@@ -374,10 +352,11 @@ class Worker(abc.ABC):
 
     @property
     def number(self) -> int:
-        """Number of the optimizer, the same on all its ranks."""
-        return self._registered_number()
+        """Number of the optimizer, the same on all its ranks.
 
-    def _registered_number(self) -> int:
+        Raises:
+            ReplicaStateError: it is not registered yet.
+        """
         if self._number is None:
             raise ReplicaStateError("the optimizer was used before it was registered: a bug in the binding")
         return self._number
@@ -399,13 +378,15 @@ class Worker(abc.ABC):
                 f"this rank's weights. Leave the `with` block first."
             )
 
-    def _check_drained(self) -> None:
-        if self.in_consensus:
-            self.check_outside_consensus("step()")
+    def _check_drained(self) -> int:
+        """Return the optimizer's number; raise if no step can be taken now."""
+        number = self.number
+        self.check_outside_consensus("step()")
         if self._announced:
             raise ReplicaStateError(
                 f"{self.label}: a drain() or cut() was interrupted: call it again before the next step"
             )
+        return number
 
     def check_finished(self, flush: bool) -> None:
         """Raise if this optimizer cannot finish now.
@@ -425,12 +406,12 @@ class Worker(abc.ABC):
         if not self._announced:
             self._announced = True
             resumes = self.holds_after_end and self.engine.collectives.in_order
-            self.send(Finished(self._registered_number(), self._counts(), flush, self.shown, resumes))
+            self.send(Finished(self.number, self._counts(), flush, self.shown, resumes))
 
     def announce_resumed(self) -> None:
         """Report to the coordinator that this rank has completed a drain or cut, if it waits for that."""
         if self.holds_after_end and self.engine.collectives.in_order:
-            self.send(Resumed(self._registered_number()))
+            self.send(Resumed(self.number))
 
     def drain(self, flush: bool = True) -> None:
         """Drain or, without ``flush``, cut this optimizer; ``Engine.drain`` ends all of a process at once."""
@@ -447,7 +428,7 @@ class Worker(abc.ABC):
     def _take_drained(self) -> Drained[Any]:
         """Return and clear the command that ended the drain or cut."""
         with self.engine.changed:
-            drained, self._inbox.drained = self._inbox.drained, None
+            drained, self._drained = self._drained, None
         assert drained is not None
         self._announced = False
         self.last_done, self.gone_at_end = drained.last, drained.gone
@@ -464,7 +445,7 @@ class Worker(abc.ABC):
     @property
     def has_available(self) -> bool:
         """Whether ``apply_available`` would apply something, or return True."""
-        return self._inbox.refused is not None or self._is_complete()
+        return self._refused is not None or self._is_complete()
 
     def apply_available(self) -> bool:
         """Apply what was received, without waiting; return whether all ranks have finished and all is applied.
@@ -547,7 +528,7 @@ class Worker(abc.ABC):
 
     def _call(self, kind: str, what: str, vector: Vector = None, root: int = -1, **said: Any) -> Program[Combined]:
         """Take part in a collective; the arguments are those of ``CollectiveCalls.begin``."""
-        self._calls.begin(self._registered_number(), kind, what, vector, root, **said)
+        self._calls.begin(self.number, kind, what, vector, root, **said)
         yield Wait(self._calls.is_done)
         return self._calls.take(kind, what)
 
@@ -565,7 +546,7 @@ class Worker(abc.ABC):
     def _report_deleted(self) -> None:
         """Report the deletion to the coordinator (engine thread)."""
         self.discard_results()
-        self.engine.send(OptimizerDeleted(self._registered_number(), self._counts()))
+        self.engine.send(OptimizerDeleted(self.number, self._counts()))
         # Threads that wait in a drain of this optimizer check again. (An interrupt may have left the lock held; they
         # check every second anyway.)
         if self.engine.changed.acquire(timeout=1.0):
@@ -614,12 +595,15 @@ class Worker(abc.ABC):
 
     def on_command(self, command: OptimizerCommand) -> None:
         """Carry out a command (engine thread)."""
-        match command:
-            case RunCollective():
-                self._calls.run(command)
-            case Accepted():
-                self._inbox.tell(agreed=True)
-            case Rejected(_, problem):
-                self._inbox.tell(refused=problem)
-            case Drained():
-                self._inbox.tell(drained=command)
+        if isinstance(command, RunCollective):
+            self._calls.run(command)
+            return
+        with self.engine.changed:
+            match command:
+                case Accepted():
+                    self._agreed = True
+                case Rejected(_, problem):
+                    self._refused = problem
+                case Drained():
+                    self._drained = command
+            self.engine.changed.notify_all()

@@ -17,7 +17,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from hvd_async.runtime.interfaces import Rows, Vector, Wait
+from hvd_async.runtime.in_memory import Combine, InMemoryCollectives, Sent
+from hvd_async.runtime.interfaces import Vector, Wait
 from hvd_async.runtime.machine import StateMachine
 from hvd_async.runtime.protocol import Command, Hyper, OptimizerEvent
 from hvd_async.runtime.worker import Worker
@@ -177,16 +178,15 @@ class Part:
 
     Attributes:
         rank: the rank that has submitted it.
-        vector: the submitted vector; messages are rows.
-        splits, coming: of an exchange, the number of rows to each rank and from each.
+        sent: what the rank has submitted.
         then: callback that receives the result.
     """
 
     in_stages = False
     take = None
 
-    def __init__(self, rank: int, vector: Vector, splits: Sequence[int] = (), coming: Sequence[int] = ()) -> None:
-        self.rank, self.vector, self.splits, self.coming = rank, vector, splits, coming
+    def __init__(self, rank: int, sent: Sent) -> None:
+        self.rank, self.sent = rank, sent
         self.then: Callable[[Vector], None] = lambda result: None
 
     def done(self) -> bool:
@@ -199,10 +199,6 @@ class Part:
 
     def seconds_to_poll(self) -> None:
         """Return None: completion calls ``then``."""
-
-
-Reduce = Callable[[Sequence[Part]], Sequence[Vector]]
-"""The results of a collective's parts, in the order of its ranks."""
 
 
 class DataPlane:
@@ -237,7 +233,7 @@ class DataPlane:
         self.count = 0
         self.sent = 0.0
 
-    def join(self, name: str, members: Sequence[int], part: Part, cost: str, reduce: Reduce) -> Part:
+    def join(self, name: str, members: Sequence[int], part: Part, kind: str, combine: Combine) -> Part:
         """Submit a rank's part of a collective of these ranks; the last part starts it."""
         parts = self._open.setdefault((name, members), {})
         if part.rank in parts:
@@ -245,11 +241,11 @@ class DataPlane:
         parts[part.rank] = part
         if len(parts) == len(members):
             del self._open[name, members]
-            self._start(name, members, [parts[rank] for rank in members], cost, reduce)
+            self._start(name, members, [parts[rank] for rank in members], kind, combine)
         return part
 
-    def _start(self, name: str, members: Sequence[int], parts: Sequence[Part], cost: str, reduce: Reduce) -> None:
-        seconds = self._seconds(name, parts, cost)
+    def _start(self, name: str, members: Sequence[int], parts: Sequence[Part], kind: str, combine: Combine) -> None:
+        seconds = self._seconds(name, parts, kind)
         everyone = len(members) == self._ranks
         free = max([self._free, *self._groups.values()]) if everyone else self._groups.get(members, self._free)
         start = max(self._clock.now, free)
@@ -262,125 +258,43 @@ class DataPlane:
         else:
             self._groups[members] = ends
         self.count += 1
-        self._clock.at(ends, self._complete, name, members, parts, reduce)
+        self._clock.at(ends, self._complete, name, members, parts, combine)
 
-    def _seconds(self, name: str, parts: Sequence[Part], cost: str) -> float:
+    def _seconds(self, name: str, parts: Sequence[Part], kind: str) -> float:
         """Return the seconds of a collective on the wire, and count the bytes that it sends."""
         network, ranks = self._network, len(parts)
         ends = ".end." in name
-        size = self._sizes.message if cost == "exchange" else self._sizes.weights if ends else self._sizes.reduced
-        if cost == "exchange":
-            sent = size * sum(sum(part.splits) for part in parts)
-            busiest = max(max(sum(part.splits), sum(part.coming)) for part in parts)
+        size = self._sizes.message if kind == "exchange" else self._sizes.weights if ends else self._sizes.reduced
+        if kind == "exchange":
+            sent = size * sum(sum(part.sent.splits) for part in parts)
+            busiest = max(max(sum(part.sent.splits), sum(part.sent.coming)) for part in parts)
             seconds = network.alltoall_seconds(size * busiest, ranks)
-        elif cost == "broadcast":
+        elif kind == "broadcast":
             sent, seconds = size * (ranks - 1), network.broadcast_seconds(size, ranks)
         else:
             sent, seconds = ring_bytes(size, ranks) * ranks, network.allreduce_seconds(size, ranks)
         self.sent += 0.0 if ends else sent / self._ranks
         return seconds
 
-    def _complete(self, name: str, members: Sequence[int], parts: Sequence[Part], reduce: Reduce) -> None:
-        for part, result in zip(parts, reduce(parts), strict=True):
+    def _complete(self, name: str, members: Sequence[int], parts: Sequence[Part], combine: Combine) -> None:
+        for part, result in zip(parts, combine([part.sent for part in parts]), strict=True):
             part.then(result)
         self._settle(name, members)
 
 
-class RankCollectives:
-    """Data plane of one simulated rank, on ``Collectives`` of NumPy vectors."""
-
-    failure: type[Exception] = RuntimeError
-    in_order = False
-    host = "simulated"
-    on_gpu = False
+class RankCollectives(InMemoryCollectives):
+    """Data plane of one simulated rank."""
 
     def __init__(self, rank: int, size: int, plane: DataPlane) -> None:
-        self.rank, self.size, self._plane = rank, size, plane
-        self._everyone: Sequence[int] = tuple(range(size))
+        super().__init__(rank, size)
+        self._plane = plane
 
-    def _join(self, name: str, process_set: Any, part: Part, cost: str, reduce: Reduce) -> Part:
-        return self._plane.join(name, self._everyone if process_set is None else process_set, part, cost, reduce)
-
-    def allreduce_sum(
-        self, vector: Vector, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
-    ) -> Part:
-        """See ``Collectives.allreduce_sum``."""
-
-        def total(parts: Sequence[Part]) -> Sequence[Vector]:
-            found = np.sum([part.vector for part in parts], axis=0) * scale
-            return [found + 0 for _ in parts]
-
-        return self._join(name, process_set, Part(self.rank, vector), "sum", total)
-
-    def allreduce_extreme(self, vector: Vector, name: str, largest: bool) -> Part:
-        """See ``Collectives.allreduce_extreme``."""
-
-        def extreme(parts: Sequence[Part]) -> Sequence[Vector]:
-            found = (np.max if largest else np.min)([part.vector for part in parts], axis=0)
-            return [found + 0 for _ in parts]
-
-        return self._join(name, None, Part(self.rank, vector), "sum", extreme)
-
-    def broadcast(self, vector: Vector, root: int, name: str, process_set: Any = None) -> Part:
-        """See ``Collectives.broadcast``."""
-
-        def roots(parts: Sequence[Part]) -> Sequence[Vector]:
-            found = next(part.vector for part in parts if part.rank == root)
-            return [found + 0 for _ in parts]
-
-        return self._join(name, process_set, Part(self.rank, vector), "broadcast", roots)
-
-    def alltoall(
-        self,
-        rows: Rows,
-        splits: list[int],
-        coming: list[int],
-        name: str,
-        process_set: Any = None,
-        into: Rows | None = None,
-    ) -> Part:
-        """See ``Collectives.alltoall``."""
-        return self._join(name, process_set, Part(self.rank, rows, splits, coming), "exchange", _exchanged)
-
-    def describe(self, vector: Vector) -> tuple[int, str]:
-        """See ``Collectives.describe``."""
-        return len(vector), str(vector.dtype)
-
-    def zeros(self, length: int, kind: str) -> Vector:
-        """See ``Collectives.zeros``."""
-        return np.zeros(length, kind)
-
-    def empty_like(self, vector: Vector) -> Vector:
-        """See ``Collectives.empty_like``."""
-        return np.empty_like(vector)
-
-    def process_set_of(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
-        """See ``Collectives.process_set_of``."""
-        return next((tuple(group) for group in groups if self.rank in group), None)
+    def _join(self, name: str, members: Sequence[int], sent: Sent, kind: str, combine: Combine) -> Part:
+        return self._plane.join(name, members, Part(self.rank, sent), kind, combine)
 
     def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         """Raise: simulated ranks exchange no objects outside of optimizers."""
         raise RuntimeError("simulated ranks gather no bytes")
-
-    def release(self, optimizer: int) -> None:
-        """Do nothing."""
-
-    def start(self, wake: Any) -> None:
-        """Do nothing."""
-
-    def stop(self) -> None:
-        """Do nothing."""
-
-
-def _exchanged(parts: Sequence[Part]) -> Sequence[Vector]:
-    """Return each rank's rows, in the order of the senders."""
-    received: list[list[Vector]] = [[] for _ in parts]
-    for part in parts:
-        start = 0
-        for to, rows in enumerate(part.splits):
-            received[to] += list(part.vector[start : start + rows] + 0)  # (a copy: the sender may reuse its memory)
-            start += rows
-    return received
 
 
 # -- the coordinator's thread ------------------------------------------------------------------------------------------

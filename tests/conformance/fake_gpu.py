@@ -144,7 +144,7 @@ class _LateHandle(_MemoryHandle):
     """
 
     def __init__(self, handle: Any, plane: MemoryCollectives, given: Any, name: str) -> None:
-        super().__init__(handle._meeting, handle._part)
+        super().__init__(handle._meeting, handle._place)
         self._plane, self._given = plane, given
         self._looks = random.Random(f"{name} {plane.rank}").randrange(6)
         self._lock = threading.Lock()

@@ -47,7 +47,7 @@ class Seen:
 
     Attributes:
         path: what the model held after each step.
-        log: the executor's.
+        log: the worker's.
         drained: what the model held at the end.
         stats: at the end.
     """
@@ -55,7 +55,7 @@ class Seen:
     def __init__(self, trainer: Trainer) -> None:
         self.path, self.drained, self.stats = trainer.path, np.zeros(0), LeaderStats()
         self.log: list[Any] = []
-        trainer.worker().executor.log = self.log
+        trainer.worker().log = self.log
 
     def drain(self, trainer: Trainer) -> Seen:
         """End the run by a drain."""
@@ -97,8 +97,8 @@ class Pace:
 
 def wait_for_pulls(worker: LeaderWorker, count: int) -> None:
     """Until this many pulls have landed here, and all statistics that accompany them."""
-    pulls = worker.executor
-    worker.engine.wait(lambda: pulls.pulls >= count and pulls.carrier.is_idle)
+    pulls = worker._carrier
+    worker.engine.wait(lambda: pulls.completed >= count and pulls.is_idle)
 
 
 def in_step(trainer: Any, steps: int, first: int = 0) -> None:

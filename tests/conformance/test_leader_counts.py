@@ -106,7 +106,7 @@ def test_what_is_on_its_way_is_looked_at_and_changed_under_the_engines_lock_only
     def train(rank: int) -> int:
         own = TorchRank(TorchRank.least_squares(2), rank, dataclasses.replace(PAIRS, groups=((0, 1),)), **DOUBLE)
         worker = own.worker()
-        guarded = worker.executor.carrier._in_flight = Guarded(worker.engine.changed)
+        guarded = worker._carrier._in_flight = Guarded(worker.engine.changed)
         own.train(12).opt.cut()
         own.train(1).opt.drain()
         return guarded.looks
@@ -120,8 +120,8 @@ def test_a_snapshot_is_never_changed_by_later_steps():
     def train(rank: int) -> None:
         own, held = TorchRank(TorchRank.least_squares(2), rank, OFTEN, **DOUBLE), []
         for _ in range(30):
-            executor = own.train(1).worker().executor
-            held += [(vector, vector.clone()) for vector in (executor.snapshot, executor.consensus)]
+            worker = own.train(1).worker()
+            held += [(vector, vector.clone()) for vector in (worker._snapshot, worker.center)]
         own.opt.drain()
         assert all(torch.equal(vector, was) for vector, was in held)
 

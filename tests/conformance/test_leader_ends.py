@@ -41,9 +41,9 @@ def distance_to_leader(optimizer: Any) -> float | None:
     Returns:
         None if this rank knows no leader of all ranks, or is the leader.
     """
-    pulls = optimizer._async.worker.executor
+    pulls = optimizer._async.worker
     leader = pulls.pending_results().targets.get(ALL_RANKS)
-    return None if leader is None else float(((pulls.snapshot - leader) ** 2).sum() ** 0.5)
+    return None if leader is None else float(((pulls._snapshot - leader) ** 2).sum() ** 0.5)
 
 
 @both
@@ -91,7 +91,7 @@ def test_consensus_shows_what_a_drain_would_leave_and_puts_everything_back(bindi
                 if error is not None:
                     raise error
             assert one.weights().tobytes() == own.tobytes()
-        center = np.asarray(worker.executor.consensus, np.float64)
+        center = np.asarray(worker.center, np.float64)
         one.opt.drain()
         drained = one.weights()
         one.train(3).opt.drain()  # training continues

@@ -23,6 +23,7 @@ import pytest
 from hvd_async.algorithms.eager.quorum import AutoQuorum, Grace
 from hvd_async.errors import ProtocolError
 from hvd_async.runtime.engine import CollectiveOrder
+from hvd_async.runtime.in_memory import Combine
 from hvd_async.runtime.interfaces import Vector, Wait, lane_of
 from hvd_async.runtime.machine import StateMachine
 from hvd_async.runtime.process_sets import RankGroup
@@ -39,7 +40,7 @@ from hvd_async.runtime.protocol import (
     RunCollective,
     Unregister,
 )
-from hvd_async.simulation.job import Part, RankCollectives, Reduce, Unlocked
+from hvd_async.simulation.job import Part, RankCollectives, Unlocked
 
 MOVES = 40_000
 """More moves than any job takes."""
@@ -371,7 +372,7 @@ class Drive(abc.ABC):
 
     # -- the data plane -------------------------------------------------------------------------------------------
 
-    def join(self, name: str, members: Sequence[int], part: Part, cost: str, reduce: Reduce) -> Part:
+    def join(self, name: str, members: Sequence[int], part: Part, kind: str, combine: Combine) -> Part:
         """Submit a rank's part; when all have, the collective may complete on each of them."""
         members = tuple(self.numbers) if len(members) >= len(self.numbers) else tuple(members)
         parts = self._open.setdefault((name, members), {})
@@ -381,7 +382,7 @@ class Drive(abc.ABC):
         if len(parts) == len(members):
             del self._open[name, members]
             ordered = [parts[rank] for rank in members]
-            for each, result in zip(ordered, reduce(ordered), strict=True):
+            for each, result in zip(ordered, combine([part.sent for part in ordered]), strict=True):
                 rank = self.ranks[self.numbers.index(each.rank)]
                 assert name not in rank.landings, f"{name} is in flight twice on rank {each.rank}"
                 rank.landings[name] = Landing(name, lambda found, each=each: each.then(found), result)  # type: ignore[misc]

@@ -124,7 +124,7 @@ class GossipDrive(Drive):
         super().move(move)
         rank = self.ranks[move[1]]
         if move[0] == "train" and isinstance(rank.worker, PushSumWorker):
-            unsent = rank.worker._sender.offered - rank.worker._exchanges.own_sent
+            unsent = rank.worker._offered - rank.worker._exchanges.own_sent
             assert unsent <= (1 if self.config.max_staleness else 2), f"messages of {unsent} steps are unsent"
 
     def over(self) -> None:

@@ -74,7 +74,7 @@ class LeaderDrive(Drive):
         worker = LeaderWorker(rank, self.config, Strengths(), group, own, window, lambda flush: self._gather(rank))
         rank.applied = np.zeros(len(self.numbers))
         worker.begin(rank.applied + 0)
-        worker.executor.log = []
+        worker.log = []
         return worker
 
     def step(self, rank: Rank) -> Generator[Wait, None, None]:
@@ -95,11 +95,11 @@ class LeaderDrive(Drive):
         if drained.flushed:
             first = self.weights.setdefault(rank.ends, rank.applied + 0)
             np.testing.assert_array_equal(first, rank.applied)
-            before = list(itertools.takewhile(lambda entry: entry[0] != "drained", rank.worker.executor.log))
+            before = list(itertools.takewhile(lambda entry: entry[0] != "drained", rank.worker.log))
             assert all(entry[1] <= drained.rounds for entry in before if entry[0] == "sent"), (
                 "a pull is before its drain"
             )
-            rank.worker.executor.log.clear()
+            rank.worker.log.clear()
 
     def over(self) -> None:
         """Check that a rank whose others were gone at two ends has pulled alone in between."""

@@ -278,7 +278,7 @@ def test_close_twice_and_wake_after_close():
 
 def on_ranks(size: int, act: Callable[[Collectives], T]) -> list[T | Exception]:
     """Call ``act`` with each rank's collectives, each in a thread."""
-    board = Switchboard(size)
+    board = Switchboard()
     outcomes: list[Any] = [None] * size
 
     def main(rank: int) -> None:

@@ -24,8 +24,8 @@ def test_what_another_host_sent_late_survives_a_cut():
         if step_2 in keys and worker._place >= 2 and worker._place not in released:
             if worker._place not in reported:  # (as if its first message had gone to another rank, which has it)
                 reported.add(worker._place)
-                worker.engine.send(ExchangeDone(worker._registered_number(), worker._exchanges.carrier.completed + 1))
-            if worker._inbox.drained is None:
+                worker.engine.send(ExchangeDone(worker.number, worker._exchanges.carrier.completed + 1))
+            if worker._drained is None:
                 return False
             released.add(worker._place)
         return True
@@ -62,7 +62,7 @@ def test_a_state_after_a_cut_is_the_ranks_own_whatever_another_host_does_meanwhi
         kept = worker.saved_state
 
         def late() -> Any:
-            if worker._place >= 2 and worker._inbox.drained is None and not worker._together:
+            if worker._place >= 2 and worker._drained is None and not worker._together:
                 worker.engine.wait(lambda: bool(worker._receive_buffer.received))  # of the other host's next step
             return kept()
 

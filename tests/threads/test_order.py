@@ -23,8 +23,8 @@ from hvd_async.algorithms.eager.rank import RoundsInFlight
 from hvd_async.algorithms.gossip.config import StartExchange
 from hvd_async.algorithms.gossip.rank import Links, MessageExchange
 from hvd_async.algorithms.leader.config import LeaderConfig, StartPull
-from hvd_async.algorithms.leader.rank import PullExecutor
-from hvd_async.algorithms.leader.selection import ALL_RANKS, CENTER
+from hvd_async.algorithms.leader.rank import LeaderWorker
+from hvd_async.algorithms.leader.selection import ALL_RANKS, CENTER, Strengths
 from hvd_async.runtime.carrier import Carrier
 from hvd_async.runtime.engine import CollectiveOrder
 from hvd_async.runtime.process_sets import RankGroup
@@ -140,12 +140,15 @@ def pulls_submitted(engine: Any) -> list[Any]:
         position=lambda state, snapshot: snapshot,
         on_pull=lambda *arguments: (None, []),
         merge=lambda state, pulled: None,
+        consensus=lambda state: None,
     )
     config = LeaderConfig("easgd", [[0, 1]], 1, 1, "")
-    pulls = PullExecutor(engine, config, rule, RankGroup(None, (0, 1), 0, 0, 2), None)
-    pulls.begin(np.zeros(2))
+    group = RankGroup(None, (0, 1), 0, 0, 2)
+    worker = LeaderWorker(engine, config, Strengths(), group, None, 1, lambda flush: None)
+    worker._rule = rule
+    worker.begin(np.zeros(2))
     for number in range(1, 6):
-        pulls.pull(StartPull(0, number, ALL_RANKS, CENTER))
+        worker.on_command(StartPull(0, number, ALL_RANKS, CENTER))
     return engine.land_all(np.zeros(2))
 
 

@@ -144,7 +144,7 @@ class HeavyBallWorker(NeighbourAverageWorker):
         for place, weight in self._into(self._place, self._step):
             if place in others:
                 self._pull = self._post.add(self._pull, others[place] - own, weight)
-        self._note()
+        self._note_received()
         return self._post.add(self._post.times(after, 1.0), self._pull, 1.0)
 
     def gather_program(self, weights, flush):

@@ -11,7 +11,7 @@ import pytest
 
 from hvd_async.algorithms.eager.config import GradientReady, StepEntered
 from hvd_async.algorithms.eager.gradient_format import GradientFormat
-from hvd_async.algorithms.eager.rank import HandedOver, RoundsInFlight
+from hvd_async.algorithms.eager.rank import Entered, HandedOver, RoundsInFlight
 
 
 class Bench:
@@ -28,14 +28,20 @@ class Bench:
         self.rounds = RoundsInFlight(engine, wire, lambda rounds: None, [0])
 
     def give(self, *buckets: int, step: int = 1, in_step: bool = False) -> None:
-        """Hand over buckets of a step; bucket 1 is empty."""
+        """Hand over buckets of a step, ``in_step`` the rest of it; bucket 1 is empty."""
+        self.rounds.is_entering = in_step
         for bucket in buckets:
-            self.rounds.give(HandedOver(bucket, None if bucket == 1 else np.zeros(1), 0, step, in_step))
+            self.rounds.give(HandedOver(bucket, None if bucket == 1 else np.zeros(1), 0, step))
 
-    def report(self, step: int = 1, in_step: bool = False) -> list[Any]:
+    def enter(self, step: int = 1) -> None:
+        """Report the step."""
+        self.rounds.give(Entered(step, None))
+        self.rounds.is_entering = False
+
+    def report(self, step: int = 1) -> list[Any]:
         """Return the events that the engine sends when it wakes up."""
         self.sent.clear()
-        self.rounds.report(7, step, in_step)
+        self.rounds.report(7, step)
         return list(self.sent)
 
 
@@ -54,20 +60,24 @@ def test_what_comes_with_the_step_is_reported_with_it_and_with_the_rest(bench: B
     bench.give(3)
     bench.give(2, 0, in_step=True)
     assert bench.report() == [], "the training thread is about to report the step"
-    assert bench.report(in_step=True) == [StepEntered(7, 1, None, [3, 2, 0])]
+    bench.enter()
+    assert bench.report() == [StepEntered(7, 1, None, [3, 2, 0])]
 
 
 def test_a_step_is_reported_without_buckets_too(bench: Bench) -> None:
-    assert bench.report(in_step=True) == [StepEntered(7, 1, None)]
+    bench.enter()
+    assert bench.report() == [StepEntered(7, 1, None)]
 
 
 def test_the_next_step_is_not_taken_for_this_one(bench: Bench) -> None:
     bench.give(3)
+    bench.enter()
     bench.give(2, step=2)
+    assert bench.report() == [StepEntered(7, 1, None, [3])]
     bench.give(0, step=2, in_step=True)
-    assert bench.report() == [GradientReady(7, [3], 1, 0)]
-    assert bench.report(in_step=True) == [StepEntered(7, 1, None)]
-    assert bench.report(step=2, in_step=True) == [StepEntered(7, 2, None, [2, 0])]
+    bench.enter(2)
+    assert bench.report() == []
+    assert bench.report(step=2) == [StepEntered(7, 2, None, [2, 0])]
     assert sum(len(pending.versions) for pending in bench.rounds.pending()) == 3
 
 

@@ -42,6 +42,7 @@ PURE = {
     "quasi_global",
     "plan",
     "selection",
+    "rule",
     "lsgd",
     "easgd",
     "push_sum",

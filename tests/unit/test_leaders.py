@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_async.algorithms.leader import selection
-from hvd_async.algorithms.leader.config import LeaderConfig
-from hvd_async.algorithms.leader.rank import make_rule
+from hvd_async.algorithms.leader.config import ALGORITHMS, LeaderConfig
 from hvd_async.algorithms.leader.selection import ALL_RANKS, Strengths
 from hvd_async.stats import LeaderStats
 
@@ -24,7 +24,8 @@ from hvd_async.stats import LeaderStats
 
 @pytest.mark.parametrize("algorithm", ["lsgd", "easgd"])
 def test_a_rule_saves_and_restores_its_state(algorithm):
-    rule = make_rule(LeaderConfig(algorithm, [[0], [1]], 2, 4, ""), Strengths(alpha=0.25, beta=0.5), 1, 2)
+    config = LeaderConfig(algorithm, [[0], [1]], 2, 4, "")
+    rule = ALGORITHMS[algorithm].rule(config, Strengths(alpha=0.25, beta=0.5), 1, 2)
     state = rule.begin(np.zeros(2))
     for group in (1, ALL_RANKS):
         state = rule.merge(state, rule.on_pull(state, group, np.ones(2), np.full(2, 3.0))[0])
@@ -132,6 +133,6 @@ def test_counts_of_two_runs_add_up():
 
 def test_an_algorithms_own_option_need_not_be_a_strength():
     """Any rank that adds one reads it as an attribute; only what all algorithms have is looked up by step."""
-    strengths = Strengths.of({"global_pull": lambda step: 1 / (1 + step), "inner_steps": 20, "nesterov": None})
-    assert (strengths.inner_steps, strengths.nesterov) == (20, None)  # type: ignore[attr-defined]
+    strengths: Any = Strengths(global_pull=lambda step: 1 / (1 + step), inner_steps=20, nesterov=None)
+    assert (strengths.inner_steps, strengths.nesterov) == (20, None)
     assert strengths.at(3) == {**Strengths().at(3), "global_pull": 0.25}

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from hvd_async.runner.loop import Trainer, World
 from hvd_async.runner.report import Replicas
-from hvd_async.runner.trainer import Trainer, World
 
 MADE_BY = {"model": "small"}
 torch = pytest.importorskip("torch")

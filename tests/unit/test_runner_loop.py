@@ -17,10 +17,9 @@ import pytest
 from hvd_async.runner import loop
 from hvd_async.runner.course import QUESTIONS, Position
 from hvd_async.runner.data import open_source
-from hvd_async.runner.loop import SIGNAL, UNFINISHED, Run, start
+from hvd_async.runner.loop import SIGNAL, UNFINISHED, Run, World, start
 from hvd_async.runner.options import parse
 from hvd_async.runner.report import OptimizerCounts, Replicas
-from hvd_async.runner.trainer import World
 
 DIGITS = ("--epochs", "4", "--batch-size", "60", "--lr", "0.1", "--cosine", "--inject", "random:1:0.5")
 """At 3 ranks: 480, 479 and 479 images in batches of 60, 8 steps an epoch (7 in lockstep); at 1 rank 24."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import operator
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -62,17 +64,15 @@ NAME = "hvd_async.eager.{}.{}.{}"
 
 
 class HandedOver(NamedTuple):
-    """Bucket of a step's gradient (None: an empty one), with the version it was computed at and the step's number.
-    ``in_step``: whether it comes with ``step()``, which the rank reports first; else it comes earlier."""
+    """Bucket of a step's gradient (None: an empty one), with the version it was computed at and the step's number."""
 
     bucket: int
     vector: Vector | None
     version: int
     step: int
-    in_step: bool = False
 
 
-class _Entered(NamedTuple):
+class Entered(NamedTuple):
     """Place, behind a step's buckets, at which this rank reports that it is in ``step()``; ``hyper`` as in the
     event."""
 
@@ -153,13 +153,14 @@ class RoundsInFlight:
         self._carrier = Carrier(engine)
         self.timeline = recorder(engine.rank)
         self._buckets = len(wire.nbytes)
-        self._queue: deque[HandedOver] = deque()
-        """Buckets on their way from the training thread."""
-        self._later: deque[HandedOver | _Entered] = deque()
-        """Buckets and reports that the training thread has handed over before its device may have computed them:
-        ``given_later`` since the start, of which at least the first ``arrived`` have arrived, and the first
-        ``_reported`` are taken out."""
-        self.given_later = self.arrived = self._reported = 0
+        self._queue: deque[HandedOver | Entered] = deque()
+        """Buckets and reports on their way from the training thread: ``given`` since the start, of which the first
+        ``_reported`` are taken out. If its device may not have computed them when they are handed over, at least the
+        first ``arrived`` have arrived."""
+        self.given = self.arrived = self._reported = 0
+        self.is_entering = False
+        """Whether the training thread hands over the rest of a step and is about to report it (where gradients are
+        computed when they are handed over)."""
         self.started = [0] * self._buckets
         """By bucket, the last round that the coordinator has started."""
         self._pending = [_Pending() for _ in range(self._buckets)]
@@ -199,18 +200,12 @@ class RoundsInFlight:
 
     # -- any thread -------------------------------------------------------------------------------------------
 
-    def give(self, one: HandedOver) -> None:
-        """Append a bucket to the queue, from which the engine takes it by ``report``."""
-        if one.vector is not None:
-            self.count_bytes(self._wire.nbytes[one.bucket])
-        self._queue.append(one)
-
-    def give_later(self, one: HandedOver | _Entered) -> None:
-        """Give a bucket, or the place of a report, that arrives later: then ``report_arrived`` takes it."""
+    def give(self, one: HandedOver | Entered) -> None:
+        """Append a bucket, or the place of a report, to the queue, from which the engine takes it by ``report``."""
         if isinstance(one, HandedOver) and one.vector is not None:
             self.count_bytes(self._wire.nbytes[one.bucket])
-        self._later.append(one)
-        self.given_later += 1
+        self._queue.append(one)
+        self.given += 1
 
     def count_bytes(self, nbytes: int) -> None:
         """Add ``nbytes``, which may be negative, to the number of bytes in use by gradients."""
@@ -234,67 +229,51 @@ class RoundsInFlight:
 
     # -- gradients that become pending ------------------------------------------------------------------------
 
-    def report(self, number: int, step: int, in_step: bool, hyper: Hyper | None = None) -> None:
-        """Take in the queued buckets of a step, and send one event that covers all of them.
+    def report(self, number: int, step: int = 0, given: int = 0) -> None:
+        """Take in what has arrived, and send an event for each of its steps.
+
+        Args:
+            number: number of the optimizer.
+            step: what was given up to this step has arrived. Nothing is taken while the training thread is about to
+                report it, as one event then covers it all.
+            given: how much has arrived of what was given since the start; ``arrived`` may be more.
+        """
+        arrived: list[HandedOver | Entered] = []
+        while self._queue and not self.is_entering:
+            if self._queue[0].step > step and self._reported >= max(given, self.arrived):
+                break
+            arrived.append(self._queue.popleft())
+            self._reported += 1
+        for reported, ones in itertools.groupby(arrived, operator.attrgetter("step")):
+            taken, entered = [], None
+            for one in ones:
+                if isinstance(one, HandedOver):
+                    taken.append(one)
+                    self.arrive(one.bucket, one.vector, one.version)
+                else:
+                    entered = one
+            buckets, empty = [one.bucket for one in taken], [one.bucket for one in taken if one.vector is None]
+            complete = min(self.landed)
+            if entered is None:
+                self._engine.send(GradientReady(number, buckets, reported, complete, empty))
+            else:
+                self._engine.send(StepEntered(number, reported, entered.hyper, buckets, complete, empty))
+
+    def promise(self, number: int, step: int, hyper: Hyper | None) -> None:
+        """Report a step, with all its buckets, which this rank's training graph submits.
 
         Args:
             number: number of the optimizer.
             step: number of the step.
-            in_step: whether this rank is in ``step()``, which the event then states, even without buckets. If not, and
-                a queued bucket came with ``step()``, nothing is taken: the training thread is about to report the step.
             hyper: hyperparameters of the step; None if they equal the ones sent last.
         """
-        taken = [one for one in self._queue.copy() if one.step == step]
-        if not in_step and (not taken or any(one.in_step for one in taken)):
-            return
-        for _ in taken:
-            self._queue.popleft()
-        self._report(number, step, taken, in_step, hyper)
-
-    def report_arrived(self, number: int, given: int) -> None:
-        """Take in what was given by ``give_later`` so far, and report it.
-
-        Args:
-            number: number of the optimizer.
-            given: how much has arrived of what was given since the start; ``arrived`` may be more.
-        """
-        taken: list[HandedOver] = []
-        while self._later and self._reported < max(given, self.arrived):
-            one = self._later.popleft()
-            self._reported += 1
-            if taken and taken[0].step != one.step:
-                self._report(number, taken[0].step, taken)
-                taken = []
-            if isinstance(one, HandedOver):
-                taken.append(one)
-            else:
-                self._report(number, one.step, taken, True, one.hyper)
-                taken = []
-        if taken:
-            self._report(number, taken[0].step, taken)
-
-    def _report(
-        self, number: int, step: int, taken: list[HandedOver], in_step: bool = False, hyper: Hyper | None = None
-    ) -> None:
-        """Take in the buckets of a step, and send one event that covers them; arguments as in ``report``."""
-        for one in taken:
-            self.arrive(one.bucket, one.vector, one.version)
-        buckets, empty = [one.bucket for one in taken], [one.bucket for one in taken if one.vector is None]
-        complete = min(self.landed)
-        if in_step:
-            self._engine.send(StepEntered(number, step, hyper, buckets, complete, empty))
-        else:
-            self._engine.send(GradientReady(number, buckets, step, complete, empty))
-
-    def promise(self, number: int, step: int, hyper: Hyper | None) -> None:
-        """Report a step, with all its buckets, which this rank's training graph submits; arguments as in ``report``."""
         self._promised = step
         self._engine.send(StepEntered(number, step, hyper, list(range(self._buckets)), min(self.landed)))
 
     # -- steps that are announced at the hand-over of their first bucket --------------------------------------------
 
     def announce(self, number: int, step: int, hyper: Hyper | None, order: list[int]) -> None:
-        """Report a step with all its buckets, of which some have yet to come; other arguments as in ``report``.
+        """Report a step with all its buckets, of which some have yet to come; other arguments as in ``promise``.
 
         Args:
             order: all buckets, in the order in which they are expected: collectives start in it.
@@ -307,9 +286,10 @@ class RoundsInFlight:
         """Take in the queued buckets of a step, and submit those for which an announced round waits."""
         before = len(self._lacking)
         while self._queue and self._queue[0].step == step:
-            bucket, vector, version, *_ = self._queue.popleft()
-            self.arrive(bucket, vector, version)
-            self._lacking.discard(bucket)
+            self._reported += 1
+            if isinstance(one := self._queue.popleft(), HandedOver):
+                self.arrive(one.bucket, one.vector, one.version)
+                self._lacking.discard(one.bucket)
         if len(self._lacking) < before:
             self._continue()
 
@@ -357,11 +337,10 @@ class RoundsInFlight:
 
     def take_in_all(self) -> None:
         """Make all queued gradients pending, after the engine has ended."""
-        for one in [*self._queue, *self._later]:
+        for one in self._queue:
             if isinstance(one, HandedOver):
                 self.arrive(one.bucket, one.vector, one.version)
         self._queue.clear()
-        self._later.clear()
         for bucket in range(self._buckets):
             self.release(bucket, None)
 
@@ -811,7 +790,7 @@ class EagerWorker(Worker):
     @property
     def ready(self) -> bool:
         """Whether a step may begin: no step or drain was interrupted (Ctrl-C, HVD_ASYNC_TIMEOUT)."""
-        return self._inbox.agreed and not self._announced and not self._broken_off and self.whole.fine
+        return self._agreed and not self._announced and not self._broken_off and self.whole.fine
 
     @property
     def _behind(self) -> int:
@@ -840,9 +819,7 @@ class EagerWorker(Worker):
         """
         if not self.engine.elastic:
             self.engine.check()
-        if self.in_consensus or self._announced:
-            self._check_drained()
-        return self._registered_number()
+        return self._check_drained()
 
     # -- stepping (training thread) ---------------------------------------------------------------------------
 
@@ -880,7 +857,7 @@ class EagerWorker(Worker):
             elif self._arrives is not None:
                 self._await_arrival(number, bucket, vector, step)
             elif self._announced_step != step:
-                self.engine.notify(partial(in_flight.report, number, step, False), hurry=False)
+                self.engine.notify(partial(in_flight.report, number, step), hurry=False)
             elif in_flight.announced_start == step:  # (else the engine takes it in when the round starts)
                 is_last = len(self._handed) == self.config.buckets
                 self.engine.notify(partial(in_flight.take_in, step), hurry=is_last)
@@ -898,7 +875,7 @@ class EagerWorker(Worker):
                 f"step this rank has promised gradients: call step() first, or set HVD_ASYNC_AGREE=0 on all ranks"
             )
 
-    def _give(self, bucket: int, vector: Vector | None, step: int, in_step: bool = False) -> None:
+    def _give(self, bucket: int, vector: Vector | None, step: int) -> None:
         """Count a bucket of the current step, and queue it for the engine."""
         if bucket in self._brought:
             vector = None
@@ -906,8 +883,7 @@ class EagerWorker(Worker):
             self._lacks = self._lacks or vector is None
             self.produced[bucket] += vector is not None
         self._handed[bucket] = None
-        give = self._in_flight.give if self._arrives is None else self._in_flight.give_later
-        give(HandedOver(bucket, vector, self.version, step, in_step))
+        self._in_flight.give(HandedOver(bucket, vector, self.version, step))
 
     # -- gradients that the device may not have computed when they are handed over (quorums on a GPU) -------------
     # A round may start as soon as a rank's gradient has arrived, and all ranks then wait for it. So it arrives when the
@@ -922,13 +898,13 @@ class EagerWorker(Worker):
             in_step: this thread's number of steps, this one included, if that is all of the step; else 0.
         """
         assert self._arrives is not None
-        arrives, given = self._arrives, self._in_flight.given_later
+        arrives, given = self._arrives, self._in_flight.given
 
         def arrived() -> None:  # (any thread)
             if self.config.pace == "steps":  # (else this rank may report its version before what arrives later)
                 self._in_flight.arrived = max(self._in_flight.arrived, given)
-            report = self._report_near if in_step else self._in_flight.report_arrived
-            self.engine.notify(partial(report, number, given), hurry=in_step > 0)
+            report = self._report_near if in_step else self._in_flight.report
+            self.engine.notify(partial(report, number, given=given), hurry=in_step > 0)
 
         def is_near() -> None:
             if self.config.pace != "steps":
@@ -941,7 +917,7 @@ class EagerWorker(Worker):
                 arrived()
                 return
             if in_step:
-                self.engine.notify(partial(self._report_near, number, 0))
+                self.engine.notify(partial(self._report_near, number, given=0))
             arrives(vector, False, arrived)
 
         self._last_given = bucket, vector
@@ -949,7 +925,7 @@ class EagerWorker(Worker):
 
     def _report_near(self, number: int, given: int) -> None:
         """Report what has arrived, and wake the training thread if the rounds of its step are there (engine thread)."""
-        self._in_flight.report_arrived(number, given)
+        self._in_flight.report(number, given=given)
         with self.engine.changed:
             if self._rounds:
                 self.engine.changed.notify_all()
@@ -1021,12 +997,13 @@ class EagerWorker(Worker):
 
     def _hand_in(self, number: int, vectors: Mapping[int, Vector | None], hyper: Hyper) -> None:
         """Hand over the rest of this step, and have the engine report it."""
-        step = self._steps + 1 + self._base
+        step, in_flight = self._steps + 1 + self._base, self._in_flight
+        in_flight.is_entering = self._arrives is None
         for bucket, vector in vectors.items():
-            self._give(bucket, vector, step, in_step=True)
+            self._give(bucket, vector, step)
             if self._arrives is not None:
                 self._await_arrival(number, bucket, vector, step)
-        self._in_flight.forget_cut()
+        in_flight.forget_cut()
         self._steps += 1
         self._skipped, self._lacks = self._skipped + self._lacks, False
         self._brought = frozenset()
@@ -1035,14 +1012,17 @@ class EagerWorker(Worker):
         if self._foreseen is not None:
             self.steady = self.steady + 1 if hyper == self._foreseen else 0
             self._foreseen = None
+        is_announced = self._announced_step == step
+        if not is_announced:
+            in_flight.give(Entered(step, self._unsent(hyper)))
+        in_flight.is_entering = False
         if self._arrives is not None:
-            self._in_flight.give_later(_Entered(step, self._unsent(hyper)))
             self._await_arrival(number, *self._last_given, step, self._steps)
             self._last_given = 0, None
-        elif self._announced_step != step:
-            self.engine.notify(partial(self._in_flight.report, number, step, True, self._unsent(hyper)))
-        elif self._in_flight.announced_start < step or not self._in_flight.has_announced(step):
-            self.engine.notify(partial(self._in_flight.take_in, step))
+        elif not is_announced:
+            self.engine.notify(partial(in_flight.report, number, step))
+        elif in_flight.announced_start < step or not in_flight.has_announced(step):
+            self.engine.notify(partial(in_flight.take_in, step))
 
     # -- steps whose buckets the training graph submits (training thread) -----------------------------------------
     # The graph submits the same collectives, by the same names, as the engines of the ranks that have finished. So the
@@ -1087,7 +1067,7 @@ class EagerWorker(Worker):
         yield Wait(partial(self._in_flight.has_started, round_))
         self.produced = [produced + had for produced, had in zip(self.produced, given, strict=True)]
         self._skipped += not all(given)
-        self._in_flight.complete(self._registered_number(), round_, tails, given)
+        self._in_flight.complete(self.number, round_, tails, given)
         self._ended = self._steps
         self._in_graph = False
         self.whole.end()
@@ -1130,7 +1110,7 @@ class EagerWorker(Worker):
         interrupted step finds them again. During an end, later rounds, which a rank that has left it may have started,
         belong to the next step."""
         with self.engine.changed:
-            drained = self._inbox.drained
+            drained = self._drained
             return [one for one in self._rounds if drained is None or one.index <= drained.rounds][:most]
 
     def _apply_all(self, rounds: list[ReducedRound], apply: Apply) -> None:
@@ -1160,7 +1140,7 @@ class EagerWorker(Worker):
         with self.engine.changed:
             round_ = self._rounds.popleft()
         if self._in_flight.timeline is not None:
-            self._in_flight.timeline.applied(self._registered_number(), round_.index, self.engine.clock())
+            self._in_flight.timeline.applied(self.number, round_.index, self.engine.clock())
         self.version = round_.index
         self._used_early = not round_.counts
         if round_.counts:
@@ -1221,7 +1201,7 @@ class EagerWorker(Worker):
         return list(self.produced)
 
     def _is_complete(self) -> bool:
-        drained = self._inbox.drained
+        drained = self._drained
         return drained is not None and self.version >= drained.rounds and not self._incomplete
 
     @property
@@ -1247,8 +1227,8 @@ class EagerWorker(Worker):
                 self._end_begun()
                 if self._arrives is not None:
                     self._take_back_empty(wait=True)  # (and all is computed)
-                    given = self._in_flight.given_later
-                    self.engine.notify(partial(self._in_flight.report_arrived, self._registered_number(), given))
+                    given = self._in_flight.given
+                    self.engine.notify(partial(self._in_flight.report, self.number, given=given))
                 super().announce_finished(flush)
             if flush:
                 self.wire.release()
@@ -1258,17 +1238,14 @@ class EagerWorker(Worker):
         in which other ranks count on this one."""
         if not self._handed:
             return
-        step, number, in_flight = self._steps + 1 + self._base, self._registered_number(), self._in_flight
+        step, number, in_flight = self._steps + 1 + self._base, self.number, self._in_flight
         if self._announced_step == step:
             self.engine.notify(in_flight.give_up)
         else:
             for bucket in set(range(self.config.buckets)).difference(self._handed):
                 self._give(bucket, None, step)
-            if self._arrives is None:
-                self.engine.notify(partial(in_flight.report, number, step, True, None))
-            else:
-                in_flight.give_later(_Entered(step, None))
-                self.engine.notify(partial(in_flight.report_arrived, number, in_flight.given_later))
+            in_flight.give(Entered(step, None))
+            self.engine.notify(partial(in_flight.report, number, step))
         self.engine.wait(lambda: self.version >= step or any(one.index >= step for one in self._rounds))
 
     def complete_drain_program(self) -> Program[None]:
@@ -1290,7 +1267,7 @@ class EagerWorker(Worker):
 
     def discard_results(self) -> None:
         if self._number is not None:
-            self._in_flight.report_arrived(self._number, self._in_flight.given_later)  # (they count as produced)
+            self._in_flight.report(self._number, given=self._in_flight.given)  # (they count as produced)
         self._discards = True  # (without the lock: ``_deliver`` runs on this thread too)
         self._rounds.clear()
         self._in_flight.give_up()

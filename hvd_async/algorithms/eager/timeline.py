@@ -12,11 +12,11 @@ Horovod writes it in the next cycle of its background thread, a few milliseconds
 from __future__ import annotations
 
 import atexit
-import heapq
 import json
 import os
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -191,16 +191,13 @@ def trace_events(
     for (r, end), lane in zip(spans, _lanes(spans), strict=True):
         row = lanes.setdefault((r.optimizer, r.bucket, lane), len(lanes) + 1)
 
-        def piece(name: str, start: float, stop: float, row: int = row) -> dict[str, Any]:
+        def piece(name: str, start: float, stop: float, row: int = row, **more: Any) -> dict[str, Any]:
             ts, till = round(1e6 * (start - began)), round(1e6 * (stop - began))
-            return {"ph": "X", "name": name, "pid": PROCESS, "tid": row, "ts": ts, "dur": max(0, till - ts)}
+            return {"ph": "X", "name": name, "pid": PROCESS, "tid": row, "ts": ts, "dur": max(0, till - ts), **more}
 
-        why = {"reason": r.firing.reason, "by": r.firing.by, "arrived": r.firing.arrived}
+        why = {"reason": r.firing.reason, "by": r.firing.by, "arrived": r.firing.arrived, "held_s": r.firing.held}
         slices += [
-            {
-                **piece(f"round {r.round}", r.firing.first, end),
-                "args": {**why, "held_s": r.firing.held, "staleness_rank0": list(r.staleness)},
-            },
+            piece(f"round {r.round}", r.firing.first, end, args=why | {"staleness_rank0": list(r.staleness)}),
             piece("gathering ranks", r.firing.first, r.firing.fired),
             piece("collective", r.submitted, r.landed),
             piece("waiting to be applied", r.landed, end),
@@ -218,15 +215,13 @@ def _label(kind: str, row: int, name: str) -> dict[str, Any]:
 
 def _lanes(spans: Sequence[tuple[Record, float]]) -> list[int]:
     """Return, for each (record, end), the first lane of its bucket that is free when its round begins."""
-    free: dict[tuple[int, int], list[int]] = {}
-    busy: dict[tuple[int, int], list[tuple[float, int]]] = {}
+    ends: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    """The end of the last round of each lane, by bucket; few rounds overlap."""
     lanes = [0] * len(spans)
     for index in sorted(range(len(spans)), key=lambda i: spans[i][0].firing.first):
         record, end = spans[index]
-        row = (record.optimizer, record.bucket)
-        vacant, taken = free.setdefault(row, []), busy.setdefault(row, [])
-        while taken and taken[0][0] <= record.firing.first:
-            heapq.heappush(vacant, heapq.heappop(taken)[1])
-        lanes[index] = heapq.heappop(vacant) if vacant else len(taken)
-        heapq.heappush(taken, (end, lanes[index]))
+        taken = ends[record.optimizer, record.bucket]
+        lane = next((lane for lane, until in enumerate(taken) if until <= record.firing.first), len(taken))
+        taken[lane : lane + 1] = [end]
+        lanes[index] = lane
     return lanes

@@ -21,7 +21,7 @@ from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Add, Times
 from hvd_async.algorithms.gossip.push_sum import State as Part
 from hvd_async.algorithms.gossip.rank import MEAN, GossipWorker, check_weight
-from hvd_async.algorithms.kept import Kept
+from hvd_async.algorithms.own_weights import Kept
 from hvd_async.runtime.interfaces import FiniteFlag, Program, RankRuntime, Vector, Wait
 from hvd_async.runtime.protocol import Drained, OptimizerCommand, RunCollective
 
@@ -164,7 +164,7 @@ class ADPSGDWorker(GossipWorker):
             plan.config.max_local_steps,
             plan.topology.neighbours(self._host),
             self._may_ask,
-            lambda: engine.send(PairRequested(self._registered_number())),
+            lambda: engine.send(PairRequested(self.number)),
         )
 
     def _may_ask(self) -> bool:
@@ -190,8 +190,7 @@ class ADPSGDWorker(GossipWorker):
             self._state, self._shown = on_step(self._state, after, self._post.add, self._post.times), self.flag
             z = self._state.model
             self._post.mark(self._state.shadow)
-            if self.log is not None:
-                self.log.append(("step", self._before + self._step))
+            self._note("step", self._before + self._step)
         self.engine.call_soon(self._pairing.ask)
         return z
 
@@ -205,8 +204,7 @@ class ADPSGDWorker(GossipWorker):
             z = yield from self.consensus_program(z + 0)  # (if this is interrupted, the rank continues from z)
             with self._lock:
                 self._state = State(z + 0, z)
-                if self.log is not None:
-                    self.log.append(("drained",))
+                self._note("drained")
         self._pairing.ended()
         return z
 
@@ -267,8 +265,7 @@ class ADPSGDWorker(GossipWorker):
                     self._post.mark(data)
             else:
                 data = self._post.encode(self._post.times(shadow, 1.0) if self._post.lossless else shadow)
-            if self.log is not None:
-                self.log.append(("sent", round_, partner))
+            self._note("sent", round_, partner)
         self._mine[round_] = data
         return data
 
@@ -278,8 +275,7 @@ class ADPSGDWorker(GossipWorker):
             mine, theirs = self._post.decode(own), self._post.decode(data)
             self._state = on_average(self._state, mine, theirs, self._post.add, self._shares.pop(key))
             self._post.mark(self._state.shadow)
-            if self.log is not None:
-                self.log.append(("landed", key, sender))
+            self._note("landed", key, sender)
         self._averagings += 1
         self._taken += 1
         self._pairing.averaged()
@@ -366,8 +362,7 @@ class HostADPSGDWorker(HostWorker, ADPSGDWorker):
         if flush:
             weights = yield from self.consensus_program(weights)
             self._given = weights + 0
-            if self.log is not None:
-                self.log.append(("drained",))
+            self._note("drained")
         self._pairing.ended()
         return weights
 
@@ -408,8 +403,7 @@ class HostADPSGDWorker(HostWorker, ADPSGDWorker):
         for change in contributed:
             shadow = self._post.add(shadow, change.x, 1.0 / max(1, self._present(self._host)))
         self._state = State(shadow, None)
-        if self.log is not None:
-            self.log.append(("step", step))
+        self._note("step", step)
         return Part(shadow + 0, 1.0)
 
     def _snapshots(self, command: StartExchange) -> list[tuple[int, OutgoingMessage]]:

@@ -140,7 +140,7 @@ class ExactDiffusionWorker(NeighbourAverageWorker):
         self._factors.step(self.learning_rates(), self.inertia())
         phi = self._corrected(after, self._differences, 1, 1.0)
         x = (yield from self._combined(phi)) if self.plan.moves(self._base + self._step) else phi
-        self._note()
+        self._note_received()
         if self.plan.averages(self._base + self._step):
             x, _ = yield from self._average(x, [1.0])
         return x

@@ -66,7 +66,7 @@ class HostWorker(GossipWorker):
         """Contribute x, with the weight of each part, to a step of the host; return its result, by owner (training
         thread)."""
         parts = list(map(State, self._split(x), weights))
-        number, own = self._registered_number(), parts[self._own]
+        number, own = self.number, parts[self._own]
         messages = [self._message(to, part) for to, part in zip(self._locals, parts, strict=True) if to != self._place]
 
         def submit() -> None:
@@ -176,7 +176,7 @@ class HostWorker(GossipWorker):
     def _share(self, step: int, places: Iterable[int], part: State) -> None:
         """Send the result of this rank's part to these ranks of the host; takes ownership of it."""
         messages = [self._message(place, part) for place in sorted(places) if place != self._place]
-        self._exchanges.offer(self._registered_number(), self._key(step, ALL_GATHER), messages, 0.0)
+        self._exchanges.offer(self.number, self._key(step, ALL_GATHER), messages, 0.0)
         if self._place in places:
             self._add_result(step, self._own, part)
 
@@ -230,7 +230,7 @@ class HostWorker(GossipWorker):
         self.keep, self._is_alone = None, True
         if self._ended is not None:
             self._complete_end()
-        elif (ended := self._inbox.drained) is not None:
+        elif (ended := self._drained) is not None:
             self._continue_alone(ended)
         else:
             self._exchanges.carrier.resume()
@@ -431,7 +431,7 @@ class HostPushSumWorker(HostWorker, PushSumWorker):
         else:
             weight, data = 0.0, self._post.encode(x * 0.0)
             messages = [OutgoingMessage(self._ranks_of(host)[self._own], data) for host, _ in receivers]
-        self._exchanges.offer(self._registered_number(), self._key(step, GOSSIP), messages, weight)
+        self._exchanges.offer(self.number, self._key(step, GOSSIP), messages, weight)
         for share in sent:
             total = push_sum.without(total, share, self._post.add)
         return total

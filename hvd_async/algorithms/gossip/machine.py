@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -177,42 +178,27 @@ class MessageQueues:
 # -- ranks that the next exchange waits for ----------------------------------------------------------------------------
 
 
-@dataclass
-class Levels:
+class Levels(Counter[int]):
     """A multiset of whole numbers with its minimum.
 
     It holds few distinct values at a time: ranks that are waited for are at steps close to each other.
     """
 
-    _values: list[int] = field(default_factory=list)
-    """The distinct values in ascending order; ``_counts`` has how often each occurs."""
-    _counts: list[int] = field(default_factory=list)
-    _size: int = 0
-
-    def add(self, value: int, times: int = 1) -> None:
-        """Add ``value``, ``times`` times."""
-        at = bisect_left(self._values, value)
-        if at == len(self._values) or self._values[at] != value:
-            self._values.insert(at, value)
-            self._counts.insert(at, 0)
-        self._counts[at] += times
-        self._size += times
+    def move(self, value: int, to: int) -> None:
+        """Replace one occurrence of ``value``, which must be present."""
+        self[to] += 1
+        self.remove(value)
 
     def remove(self, value: int) -> None:
         """Remove one occurrence of ``value``, which must be present."""
-        at = bisect_left(self._values, value)
-        self._size -= 1
-        self._counts[at] -= 1
-        if not self._counts[at]:
-            del self._values[at], self._counts[at]
-
-    def __len__(self) -> int:
-        return self._size
+        self[value] -= 1
+        if not self[value]:
+            del self[value]
 
     @property
     def least(self) -> int:
         """The minimum; 0 if empty."""
-        return self._values[0] if self._values else 0
+        return min(self, default=0)
 
 
 class Reason(Enum):
@@ -290,10 +276,7 @@ class Readiness:
         self.active = set(active)
         self._place, self._local_size = {rank: place for place, rank in enumerate(ranks)}, local_size
         self._reasons, self._reported, self._sent = (dict.fromkeys(ranks, 0) for _ in range(3))
-        self._reported_by_active, self._sent_by_open = Levels(), Levels()
-        if self.active:
-            self._reported_by_active.add(0, len(self.active))
-            self._sent_by_open.add(0, len(self.active))
+        self._reported_by_active, self._sent_by_open = (Levels([0] * len(self.active)) for _ in range(2))
         self._hosts = None
         if by_host:
             self._hosts = HostCounts([_Host(0) for _ in range(len(ranks) // local_size)], 0, 0)
@@ -313,7 +296,7 @@ class Readiness:
         """Remove a reason not to wait for a rank."""
         self._reasons[rank] -= 1
         if not self._reasons[rank] and rank in self.active:
-            self._sent_by_open.add(self._sent[rank])
+            self._sent_by_open[self._sent[rank]] += 1
             if self._hosts is not None:
                 self._hosts.change(self._place[rank] // self._local_size, opened=1)
         self._count(rank, reason, -1)
@@ -347,15 +330,13 @@ class Readiness:
     def report(self, rank: int, step: int) -> None:
         """Set the last step for which a rank has queued messages or announced that it has none."""
         if rank in self.active:
-            self._reported_by_active.remove(self._reported[rank])
-            self._reported_by_active.add(step)
+            self._reported_by_active.move(self._reported[rank], step)
         self._reported[rank] = step
 
     def send(self, rank: int, step: int) -> None:
         """Set the last step whose messages a rank has sent, or that has none."""
         if rank in self.active and not self._reasons[rank]:
-            self._sent_by_open.remove(self._sent[rank])
-            self._sent_by_open.add(step)
+            self._sent_by_open.move(self._sent[rank], step)
         self._sent[rank] = step
 
     def sent(self, rank: int) -> int:
@@ -377,7 +358,7 @@ class Readiness:
         """
         if self._hosts is not None:
             return bool(self._hosts.of_others if step is None else self._hosts.of_senders)
-        if not len(self._sent_by_open):
+        if not self._sent_by_open:
             return False
         return step is None or self._local_size > 1 or self._sent_by_open.least < step
 

@@ -21,7 +21,7 @@ from hvd_async.algorithms.gossip.message_format import MessageFormat
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Add
 from hvd_async.algorithms.gossip.rank import NeighbourAverageWorker
-from hvd_async.algorithms.kept import Kept
+from hvd_async.algorithms.own_weights import Kept
 from hvd_async.runtime.interfaces import Program, RankRuntime, Vector
 
 SLOW, MOMENTUM = "slow weights", "outer momentum"
@@ -70,7 +70,7 @@ class NoLoCoWorker(NeighbourAverageWorker):
         self._count_step()
         ends_period = (self._base + self._step) % self.config.period == 0
         weights = (yield from self._outer_step(after)) if ends_period else after
-        self._note()
+        self._note_received()
         return weights
 
     def _outer_step(self, weights: Vector) -> Program[Vector]:

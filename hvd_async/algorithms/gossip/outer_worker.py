@@ -24,7 +24,7 @@ from hvd_async.algorithms.gossip.hosts import HostWorker
 from hvd_async.algorithms.gossip.message_format import MessageFormat
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.rank import GossipWorker
-from hvd_async.algorithms.kept import Kept
+from hvd_async.algorithms.own_weights import Kept
 from hvd_async.runtime.interfaces import Program, RankRuntime, Vector, Wait
 from hvd_async.runtime.protocol import Hyper
 from hvd_async.stats import GossipStats
@@ -111,7 +111,7 @@ class OuterWorker(GossipWorker):
         gamma = sum(self._rates) / len(self._rates) if self._rates else 1.0
         since = max(0, self._rhythm.step(average) - self._rhythm.period)
         moved = outer.packed([last > since for last in self._last_moves])
-        self._averages.contribute(self._registered_number(), average, fragment, difference, [gamma], moved)
+        self._averages.contribute(self.number, average, fragment, difference, [gamma], moved)
 
     def _take(self, weights: Vector, now: int) -> None:
         """Take the next average: move the anchor and, in place, the weights."""
@@ -120,8 +120,7 @@ class OuterWorker(GossipWorker):
         self._sent.pop(average, None)
         self._next += 1
         self._averagings += 1
-        if self.log is not None:
-            self.log.append((now, average))
+        self._note(now, average)
 
     def _apply(self, average: int, result: Average, state: outer.State, weights: Vector) -> None:
         """Move the anchor and the momentum of a state, and weights, in place."""

@@ -43,13 +43,12 @@ from hvd_async.algorithms.gossip.error_feedback import ErrorFeedback, SavedState
 from hvd_async.algorithms.gossip.message_format import HEADER, MessageFormat, OutgoingMessage
 from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Message, Sent, State
-from hvd_async.algorithms.kept import Kept
 from hvd_async.algorithms.option import confirms
+from hvd_async.algorithms.own_weights import Kept, WeightWorker
 from hvd_async.errors import GradientLossError, ReplicaStateError, ranks_text
 from hvd_async.runtime.carrier import Carrier, Collective
-from hvd_async.runtime.interfaces import FiniteFlag, Handle, Program, RankRuntime, Take, Vector, Wait
+from hvd_async.runtime.interfaces import Handle, Program, RankRuntime, Take, Vector, Wait
 from hvd_async.runtime.protocol import Drained, OptimizerCommand
-from hvd_async.runtime.worker import Worker
 from hvd_async.stats import GossipStats
 
 # -- exchanges: one alltoall of all ranks each (engine thread) ---------------------------------------------------------
@@ -426,7 +425,7 @@ MEAN = "the average of all ranks"
 """Name, in error messages, of the collective in which ranks sum their weights."""
 
 
-class GossipWorker(Worker):
+class GossipWorker(WeightWorker):
     """A gossiping optimizer on one rank: steps, exchanges and ends. Subclasses mix the weights.
 
     Args:
@@ -436,22 +435,14 @@ class GossipWorker(Worker):
         finish: as in ``Worker``.
 
     Attributes:
-        keep: the optimizer, which must live until the next drain: other ranks need this rank's weights.
         learning_rates: returns (elements, rate) of consecutive parts of the weights, with the learning rate of this
             step; always the same parts. Empty: the rate is unknown and does not change.
         inertia: returns how an update depends on learning rates of earlier steps; see ``WeightReplica.inertia``.
         sizes: returns the number of elements of each parameter, in the order of the vector of weights.
         frozen: returns the elements of parameters that are currently frozen on this rank.
         moving: returns for each parameter whether the update of this step moves it.
-        defers_sends: whether constraints or post-step hooks may change the weights that ``mix`` returns.
-        can_be_late: whether it can do with weights of which it is not known yet whether they are finite.
-        flags_late: whether it gets such weights.
-        flag: whether the weights passed to ``mix`` or ``publish`` are finite; None: they are.
-        check_weights: raises if a step so far has made a weight NaN or infinite.
-        log: events for tests, as documented by the subclass; None: not recorded.
     """
 
-    holds_after_end = True
     _averages: Averages
     """Averages over all ranks, if the algorithm has any between ends."""
 
@@ -470,10 +461,9 @@ class GossipWorker(Worker):
         self._exchanges = MessageExchange(
             engine, post, self._links, self._deliver, self._snapshots, self._on_exchange_done, early
         )
+        self._carrier = self._exchanges.carrier
         self._receive_buffer = ReceiveBuffer(engine, plan.config.max_staleness, self._sends_early)
         self._weight = 1.0
-        self._step = self._before = 0
-        """Steps since the last drain or cut, and before it."""
         self._base = self._longest = 0
         """Steps from the last drain to the last cut, summed over cuts, of the rank with the most steps at each; and the
         same number for the end that is under way (engine thread)."""
@@ -502,16 +492,11 @@ class GossipWorker(Worker):
         """Steps of all ranks until the last drain."""
         self._all_mass = True
         """Whether all ranks that have stepped since the last drain take part in this one."""
-        self.keep: object = None
         self.learning_rates: Callable[[], Sequence[tuple[int, float]]] = tuple
         self.inertia: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
         self.sizes: Callable[[], Sequence[int]] = tuple
         self.frozen: Callable[[], Sequence[slice]] = tuple
         self.moving: Callable[[], Sequence[bool]] = lambda: [True] * len(self.sizes())
-        self.defers_sends = self.can_be_late = self.flags_late = False
-        self.flag: FiniteFlag | None = None
-        self.check_weights: Callable[[], None] = lambda: None
-        self.log: list[Any] | None = None
 
     @property
     def weight(self) -> float:
@@ -527,11 +512,6 @@ class GossipWorker(Worker):
         """
         averages = 0 if self._algorithm.pairs else self._averagings  # (a pair's average is an exchange)
         return self._exchanges.carrier.completed + averages + self._averaged_ends + self._alone
-
-    @property
-    def settled(self) -> bool:
-        """Whether no step was taken since the last drain or cut."""
-        return self._step == 0
 
     @property
     def wants_before(self) -> bool:
@@ -553,7 +533,6 @@ class GossipWorker(Worker):
     def check_step(self) -> None:
         """Raise if no step can be taken now; called before a step changes any weight."""
         if self._number is None or self.in_consensus or self._announced:
-            self._registered_number()
             self._check_drained()
 
     def mix(self, before: Vector, after: Vector) -> Vector:
@@ -598,15 +577,8 @@ class GossipWorker(Worker):
 
     # -- ends -------------------------------------------------------------------------------------------------
 
-    def check_finished(self, flush: bool) -> None:
-        super().check_finished(flush)
-        self.check_weights()
-
-    def _counts(self) -> list[int]:
-        return [self._before + self._step]
-
     def _is_complete(self) -> bool:
-        drained = self._inbox.drained
+        drained = self._drained
         return drained is not None and self._exchanges.carrier.completed >= drained.rounds
 
     def complete_drain_program(self) -> Program[None]:
@@ -620,14 +592,10 @@ class GossipWorker(Worker):
             yield from self._finish(drained.flushed)
             self._averaged_ends += drained.flushed
         self._base = 0 if drained.flushed else self._base + self._longest
-        self.keep = None  # (after a cut no rank needs its weights before its next step)
         if drained.flushed:
             self._total = total
-        self._before += self._step
-        self._step = 0
         self._restart()
-        self.engine.call_soon(self._exchanges.carrier.resume)
-        self.announce_resumed()
+        self._continue()
 
     def _restart(self) -> None:
         """Reset the parts that count steps since the last drain or cut."""
@@ -635,39 +603,15 @@ class GossipWorker(Worker):
 
     def discard_results(self) -> None:
         """Discard messages from now on; exchanges continue for the other ranks."""
-        self.keep = None
         self._receive_buffer.discard()
-        self._exchanges.carrier.resume()
+        super().discard_results()
 
-    def gather(self, weights: Vector, flush: bool) -> Vector:
-        """Mix in all received messages, at a drain or cut; with ``flush``, average all ranks.
-
-        Args:
-            weights: z, shape (n,); the worker takes ownership.
-            flush: whether it is a drain, which is a collective.
-
-        Returns:
-            z, shape (n,): the average of all ranks after a drain, else this rank's own.
+    def consensus_program(self, x: Vector) -> Program[Vector]:
+        """Return the mean of all ranks' weights, given this rank's biased ones.
 
         Raises:
             GradientLossError: push-sum weights do not sum to the number of ranks.
         """
-        return self.run(self.gather_program(weights, flush))
-
-    @abc.abstractmethod
-    def gather_program(self, weights: Vector, flush: bool) -> Program[Vector]:
-        """Program of ``gather``."""
-
-    def consensus(self, x: Vector) -> Vector:
-        """Return the mean of all ranks' weights, shape (n,). A collective, right after a drain or cut.
-
-        Args:
-            x: biased weights, z x ``weight``, shape (n,); the worker takes ownership.
-        """
-        return self.run(self.consensus_program(x))
-
-    def consensus_program(self, x: Vector) -> Program[Vector]:
-        """Program of ``consensus``."""
         total = yield from self.sum_program(self._post.scalar(self._weight), "the sum of push-sum weights")
         size, weight = len(total.ranks), float(total.vector[0])
         if self._all_mass:  # otherwise the share of a rank whose optimizer was deleted is lost
@@ -739,8 +683,6 @@ class GossipWorker(Worker):
             case RankFinished(_, rank, step):
                 self._receive_buffer.rank_finished(self._ranks.index(rank), step)
             case Drained():
-                if not self.deleted:
-                    self._exchanges.carrier.pause(command.rounds)
                 known, total = self._receive_buffer.finished, command.produced[0]
                 last = total - self._stepped - sum(known.values())  # all but the last rank have been announced
                 self._lasts = {place: known.get(place, last) for place in range(len(self._ranks))}
@@ -789,97 +731,12 @@ def check_weight(kept: SavedState, algorithm: str) -> None:
         )
 
 
-# -- messages sent -----------------------------------------------------------------------------------------------------
-
-
-class Sender:
-    """Sender's side of a push-sum step: receivers and content of messages (training thread).
-
-    Args:
-        engine: the engine of this rank.
-        plan: the edges of each step.
-        place: the place of this rank.
-        post: the format of messages.
-        exchanges: the exchanges that carry the messages.
-        known: the receivers' estimates, if messages are differences.
-        receive_buffer: the received messages, and the last steps of finished ranks.
-        finite: returns the finite vector to send instead of x, given that and the push-sum weight.
-
-    Attributes:
-        offered: total number of steps whose messages were queued.
-        last: the last step whose messages were queued, or that has none, since the last drain or cut.
-        neighbour_stopped: whether an empty message was received since the last drain or cut: its sender keeps its
-            weights.
-    """
-
-    def __init__(
-        self,
-        engine: RankRuntime,
-        plan: GossipPlan,
-        place: int,
-        post: MessageFormat,
-        exchanges: MessageExchange,
-        known: ErrorFeedback,
-        receive_buffer: ReceiveBuffer,
-        finite: Callable[[Vector, float], Vector],
-    ) -> None:
-        self._engine, self._plan, self._place, self._post = engine, plan, place, post
-        self._exchanges, self._known, self._receive_buffer = exchanges, known, receive_buffer
-        self._finite = finite
-        self.offered = self.last = 0
-        self.neighbour_stopped = False
-
-    def offer(self, optimizer: int, step: int, phase: int, x: Vector, weight: float) -> Sent | None:
-        """Queue a step's messages, if it is a sending step; return the share that they carry, None if there is none.
-
-        Args:
-            optimizer: the optimizer's number.
-            step: the step since the last drain or cut.
-            phase: the number, from 1, of the step whose edges are used.
-            x: the biased weights to send, shape (n,); they must not change until they are sent.
-            weight: this rank's push-sum weight.
-        """
-        self.last = step
-        if not self._plan.moves(phase):
-            return None
-        out = self.receivers(step, phase)
-        sent, data = None, None
-        if out and not push_sum.may_send(weight, self._gets_less(step)):
-            data, weight = self._post.encode(self._post.zeros()), 0.0
-        elif out:
-            data, decoded = self._known.encode(edge("out", self._plan, phase), self._finite(x, weight))
-            sent = Sent(Message(x if self._post.lossless else decoded, weight), sum(p for _, p in out))
-        if out:
-            self._post.mark(data)
-        messages = [OutgoingMessage(to, data) for to, _ in out]
-        self.offered += bool(messages)
-        self._engine.call_soon(lambda: self._exchanges.offer(optimizer, step, messages, weight))
-        return sent
-
-    def offer_nothing(self, optimizer: int, step: int, phase: int) -> None:
-        """Queue empty messages of a step that was interrupted before it queued any: receivers wait for them (engine
-        thread)."""
-        empty = self._post.encode(self._post.zeros())
-        messages = [OutgoingMessage(to, empty) for to, _ in self.receivers(step, phase)]
-        self._exchanges.offer(optimizer, step, messages, 0.0)
-
-    def receivers(self, step: int, phase: int) -> list[tuple[int, float]]:
-        """Return the places to which this rank sends in a step, with the edges' weights, without finished ranks."""
-        edges = self._plan.out_edges(self._place, phase)
-        return [(to, p) for to, p in edges if step <= self._receive_buffer.last(to, step)]
-
-    def _gets_less(self, step: int) -> bool:
-        """Return whether this rank may receive less than it sends."""
-        senders = self._plan.senders(self._place)  # of all phases: it may send in this one, and receive in none
-        return self.neighbour_stopped or any(step > self._receive_buffer.last(sender, step) for sender in senders)
+# -- push-sum ----------------------------------------------------------------------------------------------------------
 
 
 def edge(end: int | str, plan: GossipPlan, phase: int) -> str:
     """Return the name of an edge's estimate; ``end`` is the sender's place, or "out" at the sender itself."""
     return f"{end} {plan.phase(phase)}"
-
-
-# -- push-sum ----------------------------------------------------------------------------------------------------------
 
 
 class PushSumWorker(GossipWorker):
@@ -895,9 +752,11 @@ class PushSumWorker(GossipWorker):
         super().__init__(engine, plan, post, finish)
         self._averages = Averages(engine, post, blocking=True)
         self._known = ErrorFeedback(post, plan.config.graph, plan.config.local_size)
-        self._sender = Sender(
-            engine, plan, self._place, post, self._exchanges, self._known, self._receive_buffer, self._finite
-        )
+        self._offered = self._last_offered = 0
+        """Number of steps whose messages were queued; and the last step whose messages were queued, or that has none,
+        since the last drain or cut."""
+        self._has_stopped_neighbour = False
+        """Whether an empty message was received since the last drain or cut: its sender keeps its weights."""
         self.can_be_late = plan.config.local_size == 1 and not engine.elastic
         self._good: State | None = None
         """Finite weights that other ranks get if this rank's are not, while it is not known yet; None if they never
@@ -931,15 +790,14 @@ class PushSumWorker(GossipWorker):
             self._announce(self._step)
         if self.plan.moves(self._base + self._step):
             # Back-pressure: messages of at most one step of this rank may be unsent, with OSGP of none.
-            yield Wait(lambda: self._sender.offered - self._exchanges.own_sent <= (0 if late else 1))
+            yield Wait(lambda: self._offered - self._exchanges.own_sent <= (0 if late else 1))
         if late:  # messages of earlier steps are added before a share is sent
             yield from self._await_messages()
             state = self._receive(state, self._step - 1)
         averages = self.plan.averages(self._base + self._step)
         self._deferred = late and self.defers_sends and self._post.lossless and not averages
         if self._deferred:
-            if self.log is not None:
-                self._note()
+            self._note_received()
             self._weight = state.w
             return push_sum.model(state, self._post.times)
         if not self._early:
@@ -951,8 +809,7 @@ class PushSumWorker(GossipWorker):
         if not late:
             yield from self._await_messages()
         state = self._receive(state, self._step)
-        if self.log is not None:
-            self._note()
+        self._note_received()
         if averages:
             x, (weight,) = yield from self._average(state.x, [state.w])
             state = State(x, weight)
@@ -971,12 +828,45 @@ class PushSumWorker(GossipWorker):
     def _announce(self, step: int) -> None:
         """Announce a step's messages, so that their exchange starts as soon as they are queued: this rank waits only
         for messages of other ranks."""
-        if self._sender.receivers(step, self._base + step):
-            number = self._registered_number()
+        if self._receivers(step):
+            number = self.number
             self.engine.call_soon(lambda: self._exchanges.announce(number, step))
 
+    def _receivers(self, step: int) -> list[tuple[int, float]]:
+        """Return the places to which this rank sends in a step, with the edges' weights, without finished ranks."""
+        edges = self.plan.out_edges(self._place, self._base + step)
+        return [(to, p) for to, p in edges if step <= self._receive_buffer.last(to, step)]
+
+    def _gets_less(self, step: int) -> bool:
+        """Return whether this rank may receive less than it sends."""
+        senders = self.plan.senders(self._place)  # of all phases: it may send in this one, and receive in none
+        last = self._receive_buffer.last
+        return self._has_stopped_neighbour or any(step > last(sender, step) for sender in senders)
+
     def _offer(self, step: int, x: Vector, weight: float) -> Sent | None:
-        return self._sender.offer(self._registered_number(), step, self._base + step, x, weight)
+        """Queue a step's messages, if it is a sending step; return the share that they carry, None if there is none.
+
+        Args:
+            step: the step since the last drain or cut.
+            x: the biased weights to send, shape (n,); they must not change until they are sent.
+            weight: this rank's push-sum weight.
+        """
+        self._last_offered = step
+        if not self.plan.moves(self._base + step):
+            return None
+        out, number = self._receivers(step), self.number
+        sent, data = None, None
+        if out and not push_sum.may_send(weight, self._gets_less(step)):
+            data, weight = self._post.encode(self._post.zeros()), 0.0
+        elif out:
+            data, decoded = self._known.encode(edge("out", self.plan, self._base + step), self._finite(x, weight))
+            sent = Sent(Message(x if self._post.lossless else decoded, weight), sum(p for _, p in out))
+        if out:
+            self._post.mark(data)
+        messages = [OutgoingMessage(to, data) for to, _ in out]
+        self._offered += bool(messages)
+        self.engine.call_soon(lambda: self._exchanges.offer(number, step, messages, weight))
+        return sent
 
     def _finite(self, x: Vector, weight: float) -> Vector:
         """Return x, or the finite weights sent last if x is not finite. Only the device knows which, so that a message
@@ -1024,21 +914,20 @@ class PushSumWorker(GossipWorker):
         for sender, step, weight, data in messages:
             self._staleness[max(0, self._step - step)] += 1
             if weight == 0.0:
-                self._sender.neighbour_stopped = True
+                self._has_stopped_neighbour = True
                 continue
             p = dict(self._into(self._place, step))[sender]
             yield Message(self._known.decode(edge(sender, self.plan, self._base + step), data), weight), p
 
-    def _note(self) -> None:
+    def _note_received(self) -> None:
         """Log the messages received since the last call, if there is a log."""
-        if self.log is not None:
-            self.log.append((self._step, self._noted))
-            self._noted = []
+        self._note(self._step, self._noted)
+        self._noted = []
 
     def _average(self, x: Vector, weights: list[float]) -> Program[tuple[Vector, list[float]]]:
         """Return the mean of x and of each push-sum weight over the ranks that have not finished."""
         good, average = self._good, self._averages.newest + 1
-        self._averages.contribute(self._registered_number(), average, 0, self._finite(x, weights[0]), weights)
+        self._averages.contribute(self.number, average, 0, self._finite(x, weights[0]), weights)
         yield Wait(lambda: self._averages.is_complete(average))
         self._averagings += 1
         x, weights, _ = self._averages.take(average)
@@ -1051,13 +940,15 @@ class PushSumWorker(GossipWorker):
         """Discard messages from now on; send empty messages for a step that was interrupted, since other ranks wait for
         them."""
         last = self._step + self._sends_early if self._step else 0
-        for step in range(self._sender.last + 1, last + 1):
-            self._sender.offer_nothing(self._registered_number(), step, self._base + step)
+        for step in range(self._last_offered + 1, last + 1):
+            empty = self._post.encode(self._post.zeros())
+            messages = [OutgoingMessage(to, empty) for to, _ in self._receivers(step)]
+            self._exchanges.offer(self.number, step, messages, 0.0)
         super().discard_results()
 
     def _restart(self) -> None:
         self._averages.restart(0)
-        self._sender.neighbour_stopped, self._sender.last = False, 0
+        self._has_stopped_neighbour, self._last_offered = False, 0
         super()._restart()
 
     def gather_program(self, weights: Vector, flush: bool) -> Program[Vector]:
@@ -1082,8 +973,7 @@ class PushSumWorker(GossipWorker):
         """Return the state of z after mixing in all received messages."""
         state = self._receive(push_sum.biased(weights, self._weight))
         self._weight = state.w
-        if self.log is not None:
-            self._note()
+        self._note_received()
         return state
 
     def _end_early(self, weights: Vector) -> tuple[Vector, list[ReceivedMessage]]:
@@ -1124,7 +1014,7 @@ class PushSumWorker(GossipWorker):
         with self.engine.changed:
             waits = bool(self._receive_buffer.missing()) and not self._exchanges.is_busy
         if waits:
-            self.engine.send(WaitingForMessage(self._registered_number(), self._exchanges.brought))
+            self.engine.send(WaitingForMessage(self.number, self._exchanges.brought))
 
 
 # -- averages with neighbours that take the same step ------------------------------------------------------------------
@@ -1144,7 +1034,7 @@ class NeighbourAverageWorker(PushSumWorker):
         Returns:
             The vector as its receivers decode it, and the vectors of the neighbours that take this step, by place.
         """
-        yield Wait(lambda: self._sender.offered - self._exchanges.own_sent <= 1)
+        yield Wait(lambda: self._offered - self._exchanges.own_sent <= 1)
         sent = self._offer(self._step, vector, 1.0)
         yield from self._await_messages()
         messages = self._receive_buffer.take(self._step)

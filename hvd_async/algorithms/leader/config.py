@@ -11,6 +11,7 @@ import msgspec
 from hvd_async.algorithms.leader import selection
 from hvd_async.algorithms.leader.easgd import EASGD
 from hvd_async.algorithms.leader.lsgd import LSGD
+from hvd_async.algorithms.leader.rule import Rule
 from hvd_async.algorithms.leader.selection import SPREADS, Strength, Strengths
 from hvd_async.algorithms.option import BUFFERS, Real, Whole, check_one_of, option, options_of
 from hvd_async.runtime.protocol import Algorithm, Config, OptimizerCommand, OptimizerEvent
@@ -235,7 +236,7 @@ class LeaderOptions:
                 continue
             if kind is STRENGTH:
                 _check_strength(name, value, callables=not algorithm.has_center)
-            elif isinstance(kind, Whole | Real):
+            elif isinstance(kind, Real):
                 kind.check(name, value)
         if "local_period" in given:
             local, whole = given["local_period"], given["global_period"]
@@ -262,13 +263,13 @@ class LeaderAlgorithm(Algorithm):
     """Algorithm of the family.
 
     Attributes:
-        rule: returns its equations, a ``rank.Rule``, for the configuration, the strengths, this rank's group and the
+        rule: returns its equations for the configuration, the strengths, this rank's group and the
             number of ranks.
         has_center: whether ranks are pulled towards a center variable instead of a leader: then no losses are needed,
             and groups are never pulled separately.
     """
 
-    rule: Callable[[LeaderConfig, Strengths, int, int], Any] = field(kw_only=True)
+    rule: Callable[[LeaderConfig, Strengths, int, int], Rule] = field(kw_only=True)
     has_center: bool = False
 
 

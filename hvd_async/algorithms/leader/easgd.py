@@ -1,4 +1,4 @@
-"""EASGD's equations as pure functions (Zhang, Choromanska and LeCun, NeurIPS 2015; c the center variable, P ranks).
+"""EASGD's equations (Zhang, Choromanska and LeCun, NeurIPS 2015; c the center variable, P ranks).
 
     equation (5), without the gradient's part:   x_i <- x_i - alpha (x_i - c)
     equation (6):                                c <- (1 - beta) c + beta (1/P) sum_i x_i
@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from hvd_async.algorithms.leader.rule import Rule, Vector
 from hvd_async.algorithms.leader.selection import ALL_RANKS, Strengths
-
-Vector = Any
 
 
 class State(NamedTuple):
@@ -30,34 +29,9 @@ class State(NamedTuple):
     force: Vector = None
 
 
-def on_pull(state: State, x: Vector, mean: Vector, alpha: float, beta: float) -> tuple[State, Vector]:
-    """Return the state after a pull, with the force of this pull alone, and c - x before the pull.
-
-    Args:
-        state: state before the pull.
-        x: this rank's weights when the pull started, shape (n,).
-        mean: mean of all ranks' weights when the pull started, shape (n,).
-        alpha, beta: strengths of the pull of a rank towards the center, and of the center towards the mean.
-    """
-    difference = state.center - x
-    force = difference * alpha
-    center = state.center + (mean - state.center) * beta
-    return State(center, force), difference
-
-
-def merge(state: State, pulled: State) -> State:
-    """Return the state with a pull's result: its center, and its force added to that of earlier pulls."""
-    return pulled if state.force is None else State(pulled.center, state.force + pulled.force)
-
-
-def on_step(state: State, x: Vector) -> tuple[State, Vector]:
-    """Return the state and weights after a step: the force of the pulls since the previous step is added to x."""
-    return state._replace(force=None), x if state.force is None else x + state.force
-
-
 @dataclass(frozen=True)
-class EASGD:
-    """EASGD as a ``rank.Rule``.
+class EASGD(Rule):
+    """EASGD on one rank.
 
     Attributes:
         strengths: strengths of the pulls.
@@ -72,29 +46,27 @@ class EASGD:
         return State(weights)
 
     def on_pull(self, state: State, group: int, own: Vector, result: Vector) -> tuple[State, tuple[Vector, ...]]:
-        """Return the state after a pull, and the difference to the center; ``result`` sums all ranks' weights."""
-        mean = result * (1.0 / self.size)
-        after, difference = on_pull(state, own, mean, self.strengths.alpha, self.strengths.beta)
-        return after, (difference,)
+        """Return the center after a pull with the force of this pull alone, and c - x before it."""
+        difference = state.center - own
+        center = state.center + (result * (1.0 / self.size) - state.center) * self.strengths.beta
+        return State(center, difference * self.strengths.alpha), (difference,)
 
     def merge(self, state: State, pulled: State) -> State:
-        """Return the state with a pull's result."""
-        return merge(state, pulled)
+        """Return the new center, with the force of a pull added to that of earlier pulls."""
+        return pulled if state.force is None else State(pulled.center, state.force + pulled.force)
 
     def on_step(self, state: State, x: Vector, step: int, fresh: Collection[int]) -> tuple[Vector, tuple[Vector, ...]]:
-        """Return the weights after a step."""
-        return on_step(state, x)[1], ()
+        """Return the weights after a step: the force of the pulls since the previous step is added."""
+        return self.position(state, x), ()
 
     def position(self, state: State, x: Vector) -> Vector:
         """Return the weights from which a pull starts: the force counts at once, even while the rank computes."""
-        return on_step(state, x)[1]
+        return x if state.force is None else x + state.force
 
     def after_step(self, state: State) -> State:
-        """Return the state after a step has added the force."""
         return state._replace(force=None)
 
     def consensus(self, state: State) -> Vector:
-        """Return the center, which is the consensus."""
         return state.center
 
     def save(self, state: State) -> tuple[dict[int, Vector], Vector]:
@@ -102,5 +74,4 @@ class EASGD:
         return {ALL_RANKS: state.center}, state.force
 
     def restore(self, targets: Mapping[int, Vector], force: Vector) -> State:
-        """Return the state from the values that ``save`` returned."""
         return State(targets[ALL_RANKS], force)

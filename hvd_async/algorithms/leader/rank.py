@@ -11,94 +11,20 @@ import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
-from hvd_async.algorithms.kept import Kept
 from hvd_async.algorithms.leader.config import ALGORITHMS, LeaderConfig, PullDone, PullProgress, StartPull, StepTaken
 from hvd_async.algorithms.leader.selection import ALL_RANKS, CENTER, NO_LEADER, LossWindow, Strengths
+from hvd_async.algorithms.own_weights import Kept, WeightWorker
 from hvd_async.runtime.carrier import Carrier, Collective
-from hvd_async.runtime.interfaces import FiniteFlag, Program, RankRuntime, Vector
+from hvd_async.runtime.interfaces import FiniteFlag, Handle, Program, RankRuntime, Vector
 from hvd_async.runtime.process_sets import RankGroup, SingleRank
-from hvd_async.runtime.protocol import Drained, OptimizerCommand
-from hvd_async.runtime.worker import Worker
+from hvd_async.runtime.protocol import OptimizerCommand
 from hvd_async.stats import LeaderStats
-
-# -- the equations that a rank drives ----------------------------------------------------------------------------------
-
-
-class Rule(Protocol):
-    """Equations of an algorithm over its immutable state, a ``NamedTuple``. Both threads of a rank call them; the
-    worker and the ``PullExecutor`` do no arithmetic on weights."""
-
-    def begin(self, weights: Vector) -> Any:
-        """Return the state before the first pull; ``weights`` are equal on all ranks."""
-        ...
-
-    def on_pull(self, state: Any, group: int, own: Vector, result: Vector) -> tuple[Any, tuple[Vector, ...]]:
-        """Return a pull's result for ``merge``, and differences to the target, whose lengths are counted.
-
-        The parts of the state that this reads change only by pulls, one after the other; a step may run meanwhile.
-
-        Args:
-            state: state before the pull.
-            group: group that was pulled; ``ALL_RANKS`` for all.
-            own: this rank's weights when the pull was submitted, shape (n,).
-            result: the leader's weights, None if this rank leads; with a center, the sum of all ranks' weights.
-        """
-        ...
-
-    def merge(self, state: Any, pulled: Any) -> Any:
-        """Return the current state with the result of ``on_pull``."""
-        ...
-
-    def on_step(self, state: Any, x: Vector, step: int, fresh: Collection[int]) -> tuple[Vector, tuple[Vector, ...]]:
-        """Return the weights after a step, and differences, whose lengths are counted.
-
-        Args:
-            state: state when the step took the results of pulls.
-            x: weights after the optimizer's update, shape (n,).
-            step: number of this rank's step, from 1.
-            fresh: groups pulled since the previous step.
-        """
-        ...
-
-    def position(self, state: Any, x: Vector) -> Vector:
-        """Return the weights from which a pull starts; ``x`` are the weights after the last step."""
-        ...
-
-    def after_step(self, state: Any) -> Any:
-        """Return the state after a step has taken the parts that are applied only once."""
-        ...
-
-    def consensus(self, state: Any) -> Vector:
-        """Return the consensus; None if it is the leader's weights."""
-        ...
-
-    def save(self, state: Any) -> tuple[dict[int, Vector], Vector]:
-        """Return, for a checkpoint, targets by group, and the force that is not applied yet or None."""
-        ...
-
-    def restore(self, targets: Mapping[int, Vector], force: Vector) -> Any:
-        """Return the state from the values that ``save`` returned."""
-        ...
-
-
-def make_rule(config: LeaderConfig, strengths: Strengths, group: int, size: int) -> Rule:
-    """Return the rule of an optimizer's algorithm.
-
-    Args:
-        config: configuration, the same on all ranks.
-        strengths: strengths of the pulls.
-        group: number of this rank's group.
-        size: number of ranks that share the optimizer.
-    """
-    rule: Rule = ALGORITHMS[config.algorithm].rule(config, strengths, group, size)
-    return rule
-
 
 # -- reports of steps --------------------------------------------------------------------------------------------------
 # At most one report waits to be sent, however fast the rank takes steps.
@@ -144,7 +70,7 @@ class StepReports:
         self._engine.send(event)
 
 
-# -- pulls (engine thread) ---------------------------------------------------------------------------------------------
+# -- state ------------------------------------------------------------------------------------------------------------
 
 
 REMEMBERED = 10_000
@@ -164,203 +90,6 @@ class PullResults:
     targets: dict[int, Vector] = field(default_factory=dict)
     fresh: dict[int, tuple[int, int]] = field(default_factory=dict)
     force: Vector = None
-
-
-class PullExecutor:
-    """Pulls of an optimizer on this rank.
-
-    Args:
-        engine: the engine of this rank.
-        config: configuration, the same on all ranks.
-        rule: equations of the algorithm.
-        rank_group: the ranks that share the optimizer.
-        group_set: the process set of this rank's group, as the binding's collectives know it.
-
-    Attributes:
-        good: finite weights that pulls start from if the last step's are not, while this is not known yet; None if it
-            always is.
-        commanded: number of commanded pulls.
-        pulls: number of completed pulls.
-        log: events for tests, in order: ("taken", step, fresh) and ("shown", step) of a step, ("sent", pull),
-            ("landed", pull), ("drained",). None: events are not recorded.
-    """
-
-    def __init__(
-        self, engine: RankRuntime, config: LeaderConfig, rule: Rule, rank_group: RankGroup, group_set: Any
-    ) -> None:
-        self._engine, self._config, self._rule, self._rank_group = engine, config, rule, rank_group
-        self._group_set, self._group = group_set, group_of(config, rank_group)
-        self._lock = threading.Lock()
-        """Lock of the state that both threads share."""
-        self._snapshot: Vector = None
-        """The weights after the last step; never changed."""
-        self._flag: FiniteFlag | None = None
-        """Whether they are finite; None: they are."""
-        self.good: Vector = None
-        self._state: Any = None
-        """State of the rule; replaced, never changed."""
-        self._fresh: dict[int, tuple[int, int]] = {}
-        """Groups pulled since the last step, as in ``PullResults``."""
-        self.commanded = 0
-        self.carrier = Carrier(engine)
-        self._restored = False
-        # Statistics, counted by the engine thread:
-        self.pulls = self._bytes_received = 0
-        self._led: Counter[tuple[bool, int]] = Counter()
-        """Number of pulls, by whether they are of all ranks, and by leader."""
-        self._seconds = 0.0
-        self._distance: Any = 0.0
-        self._distances = 0
-        self._history: deque[tuple[float, int, int]] = deque(maxlen=REMEMBERED)
-        self.log: list[Any] | None = None
-
-    # -- training thread --------------------------------------------------------------------------------------
-
-    def begin(self, weights: Vector) -> None:
-        """Start from these weights; see ``LeaderWorker.begin``."""
-        self._snapshot = weights
-        if not self._restored:
-            self._state = self._rule.begin(weights)
-
-    def on_step(self, x: Vector, step: int) -> Vector:
-        """Apply the results of pulls so far to the weights after a step; return the weights to continue with."""
-        with self._lock:
-            state, fresh, self._snapshot = self._state, self._fresh, self._position()
-            self._state, self._fresh = self._rule.after_step(state), {}
-            self._note("taken", step, fresh)
-        moved, differences = self._rule.on_step(state, x, step, fresh)
-        self._add_distances(differences)
-        return moved
-
-    def publish_weights(self, weights: Vector, step: int, flag: FiniteFlag | None = None) -> None:
-        """Let pulls start from these weights, the weights after a step; ``flag``: whether they are finite."""
-        with self._lock:
-            self._snapshot, self._flag = weights, flag
-            self._note("shown", step)
-
-    def start_from(self, weights: Vector) -> None:
-        """Restart from weights that are equal on all ranks; results so far are dropped."""
-        with self._lock:
-            self._snapshot, self._state, self._fresh = weights, self._rule.begin(weights), {}
-            self._flag = None
-            self._note("drained")
-
-    @property
-    def snapshot(self) -> Vector:
-        """The weights after the last step."""
-        return self._snapshot
-
-    @property
-    def consensus(self) -> Vector:
-        """EASGD's center; None if the consensus is a leader's weights."""
-        return self._rule.consensus(self._state)
-
-    def moved(self, weights: Vector) -> Vector:
-        """Return weights after the last step, moved by EASGD's pulls since then."""
-        return self._rule.position(self._state, weights)
-
-    def pending_results(self) -> PullResults:
-        """Return the results that no step has taken, and the rule's state, for a checkpoint."""
-        with self._lock:
-            targets, force = self._rule.save(self._state)
-            return PullResults(targets, dict(self._fresh), force)
-
-    def restore(self, results: PullResults) -> None:
-        """Restore the ``pending_results`` of an earlier run, before ``begin``."""
-        self._state, self._restored = self._rule.restore(results.targets, results.force), True
-        self._fresh = dict(results.fresh)
-
-    def _add_distances(self, differences: Sequence[Vector]) -> None:
-        """Count this rank's distances to a leader or the center: the lengths of these vectors (either thread)."""
-        for difference in differences:
-            length = (difference @ difference) ** 0.5
-            self._distance += float(length) if self.good is None else length  # (which stays on the device)
-            self._distances += 1
-
-    def stats(self, steps: int, wait_s: float, mean_loss: float | None) -> LeaderStats:
-        """Return a snapshot of the statistics, together with the worker's own."""
-        led = sorted(self._led.copy().items())
-        return LeaderStats(
-            steps=steps,
-            pulls=self.pulls,
-            led={leader: times for (of_all, leader), times in led if of_all},
-            led_group={leader: times for (of_all, leader), times in led if not of_all},
-            distance=float(self._distance) / self._distances if self._distances else 0.0,
-            pull_s=self._seconds / self.pulls if self.pulls else 0.0,
-            bytes_received=self._bytes_received,
-            wait_s=wait_s,
-            mean_loss=mean_loss,
-            history=tuple(self._history.copy()),
-            distances=self._distances,
-        )
-
-    def _position(self) -> Vector:
-        """Return the weights from which a pull starts."""
-        return self._rule.position(self._state, self._snapshot)
-
-    def _note(self, *entry: Any) -> None:
-        if self.log is not None:
-            self.log.append(entry)
-
-    # -- engine thread ----------------------------------------------------------------------------------------
-
-    def pull(self, command: StartPull) -> None:
-        """Take part in a pull, as soon as it may start."""
-        self.commanded += 1
-        if command.leader == NO_LEADER:
-            return
-        name = f"hvd_async.pull.{command.optimizer}.{command.group}"
-        process_set = self._rank_group.process_set if command.group == ALL_RANKS else self._group_set
-        self.carrier.carry(command.group, command.round, name, lambda: self._prepare(command, name, process_set))
-
-    def _prepare(self, command: StartPull, name: str, process_set: Any) -> Collective:
-        """Take a snapshot of this rank's weights for a pull, and return it."""
-        collectives, leads = self._engine.collectives, command.leader == self._engine.rank
-        started = self._engine.clock()
-        with self._lock:
-            snapshot, flag = self._position(), self._flag
-            with contextlib.nullcontext() if flag is None else flag.apart(snapshot, self.good):
-                if flag is not None:
-                    snapshot = self.good = flag.choose(snapshot, self.good)
-                sends = leads or command.leader == CENTER
-                vector = snapshot if sends else collectives.empty_like(snapshot)
-            self._note("sent", command.round)
-
-        def on_sum(total: Vector) -> None:
-            self._bytes_received += self._ring_bytes(command, total)
-            self._complete(command, snapshot, total, started)
-
-        def on_leaders_weights(vector: Vector) -> None:
-            self._bytes_received += 0 if leads else int(vector.nbytes)
-            self._complete(command, snapshot, None if leads else vector, started)
-
-        if command.leader == CENTER:
-            return Collective(lambda: collectives.allreduce_sum(snapshot + 0, name, process_set), on_sum)
-        return Collective(lambda: collectives.broadcast(vector, command.leader, name, process_set), on_leaders_weights)
-
-    def _ring_bytes(self, command: StartPull, total: Vector) -> int:
-        """Return the bytes that a rank receives in a ring allreduce of the pull's ranks."""
-        ranks = len(self._places(command))
-        return int(2 * (ranks - 1) / ranks * total.nbytes)
-
-    def _places(self, command: StartPull) -> Sequence[int]:
-        """Return the positions of the pull's ranks in the rank group."""
-        return range(self._rank_group.size) if command.group == ALL_RANKS else self._config.groups[command.group]
-
-    def _complete(self, command: StartPull, snapshot: Vector, result: Vector, started: float) -> None:
-        """Apply a pull's result to the rule's state; ``snapshot`` are this rank's weights when it was submitted."""
-        pulled, differences = self._rule.on_pull(self._state, command.group, snapshot, result)
-        self._add_distances(differences)
-        with self._lock:
-            self._state = self._rule.merge(self._state, pulled)
-            self._fresh[command.group] = (command.round, command.leader)
-            self._note("landed", command.round)
-        self.pulls += 1
-        self._led[command.group == ALL_RANKS, command.leader] += 1
-        self._seconds += self._engine.clock() - started
-        self._history.append((time.time(), command.group, command.leader))
-        if self._engine.rank == self._rank_group.ranks[self._places(command)[0]]:
-            self._engine.send(PullDone(command.optimizer, command.round))
 
 
 def group_of(config: LeaderConfig, rank_group: RankGroup) -> int:
@@ -391,7 +120,7 @@ class SavedState:
     progress: PullProgress
 
 
-class LeaderWorker(Worker):
+class LeaderWorker(WeightWorker):
     """Optimizer of a rank in leader-pull, which is pulled by the rule of its algorithm.
 
     Args:
@@ -406,16 +135,13 @@ class LeaderWorker(Worker):
         brought: number of steps of this rank in earlier runs, on which strengths may depend.
 
     Attributes:
-        can_be_late, flags_late, flag, check_weights: as in gossip's workers.
-        defers_sends: as in gossip's workers; here ``publish`` sends everything.
         weight: as in gossip's workers, the push-sum weight; here always 1.
         wants_before: whether ``mix`` needs the weights before the update.
-        keep: the optimizer, which must live until the next drain, since other ranks need this rank's weights.
+        commanded: number of commanded pulls.
+        log: in order: ("taken", step, fresh) and ("shown", step) of a step, ("sent", pull), ("landed", pull),
+            ("drained",).
     """
 
-    holds_after_end = True
-    defers_sends = False
-    flags_late = False
     weight = 1.0
     wants_before = False
 
@@ -436,8 +162,29 @@ class LeaderWorker(Worker):
         super().__init__(engine, config, rank_group.members, rank_group.process_set, rank_group.id, finish)
         self.config, self._strengths, self._rank_group = config, strengths, rank_group
         self._has_center = ALGORITHMS[config.algorithm].has_center
-        rule = make_rule(config, strengths, group_of(config, rank_group), rank_group.size)
-        self.executor = PullExecutor(engine, config, rule, rank_group, group_set)
+        self._rule = ALGORITHMS[config.algorithm].rule(config, strengths, group_of(config, rank_group), rank_group.size)
+        self._group_set, self._carrier = group_set, Carrier(engine)
+        self._lock = threading.Lock()
+        """Lock of the state that both threads share: the rule's, which is replaced, never changed; and the next three.
+        """
+        self._state: Any = None
+        self._fresh: dict[int, tuple[int, int]] = {}
+        """Groups pulled since the last step, as in ``PullResults``."""
+        self._snapshot: Vector = None
+        """The weights after the last step; never changed."""
+        self._snapshot_flag: FiniteFlag | None = None
+        """Whether they are finite; None: they are."""
+        self._good: Vector = None
+        """Finite weights that pulls start from if the last step's are not, while this is not known yet; None if it
+        always is."""
+        self.commanded = 0
+        # Statistics, counted by the engine thread:
+        self._bytes_received = 0
+        self._led: Counter[tuple[bool, int]] = Counter()
+        """Number of pulls, by whether they are of all ranks, and by leader."""
+        self._distance: Any = 0.0
+        self._distances = 0
+        self._history: deque[tuple[float, int, int]] = deque(maxlen=REMEMBERED)
         self._losses, self._window = LossWindow(window), window
         self._unread: list[Any] = []
         """Losses that the window does not contain yet: reading those of the present step would wait for a device."""
@@ -455,19 +202,15 @@ class LeaderWorker(Worker):
         """Number of steps before this worker's first."""
         self._recorded = self._brought
         """Number of steps of this rank before its last loss."""
-        self._step, self._before = 0, self._brought
-        """Number of steps since the last drain or cut, and before it."""
+        self._before = self._brought
         self._waited = 0.0
         """Seconds in drains and cuts. (``Engine.drain`` waits for several optimizers at once, so it cannot count.)"""
         self._done_at: float | None = None
         """Time when this rank finished, until all have."""
-        self.keep: object = None
         self.can_be_late = not engine.elastic
-        self.flag: FiniteFlag | None = None
-        self.check_weights: Callable[[], None] = lambda: None
         if kept is not None:
-            self._restored = True
-            self.executor.restore(kept.results)
+            self._restored, results = True, kept.results
+            self._state, self._fresh = self._rule.restore(results.targets, results.force), dict(results.fresh)
             for loss in kept.losses:
                 self._losses.record(loss)
 
@@ -479,9 +222,11 @@ class LeaderWorker(Worker):
         Args:
             weights: weights of the model, shape (n,), equal on all ranks; the worker takes ownership.
         """
-        self.executor.begin(weights)
-        self.executor.good = weights if self.flags_late else None
-        self._consensus = self.executor.consensus
+        self._snapshot = weights
+        if not self._restored:
+            self._state = self._rule.begin(weights)
+        self._good = weights if self.flags_late else None
+        self._consensus = self.center
 
     def record_loss(self, loss: Any) -> None:
         """Record the training loss of this step, an object that ``float()`` makes a number. The choice of a leader sees
@@ -503,16 +248,14 @@ class LeaderWorker(Worker):
             ValueError: a leader must be chosen and this rank has never recorded a loss; or a strength is not in
                 [0, 1).
         """
-        self._registered_number()
         self._check_drained()
-        if self.executor.commanded:
+        if self.commanded:
             self._check_loss()
         self._strengths.at(self.steps + 1)
 
     def check_finished(self, flush: bool) -> None:
         """Raise if this rank cannot finish now: drains and cuts choose a leader too."""
         super().check_finished(flush)
-        self.check_weights()
         self._count_losses()
         self._check_loss()
 
@@ -543,40 +286,52 @@ class LeaderWorker(Worker):
             The weights to continue with, shape (n,).
         """
         self._step += 1
-        return self.executor.on_step(after, self.steps)
+        step = self.steps
+        with self._lock:
+            state, fresh, self._snapshot = self._state, self._fresh, self._position(self._snapshot)
+            self._state, self._fresh = self._rule.after_step(state), {}
+            self._note("taken", step, fresh)
+        moved, differences = self._rule.on_step(state, after, step, fresh)
+        self._add_distances(differences)
+        return moved
+
+    def _position(self, weights: Vector) -> Vector:
+        """Return weights after the last step, moved by EASGD's pulls since then."""
+        return self._rule.position(self._state, weights)
+
+    def _add_distances(self, differences: Sequence[Vector]) -> None:
+        """Count this rank's distances to a leader or the center: the lengths of these vectors (either thread)."""
+        for difference in differences:
+            length = (difference @ difference) ** 0.5
+            self._distance += float(length) if self._good is None else length  # (which stays on the device)
+            self._distances += 1
 
     def publish(self, weights: Vector) -> None:
         """Let pulls start from these weights, shape (n,): the model's after constraints and post-step hooks."""
         step = self.steps
-        self.executor.publish_weights(weights, step, self.flag)
+        with self._lock:
+            self._snapshot, self._snapshot_flag = weights, self.flag
+            self._note("shown", step)
         self._count_losses(self._recorded_before if self._losses.recorded else None)  # (the first one is waited for)
         self._recorded_before = len(self._unread)
         old = step - self._recorded > self._window  # a loss that is not sent again ages at the coordinator
-        self._reports.add(self._registered_number(), None if old else self._losses.mean)
+        self._reports.add(self.number, None if old else self._losses.mean)
 
     # -- drains and cuts --------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
         """Number of pulls that have completed on this rank."""
-        return self.executor.pulls
+        return self._carrier.completed
 
     @property
     def steps(self) -> int:
         """Number of steps of this rank, including earlier runs."""
         return self._before + self._step
 
-    @property
-    def settled(self) -> bool:
-        """Whether no step was taken since the last drain or cut."""
-        return self._step == 0
-
-    def _counts(self) -> list[int]:
-        return [self.steps]
-
     def _is_complete(self) -> bool:
-        drained = self._inbox.drained
-        return drained is not None and self.executor.carrier.has_completed(drained.rounds)
+        drained = self._drained
+        return drained is not None and self._carrier.has_completed(drained.rounds)
 
     def complete_drain_program(self) -> Program[None]:
         """Complete a drain or cut; in a drain, let the binding put ``gather``'s weights into the model."""
@@ -584,45 +339,41 @@ class LeaderWorker(Worker):
         assert drained.details is not None
         assert self._done_at is not None
         self._waited, self._done_at = self._waited + self.engine.clock() - self._done_at, None
-        self._leader, self._consensus, total = drained.details.leader, self.executor.consensus, sum(drained.produced)
-        self._before, self._step = self._before + self._step, 0
+        self._leader, self._consensus, total = drained.details.leader, self.center, sum(drained.produced)
         moved = total != self._total or self._saved is not None  # since all ranks had equal weights
-        self.keep = None  # (after a cut no rank needs its weights before its next step)
         if moved and drained.flushed:
             yield from self._finish(True)
             self._total, self._saved = total, None
         elif moved:
-            self._saved = SavedState(
-                self.executor.pending_results(), self._losses.recorded, self._before, drained.details
-            )
-        self.engine.call_soon(self.executor.carrier.resume)
-        self.announce_resumed()
-
-    def gather(self, weights: Vector, flush: bool) -> Vector:
-        """Return the weights after a drain: those of the leader of all ranks, or the center. This is a collective.
-
-        Args:
-            weights: weights of this rank, shape (n,); the worker takes ownership.
-            flush: always True.
-        """
-        return self.run(self.gather_program(weights, flush))
+            self._saved = SavedState(self.pending_results(), self._losses.recorded, self.steps, drained.details)
+        self._continue()
 
     def gather_program(self, weights: Vector, flush: bool) -> Program[Vector]:
-        """Return the program of ``gather``."""
+        """Return the weights after a drain: those of the leader of all ranks, or the center."""
         x = yield from self.consensus_program(weights)
-        self.executor.start_from(x)
+        self.start_from(x)
         return x
 
-    def consensus(self, weights: Vector) -> Vector:
-        """Return the consensus: the leader's weights, or the center. This is a collective, right after a drain or cut.
+    def start_from(self, weights: Vector) -> None:
+        """Restart from weights that are equal on all ranks; results so far are dropped."""
+        with self._lock:
+            self._snapshot, self._state, self._fresh = weights, self._rule.begin(weights), {}
+            self._snapshot_flag = None
+            self._note("drained")
 
-        Args:
-            weights: weights of this rank, shape (n,); the worker takes ownership.
-        """
-        return self.run(self.consensus_program(weights))
+    @property
+    def center(self) -> Vector:
+        """EASGD's center; None if the consensus is a leader's weights."""
+        return self._rule.consensus(self._state)
+
+    def pending_results(self) -> PullResults:
+        """Return the results that no step has taken, and the rule's state, for a checkpoint."""
+        with self._lock:
+            targets, force = self._rule.save(self._state)
+            return PullResults(targets, dict(self._fresh), force)
 
     def consensus_program(self, weights: Vector) -> Program[Vector]:
-        """Return the program of ``consensus``."""
+        """Return the leader's weights, or the center."""
         if self._has_center:
             return self._consensus
         return (yield from self.broadcast_program(weights, self._leader, "the leader's weights"))
@@ -630,14 +381,8 @@ class LeaderWorker(Worker):
     def leave(self, weights: Vector) -> Kept:
         """Return the state that this rank, whose model has these weights, keeps across a membership change."""
         self._count_losses()
-        center = self.executor.consensus
-        shared = {} if center is None else {CENTER_NAME: center}
-        return Kept(self.executor.moved(weights), {"losses": self._losses.recorded}, shared, self.version)
-
-    def discard_results(self) -> None:
-        """Continue to take part in pulls for the other ranks, without applying them."""
-        self.keep = None
-        self.executor.carrier.resume()
+        shared = {} if self.center is None else {CENTER_NAME: self.center}
+        return Kept(self._position(weights), {"losses": self._losses.recorded}, shared, self.version)
 
     @property
     def leader(self) -> int:
@@ -653,18 +398,75 @@ class LeaderWorker(Worker):
         losses = LossWindow(self._window)
         for loss in [*self._losses.recorded, *self._unread]:
             losses.record(loss)
-        return self.executor.stats(self.steps - self._brought, self._waited, losses.mean)
+        led = sorted(self._led.copy().items())
+        return LeaderStats(
+            steps=self.steps - self._brought,
+            pulls=self._carrier.completed,
+            led={leader: times for (of_all, leader), times in led if of_all},
+            led_group={leader: times for (of_all, leader), times in led if not of_all},
+            distance=float(self._distance) / self._distances if self._distances else 0.0,
+            pull_s=self._carrier.mean_seconds,
+            bytes_received=self._bytes_received,
+            wait_s=self._waited,
+            mean_loss=losses.mean,
+            history=tuple(self._history.copy()),
+            distances=self._distances,
+        )
 
     # -- engine thread ----------------------------------------------------------------------------------------
 
     def on_command(self, command: OptimizerCommand) -> None:
         """Carry out a command."""
-        match command:
-            case StartPull():
-                self.executor.pull(command)
-            case Drained():
-                if not self.deleted:
-                    self.executor.carrier.pause(command.rounds)
-                super().on_command(command)
-            case _:
-                super().on_command(command)
+        if isinstance(command, StartPull):
+            self._pull(command)
+        else:
+            super().on_command(command)
+
+    def _pull(self, command: StartPull) -> None:
+        """Take part in a pull, as soon as it may start."""
+        self.commanded += 1
+        if command.leader == NO_LEADER:
+            return
+        name = f"hvd_async.pull.{command.optimizer}.{command.group}"
+        process_set = self._rank_group.process_set if command.group == ALL_RANKS else self._group_set
+        self._carrier.carry(command.group, command.round, name, lambda: self._prepare(command, name, process_set))
+
+    def _prepare(self, command: StartPull, name: str, process_set: Any) -> Collective:
+        """Take a snapshot of this rank's weights for a pull, and return it."""
+        collectives, leads = self.engine.collectives, command.leader == self.engine.rank
+        with self._lock:
+            snapshot, flag = self._position(self._snapshot), self._snapshot_flag
+            with contextlib.nullcontext() if flag is None else flag.apart(snapshot, self._good):
+                if flag is not None:
+                    snapshot = self._good = flag.choose(snapshot, self._good)
+                sends = leads or command.leader == CENTER
+                vector = snapshot if sends else collectives.empty_like(snapshot)
+            self._note("sent", command.round)
+
+        def start() -> Handle:
+            if command.leader == CENTER:
+                return collectives.allreduce_sum(snapshot + 0, name, process_set)
+            return collectives.broadcast(vector, command.leader, name, process_set)
+
+        return Collective(start, lambda result: self._complete(command, snapshot, None if leads else result))
+
+    def _places(self, command: StartPull) -> Sequence[int]:
+        """Return the positions of the pull's ranks in the rank group."""
+        return range(self._rank_group.size) if command.group == ALL_RANKS else self.config.groups[command.group]
+
+    def _complete(self, command: StartPull, snapshot: Vector, result: Vector) -> None:
+        """Apply a pull's result to the rule's state; ``snapshot`` are this rank's weights when it was submitted."""
+        places = self._places(command)
+        if result is not None:
+            in_ring = 2 * (len(places) - 1) / len(places) if command.leader == CENTER else 1
+            self._bytes_received += int(in_ring * result.nbytes)
+        pulled, differences = self._rule.on_pull(self._state, command.group, snapshot, result)
+        self._add_distances(differences)
+        with self._lock:
+            self._state = self._rule.merge(self._state, pulled)
+            self._fresh[command.group] = (command.round, command.leader)
+            self._note("landed", command.round)
+        self._led[command.group == ALL_RANKS, command.leader] += 1
+        self._history.append((time.time(), command.group, command.leader))
+        if self.engine.rank == self._rank_group.ranks[places[0]]:
+            self.engine.send(PullDone(command.optimizer, command.round))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import numbers
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 ALL_RANKS = -1
@@ -73,9 +71,11 @@ def value_at(strength: Strength, step: int) -> float:
     return float(value)
 
 
-@dataclass(frozen=True)
 class Strengths:
     """Strengths of pulls: numbers in [0, 1), or functions of this rank's step.
+
+    Args:
+        given: strengths by the options' names; names that this class does not have become further attributes.
 
     Attributes:
         local_pull, global_pull: LSGD's c1 and c2, in the first step after a pull.
@@ -90,17 +90,12 @@ class Strengths:
     alpha: float = 0.0
     beta: float = 0.43
 
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Strengths:
-        """Return strengths by the options' names; names that this class does not have become further attributes."""
-        own = [(name, Any, dataclasses.field(default=None)) for name in given if not hasattr(cls, name)]
-        kind: Any = dataclasses.make_dataclass(cls.__name__, own, bases=(cls,), frozen=True) if own else cls
-        strengths: Strengths = kind(**given)
-        return strengths
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(given)
 
     def at(self, step: int) -> dict[str, float]:
         """Return this class's strengths by name, at a step of this rank, from 1; raises ValueError as ``value_at``."""
-        return {field.name: value_at(getattr(self, field.name), step) for field in dataclasses.fields(Strengths)}
+        return {name: value_at(getattr(self, name), step) for name in Strengths.__annotations__}
 
 
 def lr_factor(kind: str, place: int) -> float:

@@ -21,7 +21,7 @@ def train(report: Report, rank: int, name: str, following: Following, make: Make
     trainer = make(loss_of=following.loss_of, **following.options())
     optimizer = trainer.optimizer
     worker = optimizer._async.worker_now()
-    log = worker.executor.log = []
+    log = worker.log = []
     optimizer.cut()  # all ranks log from here on
     for step in range(1, STEPS + 1):
         trainer.step(rank, step)
@@ -94,7 +94,7 @@ def refused(report: Report, rank: int, size: int, make: Make) -> None:
     silent = make(loss_of=lambda x, rank, step: None, global_period=1, group=size)
     silent.step(rank, 1)
     worker = silent.optimizer._async.worker_now()
-    worker.engine.wait(lambda: worker.executor.commanded > 0)
+    worker.engine.wait(lambda: worker.commanded > 0)
     errors["silent"] = raised(lambda: silent.step(rank, 2))["text"]
     silent.optimizer.record_loss(1.0)
     silent.step(rank, 2)
