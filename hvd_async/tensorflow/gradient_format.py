@@ -10,7 +10,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvd_async.algorithms.eager.gradient_format import EXACT, Tail, by_number, by_size, count_slots, largest_summand
+from hvd_async.algorithms.eager.gradient_format import EXACT, Tail, count_slots, divide, largest_summand
 from hvd_async.tensorflow.variables import raw, signature
 
 # -- buckets -----------------------------------------------------------------------------------------------------------
@@ -53,27 +53,14 @@ def partition(variables: Sequence[Any], cap_bytes: float, groups: int | Sequence
     Raises:
         ValueError: a list has a variable that is not there, or one twice.
     """
-    backwards = range(len(variables) - 1, -1, -1)
-    if groups is None:
-        parts = _by_size(variables, backwards, cap_bytes)
-    elif isinstance(groups, int):
-        parts = [list(part) for part in by_number(len(variables), groups)]
-    else:
-        listed = [[_place(v, variables) for v in group] for group in groups]
-        flat = [i for part in listed for i in part]
-        if len(flat) != len(set(flat)):
-            raise ValueError("groups: a variable is listed twice; each can be in one group only")
-        parts = listed + _by_size(variables, [i for i in backwards if i not in flat], cap_bytes)
-    buckets = []
-    for part in parts:
-        by_dtype: dict[tf.DType, list[int]] = {}
-        for index in part:
-            if has_gradients(variables[index]):
-                by_dtype.setdefault(accumulated(variables[index]), []).append(index)
-        for dtype, indices in by_dtype.items():
-            ordered = tuple(sorted(indices))
-            buckets.append(Bucket(dtype, ordered, tuple(int(variables[i].shape.num_elements()) for i in ordered)))
-    return sorted(buckets, key=lambda bucket: -min(bucket.indices))
+    kinds = [accumulated(variable) for variable in variables]
+    sizes = [variable.shape.num_elements() for variable in variables]
+    gradients = [(kind, size * kind.size) for kind, size in zip(kinds, sizes, strict=True)]
+    if not (groups is None or isinstance(groups, int)):
+        groups = [[_place(variable, variables) for variable in group] for group in groups]
+    parts = [[i for i in part if has_gradients(variables[i])] for part in divide(gradients, cap_bytes, groups)]
+    ordered = sorted((sorted(part) for part in parts if part), reverse=True)
+    return [Bucket(kinds[part[0]], tuple(part), tuple(sizes[i] for i in part)) for part in ordered]
 
 
 def _place(variable: Any, variables: Sequence[Any]) -> int:
@@ -81,12 +68,6 @@ def _place(variable: Any, variables: Sequence[Any]) -> int:
         if one is raw(variable):
             return index
     raise ValueError(f"groups: {signature(variable)} is not among the optimizer's variables: list trainable ones only")
-
-
-def _by_size(variables: Sequence[Any], order: Sequence[int], cap_bytes: float) -> list[list[int]]:
-    kinds = [accumulated(variables[index]) for index in order]
-    sizes = [(kind, variables[i].shape.num_elements() * kind.size) for kind, i in zip(kinds, order, strict=True)]
-    return [[order[place] for place in part] for part in by_size(sizes, cap_bytes)]
 
 
 class Layout:

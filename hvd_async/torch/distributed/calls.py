@@ -96,14 +96,19 @@ class Handle:
         ended: whether it has a result or an error.
         result: what its steps have returned.
         error: by which it has failed, or None.
-        then: makes ``synchronize``'s value of the result.
     """
 
     def __init__(self, calls: Calls, call: Call, steps: Steps) -> None:
         self._calls, self.call, self.steps = calls, call, steps
         self.ended, self.result = False, None
         self.error: Exception | None = None
-        self.then: Callable[[Any], Any] = lambda result: result
+        self._changes: list[Callable[[Any], Any]] = []
+        """Functions that make ``synchronize``'s value of the result, one after the other."""
+
+    def mapped(self, change: Callable[[Any], Any]) -> Handle:
+        """Let ``synchronize`` return ``change`` of what it would return; return the handle."""
+        self._changes.append(change)
+        return self
 
     def end(self, result: Any = None, error: Exception | None = None) -> None:
         """Note its result, or its error."""
@@ -125,7 +130,7 @@ class Handle:
 
     @functools.cached_property
     def _value(self) -> Any:  # (some change their result in place)
-        return self.then(self.result)
+        return functools.reduce(lambda value, change: change(value), self._changes, self.result)
 
 
 class Calls:
@@ -288,6 +293,12 @@ class Calls:
         for work in [self.group.allreduce([one], options) for one in wide]:
             yield from until_done(work)
         return wide
+
+    def broadcast(self, data: torch.Tensor, place: int) -> Steps:
+        """Overwrite bytes on the CPU by those of the rank at this place."""
+        options = dist.BroadcastOptions()
+        options.rootRank = place
+        yield from until_done(self.group.broadcast([data], options))
 
 
 def until_done(work: Any) -> Steps:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvd_async.torch import objects
 from hvd_async.torch.distributed import world
-from hvd_async.torch.distributed.calls import Call, Calls, Steps, Sum, until_done
+from hvd_async.torch.distributed.calls import Call, Calls, Steps, Sum
 from hvd_async.torch.distributed.collectives import allreduce, gathered
 from hvd_async.torch.distributed.process_sets import ProcessSet, calls_of, global_process_set
 
@@ -29,9 +28,7 @@ def broadcast_object(
 
     def run(everyones: list[Call]) -> Steps:
         data = torch.frombuffer(bytearray(own) or bytearray(everyones[place].splits[0]), dtype=torch.uint8)
-        options = dist.BroadcastOptions()
-        options.rootRank = place
-        yield from until_done(calls.group.broadcast([data], options))
+        yield from calls.broadcast(data, place)
         return data.numpy().tobytes()
 
     call = Call("broadcast_object", name or "", options={"root_rank": root_rank}, splits=[len(own)])
