@@ -79,6 +79,12 @@ class Layout:
         factors: factors of a gradient before, and of a sum after, the ranks' gradients are added up.
         tail: counting elements at a vector's end.
         device: device on which vectors are concatenated; "": TensorFlow decides.
+
+    Attributes:
+        dtypes, elements, nbytes, specs: dtype, number of elements, bytes, and TensorFlow's description of each bucket's
+            vector.
+        tail: number of elements at a vector's end that count.
+        weighted: whether rounds are weighted by samples.
     """
 
     def __init__(
@@ -87,38 +93,14 @@ class Layout:
         self._variables = [raw(v) for v in variables]
         self.buckets, self._tail, self._device = list(buckets), tail, device
         self._before, self._after = factors
+        self.dtypes = [bucket.dtype for bucket in self.buckets]
+        self.elements = [sum(bucket.sizes) + len(tail) for bucket in self.buckets]
+        self.nbytes = tuple(n * dtype.size for n, dtype in zip(self.elements, self.dtypes, strict=True))
+        self.specs = [tf.TensorSpec([n], dtype) for n, dtype in zip(self.elements, self.dtypes, strict=True)]
+        self.tail, self.weighted = len(tail), tail.weighted
 
     def __len__(self) -> int:
         return len(self.buckets)
-
-    @property
-    def dtypes(self) -> list[tf.DType]:
-        """Dtypes of the buckets, in order."""
-        return [bucket.dtype for bucket in self.buckets]
-
-    @property
-    def elements(self) -> list[int]:
-        """Elements of each bucket's vector."""
-        return [sum(bucket.sizes) + len(self._tail) for bucket in self.buckets]
-
-    @property
-    def tail(self) -> int:
-        """Number of elements at a vector's end that count."""
-        return len(self._tail)
-
-    @property
-    def weighted(self) -> bool:
-        """Whether rounds are weighted by samples."""
-        return self._tail.weighted
-
-    @property
-    def nbytes(self) -> tuple[int, ...]:
-        """Bytes of each bucket's vector."""
-        return tuple(n * dtype.size for n, dtype in zip(self.elements, self.dtypes, strict=True))
-
-    def specs(self) -> list[tf.TensorSpec]:
-        """Return shape and dtype of each bucket's vector."""
-        return [tf.TensorSpec([n], dtype) for n, dtype in zip(self.elements, self.dtypes, strict=True)]
 
     def zeros(self, bucket: int) -> tf.Tensor:
         """Return a vector of a bucket that holds no gradient."""

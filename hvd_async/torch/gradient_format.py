@@ -276,12 +276,6 @@ class Compression(hvd.Compression):
     int8 = Int8Messages
 
 
-def wire_dtype(compression: Any, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a compressed vector of ``dtype``."""
-    travelling: torch.dtype = compression.compress(torch.zeros(1, dtype=dtype))[0].dtype
-    return travelling
-
-
 def slots(compression: Any, parameters: Sequence[torch.Tensor], size: int, max_staleness: int) -> int:
     """Return the number of counting elements that every bucket's vector needs.
 
@@ -290,7 +284,7 @@ def slots(compression: Any, parameters: Sequence[torch.Tensor], size: int, max_s
     """
     needed = 1
     for dtype in {torch.float64 if p.dtype == torch.float64 else torch.float32 for p in parameters}:
-        name = str(wire_dtype(compression, dtype)).removeprefix("torch.")
+        name = str(compression.compress(torch.zeros(1, dtype=dtype))[0].dtype).removeprefix("torch.")
         try:
             needed = max(needed, count_slots(size, max_staleness, name))
         except KeyError:
@@ -301,8 +295,8 @@ def slots(compression: Any, parameters: Sequence[torch.Tensor], size: int, max_s
 def make_wire(layout: Layout, compression: Any, tail: Tail, rank_group: RankGroup) -> GradientFormat:
     """Return the wire format of the layout's vectors. float16 gradients are clipped so that their sum over the ranks
     stays finite; counts are not clipped."""
-    contexts = [compression.compress(torch.zeros(1, dtype=b.dtype))[1] for b in layout.buckets]
-    travelling = [wire_dtype(compression, b.dtype) for b in layout.buckets]
+    samples = [compression.compress(torch.zeros(1, dtype=b.dtype)) for b in layout.buckets]
+    travelling, contexts = [sample.dtype for sample, _ in samples], [context for _, context in samples]
     narrowed = {b.dtype for b, dtype in zip(layout.buckets, travelling, strict=True) if dtype == torch.float16}
     limit = largest_summand(rank_group.size)
     as_it_is = compression is Compression.none
