@@ -190,7 +190,7 @@ class Update:
         self.scheduled, self.digest, self._corrects = scheduled(optimizer), digest(optimizer), correct_momentum()
         rate = [] if self.scheduled else [tf.TensorSpec([], tf.float32)]
         weights = [tf.TensorSpec([len(layout)], tf.float64)] if layout.weighted else []
-        arguments = [*rate, *weights, *layout.specs()]
+        arguments = [*rate, *weights, *layout.specs]
         self.types = [argument.dtype for argument in arguments]
         self.nothing = [tf.zeros([0], dtype) for dtype in self.types]
         """Placeholder for a missing round."""

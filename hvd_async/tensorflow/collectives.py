@@ -110,41 +110,28 @@ class _Graph:
         config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=INLINE, device_count={"GPU": 0})
         self._session = tf.compat.v1.Session(graph=self._graph, config=config)
 
-    def run(self, key: tuple[Any, ...], build: Callable[[tf.Tensor], tf.Tensor], vector: Any) -> Any:
-        """Run an op on a vector.
+    def run(self, key: tuple[Any, ...], build: Callable[..., tf.Tensor], *given: Any) -> Any:
+        """Run an op.
 
         Args:
-            key: identifies the op; later vectors may have another length.
+            key: identifies the op; its arguments may have another length later.
             build: makes the op, the first time.
-            vector: NumPy's or TensorFlow's.
+            given: its arguments, of NumPy or TensorFlow.
 
         Returns:
-            A tensor; for a NumPy vector a new NumPy array.
+            A tensor; if the first argument is NumPy's, a new NumPy array.
         """
-        dtype = tf.as_dtype(vector.dtype)
-        key = (*key, dtype)
+        dtypes = [tf.as_dtype(one.dtype) for one in given]
+        key = (*key, *dtypes)
         with self._lock:
             if key not in self._calls:
                 with self._graph.as_default():
-                    fed = tf.compat.v1.placeholder(dtype, [None])
-                    self._calls[key] = self._callable([fed], [build(fed)])
+                    shapes = [[None, *one.shape[1:]] for one in given]
+                    fed = list(map(tf.compat.v1.placeholder, dtypes, shapes))
+                    self._calls[key] = self._callable(fed, [build(*fed)])
             call = self._calls[key]
-        (result,) = call(np.asarray(vector))  # (not copied: it does not change)
-        return result if isinstance(vector, np.ndarray) else given_to_tensor(result)  # (a new array)
-
-    def alltoall(self, name: str, ranks: Any, rows: Any, splits: list[int]) -> Any:
-        """Run an alltoall of NumPy rows; return the received rows."""
-        key = ("exchange", name)
-        with self._lock:
-            if key not in self._calls:
-                with self._graph.as_default():
-                    fed = tf.compat.v1.placeholder(tf.uint8, [None, rows.shape[1]])
-                    counts = tf.compat.v1.placeholder(tf.int32, [None])
-                    received, _ = hvd.alltoall(fed, counts, name=name, process_set=ranks)
-                    self._calls[key] = self._callable([fed, counts], [received])
-            call = self._calls[key]
-        (received,) = call(rows, np.asarray(splits, np.int32))
-        return received
+        (result,) = call(*map(np.asarray, given))  # (not copied: it does not change)
+        return result if isinstance(given[0], np.ndarray) else given_to_tensor(result)  # (a new array)
 
     def _callable(self, fed: Sequence[tf.Tensor], fetched: Sequence[tf.Tensor]) -> Callable[..., list[Any]]:
         """Return a function of NumPy arrays that returns NumPy arrays. (The
@@ -225,8 +212,8 @@ class HorovodCollectives:
         self._threads.stop()
         self._graph.close()
 
-    def _run(self, key: tuple[Any, ...], build: Callable[[tf.Tensor], tf.Tensor], vector: Any) -> _Handle:
-        return _Handle(self._threads.run(lambda: self._graph.run(key, build, vector)))
+    def _run(self, key: tuple[Any, ...], build: Callable[..., tf.Tensor], *given: Any) -> _Handle:
+        return _Handle(self._threads.run(lambda: self._graph.run(key, build, *given)))
 
     def allreduce_sum(
         self, vector: Any, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
@@ -283,7 +270,12 @@ class HorovodCollectives:
         if isinstance(process_set, SingleRank):
             return CompletedHandle(rows[:0])
         ranks = hvd.global_process_set if process_set is None else process_set
-        return _Handle(self._threads.run(lambda: self._graph.alltoall(name, ranks, rows, splits)))
+
+        def build(fed: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
+            received, _ = hvd.alltoall(fed, counts, name=name, process_set=ranks)
+            return received
+
+        return self._run(("exchange", name), build, rows, np.asarray(splits, np.int32))
 
     def process_set_of(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
         known = process_sets._basics._get_process_set_ids_and_ranks()

@@ -134,18 +134,17 @@ def take_step(optimizer: Any, grads: list[Any], trainable_variables: Any, scale:
         return _sum_in_graph(replica, layout, vectors, frozen, update, scale is not None)
     buckets, scaled = list(vectors), scale is not None
     waits = 0 if scaled or replica.nonfinite == "raise" else len(buckets) - 1  # (all are checked before any leaves)
-    give = functools.partial(replica.give, scaled)
     step = functools.partial(replica.step, scaled, frozen, update, buckets[waits:])
     last = [*(vectors[bucket] for bucket in buckets[waits:]), *([] if update.scheduled else [replica.own_rate()])]
     end = functools.partial(replica.end_round, update)
     if tf.executing_eagerly():
         for bucket in buckets[:waits]:
-            give(bucket, vectors[bucket])
+            replica.give(bucket, vectors[bucket])
         finite, more, *parts = step(*last)
         while more:
             more, *parts = end(update(*parts))
         return finite
-    given = [as_op(functools.partial(give, bucket), [vectors[bucket]], []) for bucket in buckets[:waits]]
+    given = [as_op(functools.partial(replica.give, bucket), [vectors[bucket]], []) for bucket in buckets[:waits]]
     with tf.control_dependencies(given):
         finite, more, *parts = as_op(step, last, [tf.bool, tf.bool, *update.types])
 

@@ -10,7 +10,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvd_async.algorithms.eager.gradient_format import EXACT, Tail, by_number, by_size, count_slots, largest_summand
+from hvd_async.algorithms.eager.gradient_format import EXACT, Tail, count_slots, divide, largest_summand
 from hvd_async.tensorflow.variables import raw, signature
 
 # -- buckets -----------------------------------------------------------------------------------------------------------
@@ -53,27 +53,14 @@ def partition(variables: Sequence[Any], cap_bytes: float, groups: int | Sequence
     Raises:
         ValueError: a list has a variable that is not there, or one twice.
     """
-    backwards = range(len(variables) - 1, -1, -1)
-    if groups is None:
-        parts = _by_size(variables, backwards, cap_bytes)
-    elif isinstance(groups, int):
-        parts = [list(part) for part in by_number(len(variables), groups)]
-    else:
-        listed = [[_place(v, variables) for v in group] for group in groups]
-        flat = [i for part in listed for i in part]
-        if len(flat) != len(set(flat)):
-            raise ValueError("groups: a variable is listed twice; each can be in one group only")
-        parts = listed + _by_size(variables, [i for i in backwards if i not in flat], cap_bytes)
-    buckets = []
-    for part in parts:
-        by_dtype: dict[tf.DType, list[int]] = {}
-        for index in part:
-            if has_gradients(variables[index]):
-                by_dtype.setdefault(accumulated(variables[index]), []).append(index)
-        for dtype, indices in by_dtype.items():
-            ordered = tuple(sorted(indices))
-            buckets.append(Bucket(dtype, ordered, tuple(int(variables[i].shape.num_elements()) for i in ordered)))
-    return sorted(buckets, key=lambda bucket: -min(bucket.indices))
+    kinds = [accumulated(variable) for variable in variables]
+    sizes = [variable.shape.num_elements() for variable in variables]
+    gradients = [(kind, size * kind.size) for kind, size in zip(kinds, sizes, strict=True)]
+    if not (groups is None or isinstance(groups, int)):
+        groups = [[_place(variable, variables) for variable in group] for group in groups]
+    parts = [[i for i in part if has_gradients(variables[i])] for part in divide(gradients, cap_bytes, groups)]
+    ordered = sorted((sorted(part) for part in parts if part), reverse=True)
+    return [Bucket(kinds[part[0]], tuple(part), tuple(sizes[i] for i in part)) for part in ordered]
 
 
 def _place(variable: Any, variables: Sequence[Any]) -> int:
@@ -81,12 +68,6 @@ def _place(variable: Any, variables: Sequence[Any]) -> int:
         if one is raw(variable):
             return index
     raise ValueError(f"groups: {signature(variable)} is not among the optimizer's variables: list trainable ones only")
-
-
-def _by_size(variables: Sequence[Any], order: Sequence[int], cap_bytes: float) -> list[list[int]]:
-    kinds = [accumulated(variables[index]) for index in order]
-    sizes = [(kind, variables[i].shape.num_elements() * kind.size) for kind, i in zip(kinds, order, strict=True)]
-    return [[order[place] for place in part] for part in by_size(sizes, cap_bytes)]
 
 
 class Layout:
@@ -98,6 +79,12 @@ class Layout:
         factors: factors of a gradient before, and of a sum after, the ranks' gradients are added up.
         tail: counting elements at a vector's end.
         device: device on which vectors are concatenated; "": TensorFlow decides.
+
+    Attributes:
+        dtypes, elements, nbytes, specs: dtype, number of elements, bytes, and TensorFlow's description of each bucket's
+            vector.
+        tail: number of elements at a vector's end that count.
+        weighted: whether rounds are weighted by samples.
     """
 
     def __init__(
@@ -106,38 +93,14 @@ class Layout:
         self._variables = [raw(v) for v in variables]
         self.buckets, self._tail, self._device = list(buckets), tail, device
         self._before, self._after = factors
+        self.dtypes = [bucket.dtype for bucket in self.buckets]
+        self.elements = [sum(bucket.sizes) + len(tail) for bucket in self.buckets]
+        self.nbytes = tuple(n * dtype.size for n, dtype in zip(self.elements, self.dtypes, strict=True))
+        self.specs = [tf.TensorSpec([n], dtype) for n, dtype in zip(self.elements, self.dtypes, strict=True)]
+        self.tail, self.weighted = len(tail), tail.weighted
 
     def __len__(self) -> int:
         return len(self.buckets)
-
-    @property
-    def dtypes(self) -> list[tf.DType]:
-        """Dtypes of the buckets, in order."""
-        return [bucket.dtype for bucket in self.buckets]
-
-    @property
-    def elements(self) -> list[int]:
-        """Elements of each bucket's vector."""
-        return [sum(bucket.sizes) + len(self._tail) for bucket in self.buckets]
-
-    @property
-    def tail(self) -> int:
-        """Number of elements at a vector's end that count."""
-        return len(self._tail)
-
-    @property
-    def weighted(self) -> bool:
-        """Whether rounds are weighted by samples."""
-        return self._tail.weighted
-
-    @property
-    def nbytes(self) -> tuple[int, ...]:
-        """Bytes of each bucket's vector."""
-        return tuple(n * dtype.size for n, dtype in zip(self.elements, self.dtypes, strict=True))
-
-    def specs(self) -> list[tf.TensorSpec]:
-        """Return shape and dtype of each bucket's vector."""
-        return [tf.TensorSpec([n], dtype) for n, dtype in zip(self.elements, self.dtypes, strict=True)]
 
     def zeros(self, bucket: int) -> tf.Tensor:
         """Return a vector of a bucket that holds no gradient."""

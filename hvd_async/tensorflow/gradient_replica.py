@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 class _Sum(NamedTuple):
     """Sum of the gradients of several passes, and the number of their samples."""
 
-    vector: tf.Tensor | None
+    vector: tf.Tensor
     samples: int
 
 
@@ -56,15 +56,12 @@ class Feed:
 
     Args:
         layout: of the buckets.
-        passes: backward passes per step (Horovod's ``backward_passes_per_step``); those before the last are added up
-            here.
-        average: whether to divide their sum by ``passes``.
-        nonfinite: "skip" (a bucket with NaN or an infinity is handed over empty) or "raise".
+        given: the user's arguments. Gradients of backward passes before the last of a step are added up here.
     """
 
-    def __init__(self, layout: Layout, passes: int, average: bool, nonfinite: str) -> None:
-        self._layout, self._passes, self._raises = layout, passes, nonfinite == "raise"
-        self._average = average
+    def __init__(self, layout: Layout, given: EagerArguments) -> None:
+        self._layout, self._passes, self._raises = layout, given.backward_passes_per_step, given.nonfinite == "raise"
+        self._average = given.average_aggregated_gradients
         self._sums: dict[int, _Sum] = {}
         """Gradients of the passes of this step so far."""
         self._given: dict[int, tf.Tensor | None] = {}
@@ -78,27 +75,22 @@ class Feed:
         """Take over the passes of a step that has begun before a membership change."""
         self.done = before.done
         for bucket, (vector, samples) in before._sums.items():
-            own = None if vector is None else self._layout.relaid(bucket, vector, before._layout)
-            self._sums[bucket] = _Sum(own, samples)
+            self._sums[bucket] = _Sum(self._layout.relaid(bucket, vector, before._layout), samples)
 
-    def give(
-        self, bucket: int, vector: tf.Tensor, worker: EagerWorker | None, scaled: bool, samples: int | None = None
-    ) -> None:
-        """Hand a bucket over, or keep it for ``take`` if it cannot leave yet, or not before the others are checked.
+    def give(self, bucket: int, vector: tf.Tensor, worker: EagerWorker | None, samples: int | None) -> None:
+        """Hand a bucket over, or keep it for ``take`` if it cannot leave yet.
 
         Args:
             bucket: its number.
             vector: its gradients, counted as one.
             worker: None before the ranks have met.
-            scaled: whether the loss was scaled: then all buckets are handed over or none.
             samples: of the gradient; None if rounds are not weighted.
         """
         self.keep(bucket, vector, samples)
-        last = self.done + 1 == self._passes
-        if worker is not None and last and not scaled and not self._raises and bucket not in worker.gone:
+        if worker is not None and self.done + 1 == self._passes and bucket not in worker.gone:
             worker.hand_over(bucket, self._whole(bucket, self._given.pop(bucket), samples))
 
-    def keep(self, bucket: int, vector: tf.Tensor, samples: int | None = None) -> None:
+    def keep(self, bucket: int, vector: tf.Tensor, samples: int | None) -> None:
         """Keep a bucket for ``take``; arguments as in ``give``."""
         if samples == 0:
             vector = self._layout.nothing(bucket)  # (the mean of nothing is NaN)
@@ -111,14 +103,15 @@ class Feed:
         self._given[bucket] = vector if finite else None
 
     def take(
-        self, meet: Callable[[], EagerWorker], hyper: Hyper, scaled: bool, samples: int | None = None
+        self, meet: Callable[[], EagerWorker], hyper: Hyper, scaled: bool, samples: int | None
     ) -> tuple[list[ReducedRound], bool]:
         """Hand over the remaining buckets, and wait for the step's round.
 
         Args:
             meet: returns the worker; may wait for the other ranks.
             hyper: as for ``EagerWorker.step``.
-            scaled, samples: as for ``give``.
+            scaled: whether the loss was scaled: then all buckets are handed over or none.
+            samples: as for ``give``.
 
         Returns:
             The rounds that wait to be applied (none unless this pass ends a step), each between the worker's ``begin``
@@ -163,9 +156,10 @@ class Feed:
             return
         if samples is not None and self._average:  # by samples: sum_j n_j g_j
             vector = vector * tf.constant(float(samples), vector.dtype)
-        before = self._sums.get(bucket, _Sum(None, 0))
-        total = vector if before.vector is None else before.vector + vector
-        self._sums[bucket] = _Sum(total, before.samples + (samples or 0))
+        count = samples or 0
+        if bucket in self._sums:
+            vector, count = self._sums[bucket].vector + vector, self._sums[bucket].samples + count
+        self._sums[bucket] = _Sum(vector, count)
 
     def _whole(self, bucket: int, vector: tf.Tensor | None, samples: int | None) -> tf.Tensor | None:
         """Return the step's gradient: this pass's and those before it, times the samples if rounds are weighted."""
@@ -266,7 +260,7 @@ class GradientReplica(eager.GradientReplica):
         codec = Codec(given.compression, dtypes, group.size, given.max_staleness, after, group.index, self.weighted)
         factors = before, after / codec.scale
         self.codec, self.layout = codec, Layout(variables, buckets, factors, codec.tail, self.devices[0])
-        self.feed = Feed(self.layout, self.passes, given.average_aggregated_gradients, self.nonfinite)
+        self.feed = Feed(self.layout, given)
         if self._feed_before is not None:
             self.feed.continue_from(self._feed_before)
             self._feed_before = None
@@ -475,12 +469,12 @@ class GradientReplica(eager.GradientReplica):
 
     # -- the Python side of any other step ----------------------------------------------------------------------
 
-    def give(self, scaled: bool, bucket: int, vector: tf.Tensor) -> None:
-        """Hand a bucket's gradients over."""
+    def give(self, bucket: int, vector: tf.Tensor) -> None:
+        """Hand a bucket's gradients over before the others are checked."""
         self.check_attached()
         self.optimizer._async.check_outside_consensus("apply()")
         assert self.feed is not None
-        self.feed.give(bucket, vector, self.optimizer._async.met, scaled, self._samples())
+        self.feed.give(bucket, vector, self.optimizer._async.met, self._samples())
 
     def step(
         self, scaled: bool, frozen: list[int], update: Update, buckets: Sequence[int], *inputs: tf.Tensor

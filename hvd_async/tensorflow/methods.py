@@ -157,7 +157,7 @@ def take_step(optimizer: Any, grads: Sequence[Any], variables: list[Any]) -> Non
 
 def _scaled(replica: WeightReplica, gradient: Any, variable: Any) -> Any:
     """Return a gradient, divided by the number of ranks for a local variable, as in Horovod."""
-    if gradient is None or not (replica.scale_local and replica.is_local(variable)):
+    if gradient is None or not (replica.given.scale_local_gradients and replica.is_local(variable)):
         return gradient
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(gradient.values / replica.size, gradient.indices, gradient.dense_shape)
@@ -172,7 +172,7 @@ def _add_up(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
     replica: WeightReplica = optimizer._async.replica
     dense = [_dense(replica, gradient) for gradient in grads]
     sums = [_sum_of(optimizer, v, gradient) for gradient, v in zip(dense, variables, strict=True)]
-    factor = 1.0 / replica.passes if replica.average_passes else 1.0
+    factor = 1.0 / replica.passes if replica.given.average_aggregated_gradients else 1.0
     passed = replica.done
     assert passed is not None  # (several passes make a step)
 
@@ -199,7 +199,7 @@ def _add_up(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
 def _dense(replica: WeightReplica, gradient: Any) -> Any:
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
-    with tf.device(replica.device_sparse or None):
+    with tf.device(replica.given.device_sparse or None):
         return tf.convert_to_tensor(gradient)
 
 
@@ -379,7 +379,7 @@ def _end(driver: LocalDriver, flat: Flat, given: set[int], before: tf.Tensor, *v
         The new weights, shape (n,); then the correction of the momentum, if steps have one.
     """
     replica: WeightReplica = driver.replica  # type: ignore[assignment]
-    replica.given = given
+    replica.have_gradients = given
     with driver.updating():
         end = driver.end_step(before.numpy(), flat.vector(values))
         weights = replica.constrained(end.weights)

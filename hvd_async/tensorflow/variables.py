@@ -183,17 +183,17 @@ class _KerasBuffer(agreement.Buffer):
         return np.frombuffer(_numpy(self._variable).tobytes(), np.uint8)
 
     def put_data(self, data: Array) -> None:
-        with tf.init_scope():
-            value = np.frombuffer(data.tobytes(), self._variable.dtype.as_numpy_dtype)
-            self._variable.assign(value.reshape(self._variable.shape))
+        self._assign(np.frombuffer(data.tobytes(), self._variable.dtype.as_numpy_dtype))
 
     def values(self) -> Array:
         return _numpy(self._variable).reshape(-1).astype(np.float64)
 
     def put_values(self, values: Array) -> None:
+        self._assign(values.astype(self._variable.dtype.as_numpy_dtype))
+
+    def _assign(self, values: Array) -> None:
         with tf.init_scope():
-            value = values.astype(self._variable.dtype.as_numpy_dtype)
-            self._variable.assign(value.reshape(self._variable.shape))
+            self._variable.assign(values.reshape(self._variable.shape))
 
 
 def _numpy(variable: Any) -> Array:

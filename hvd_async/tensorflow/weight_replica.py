@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -29,6 +29,9 @@ from hvd_async.tensorflow.variables import (
     statistics,
 )
 
+if TYPE_CHECKING:
+    from hvd_async.tensorflow.factories import GossipArguments, LeaderArguments
+
 Array = np.ndarray[Any, Any]
 VECTORS_KEPT = 3
 """Vectors whose memory is kept for the next step: the weights read, a message in flight, the weights in use."""
@@ -39,17 +42,14 @@ class WeightReplica(replica.WeightReplica):
 
     Args:
         size: number of ranks that share the optimizer.
-        passes: backward passes per step.
-        average_passes: whether their sum is divided by their number.
-        device_sparse: for sparse gradients that are added up.
-        scale_local: whether gradients of local variables are divided by the number of ranks, as in Horovod.
-        model: the model whose batch-norm statistics agree; None if the user gave none.
-        buffers: policy by which they agree.
+        given: the user's arguments.
 
     Attributes:
+        model: the model whose batch-norm statistics agree; None if it is not known.
+        passes: backward passes per step.
         flat: the weights that are mixed; None until they are known.
         rate: the learning rate of the step that has begun.
-        given: the indices of the weights that have a gradient in the step that ends.
+        have_gradients: the indices of the weights that have a gradient in the step that ends.
         weight: the push-sum weight by which the variables are multiplied while the wrapped optimizer works on them.
         updates: whether the wrapped optimizer's update is being traced, or made.
         sums: gradients of backward passes before the last, by the variable's index; none if a pass is a step.
@@ -62,18 +62,9 @@ class WeightReplica(replica.WeightReplica):
     leads: Sequence[Any] = ()
     dtypes: Sequence[tf.DType] = ()
 
-    def __init__(
-        self,
-        size: int,
-        passes: int,
-        average_passes: bool,
-        device_sparse: str,
-        scale_local: bool,
-        model: Any,
-        buffers: str,
-    ) -> None:
-        self.size, self.passes, self.average_passes, self.device_sparse = size, passes, average_passes, device_sparse
-        self.scale_local, self.model, self._buffers = scale_local, model, buffers
+    def __init__(self, size: int, given: GossipArguments | LeaderArguments) -> None:
+        self.size, self.given, self.model = size, given, given.model
+        self.passes = given.backward_passes_per_step
         self._local: dict[int, Any] = {}
         """Variables that are not mixed, by the id of their ``tf.Variable``."""
         self._memory = ReusedBlocks(VECTORS_KEPT)
@@ -82,7 +73,7 @@ class WeightReplica(replica.WeightReplica):
         self._mixed: list[Any] | None = None
         """The Keras variables that are mixed; None until they are known."""
         self.rate = 1.0
-        self.given: set[int] = set()
+        self.have_gradients: set[int] = set()
         self.weight: tf.Tensor | None = None
         self.updates = False
         self.sums: dict[int, tf.Variable] = {}
@@ -184,7 +175,7 @@ class WeightReplica(replica.WeightReplica):
         return [slice(end - size, end) for v, size, end in triples if not v.trainable and size]
 
     def moving(self) -> list[bool]:
-        return [v.trainable and index in self.given for index, v in enumerate(self._trained())]
+        return [v.trainable and index in self.have_gradients for index, v in enumerate(self._trained())]
 
     def fingerprint(self, resumed: bool) -> tuple[list[str], list[int]]:
         """(Hyperparameters and the optimizer's state are each rank's own.)"""
@@ -194,7 +185,7 @@ class WeightReplica(replica.WeightReplica):
         kinds = [
             f"optimizer {optimizer._wrapped_class.__name__}, moving averages {optimizer.use_ema}{after}",
             f"{self.passes} backward passes per step",
-            f"buffers {self._buffers}, {buffers} of the model",
+            f"buffers {self.given.buffers}, {buffers} of the model",
             *(f"local {signature(v)}" for v in optimizer._trainable_variables if self.is_local(v)),
         ]
         mixed = [v for v in optimizer._trainable_variables if not self.is_local(v)]

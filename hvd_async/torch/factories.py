@@ -4,7 +4,7 @@ Before them is what they share: which optimizers cannot be wrapped, and how the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -112,28 +112,16 @@ def names_of(given: TorchArguments, wrapper: str) -> tuple[dict[int, str] | None
         wrapper: its name.
 
     Raises:
-        ValueError: as ``check_optimizer`` and ``parameter_names``; or torch itself shares the model between ranks.
+        ValueError: as ``check_optimizer``; torch itself shares the model between ranks; or ``named_parameters`` has
+            something else than pairs, repeats a name, or leaves a parameter out.
     """
     check_optimizer(given.optimizer, wrapper)
     parameters = [p for group in given.optimizer.param_groups for p in group["params"]]
     if (cause := shared_models.cause(parameters, wrapper)) is not None:
         raise ValueError(cause)
     named = given.named_parameters
-    pairs = named if named is None or not isinstance(named, Iterable) else list(named)
-    names = parameter_names(parameters, pairs)
-    return names, [*parameters, *(p for _, p in pairs or () if isinstance(p, torch.Tensor))]
-
-
-def parameter_names(
-    parameters: Sequence[torch.Tensor], named: Iterable[tuple[str, torch.Tensor]] | None
-) -> dict[int, str] | None:
-    """Return names by the parameters' id; None if ``named`` is.
-
-    Raises:
-        ValueError: ``named`` has something else than pairs, repeats a name, or leaves a parameter out.
-    """
     if named is None:
-        return None
+        return None, parameters
     pairs = list(named) if isinstance(named, Iterable) else [named]  # (a model is not)
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
         raise ValueError("named_parameters must be pairs (name, parameter): pass model.named_parameters()")
@@ -143,7 +131,7 @@ def parameter_names(
     missing = sum(id(parameter) not in names for parameter in parameters if differentiable(parameter))
     if missing:
         raise ValueError(f"named_parameters leaves out {missing} of the optimizer's {len(parameters)} parameters")
-    return names
+    return names, [*parameters, *(p for _, p in pairs if isinstance(p, torch.Tensor))]
 
 
 OWN_GRADIENTS = {

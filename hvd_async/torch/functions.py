@@ -232,8 +232,6 @@ class _Library:
         @functools.wraps(function)
         def named(*arguments: Any) -> Any:
             # (names are bytes; an empty string means no name)
-            if str not in map(type, arguments):
-                return function(*arguments)
             return function(*(self._name() if isinstance(argument, str) else argument for argument in arguments))
 
         return named

@@ -14,9 +14,8 @@ from hvd_async.algorithms.eager.gradient_format import (
     GradientFormat,
     ReducedRound,
     Tail,
-    by_number,
-    by_size,
     count_slots,
+    divide,
     largest_summand,
 )
 from hvd_async.runtime.process_sets import RankGroup
@@ -105,9 +104,10 @@ class Layout:
                     f"a parameter of dtype {parameter.dtype} cannot be averaged: make it two real ones, or keep it out "
                     f"of the optimizer"
                 )
-        self.buckets = [
-            Bucket(part) for group, cap in _groups(self.parameters, groups, cap) for part in _cut(group, cap)
-        ]
+        kinds = [kind(parameter) for parameter in parameters]
+        sizes = [(own, p.numel() * own[1].itemsize) for own, p in zip(kinds, parameters, strict=True)]
+        parts = divide(sizes, cap, _places(self.parameters, groups))
+        self.buckets = [Bucket([self.parameters[place] for place in part]) for part in parts]
         self.nbytes = tuple((b.elements + len(tail)) * b.dtype.itemsize for b in self.buckets)
         """Bytes of each bucket's vector."""
         self.memory = ReusedMemory(SETS_KEPT * len(self.buckets))
@@ -227,40 +227,25 @@ def kind(parameter: torch.Tensor) -> tuple[torch.device, torch.dtype]:
     return parameter.device, torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
 
-def _cut(parameters: Sequence[torch.Tensor], cap: float) -> list[list[torch.Tensor]]:
-    """Split parameters into buckets of one kind, each of at most ``cap`` bytes."""
-    kinds = [kind(p) for p in parameters]
-    sizes = [(key, p.numel() * torch.finfo(key[1]).bits // 8) for key, p in zip(kinds, parameters, strict=True)]
-    return [[parameters[place] for place in part] for part in by_size(sizes, cap)]
+def _places(
+    parameters: Sequence[torch.Tensor], groups: int | Sequence[Sequence[torch.Tensor]]
+) -> int | list[list[int]]:
+    """Return groups as an argument of ``divide``.
 
-
-def _groups(
-    parameters: list[torch.Tensor], groups: int | Sequence[Sequence[torch.Tensor]], cap: float
-) -> list[tuple[list[torch.Tensor], float]]:
-    """Return the groups of parameters, the last first, and the cap of buckets within each."""
-    backwards = parameters[::-1]
-    number = isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0
-    lists = isinstance(groups, list | tuple) and all(isinstance(group, list | tuple) for group in groups)
-    if not (number or lists):
+    Raises:
+        ValueError: they are neither a number nor lists of these parameters.
+    """
+    if isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0:
+        return groups
+    if not (isinstance(groups, list | tuple) and all(isinstance(group, list | tuple) for group in groups)):
         raise ValueError(f"groups must be an integer of at least 0 (none) or lists of parameters, got {groups!r}")
-    if isinstance(groups, int):
-        if groups == 0:
-            return [(backwards, cap)]
-        numbered = by_number(len(parameters), groups)[::-1]
-        return [([parameters[place] for place in reversed(part)], float("inf")) for part in numbered]
+    place = {id(p): index for index, p in enumerate(parameters)}
     groups = [[p for p in group if not isinstance(p, torch.Tensor) or differentiable(p)] for group in groups]
-    listed = [p for group in groups for p in group]
-    known = {id(p) for p in parameters}
-    if len({id(p) for p in listed}) < len(listed):
-        raise ValueError("groups names a parameter twice: each may be in one group only")
-    if any(not isinstance(p, torch.Tensor) or id(p) not in known for p in listed):
+    if any(id(p) not in place for group in groups for p in group):
         raise ValueError(
             "groups must list parameters of this optimizer, and an entry is no parameter of this optimizer"
         )
-    grouped = {id(p) for p in listed}
-    rest = [p for p in backwards if id(p) not in grouped]
-    parts = [(list(group)[::-1], float("inf")) for group in list(groups)[::-1] if group]
-    return [*parts, *([(rest, cap)] if rest else [])]
+    return [[place[id(p)] for p in group] for group in groups]
 
 
 # -- compression -------------------------------------------------------------------------------------------------------
@@ -291,12 +276,6 @@ class Compression(hvd.Compression):
     int8 = Int8Messages
 
 
-def wire_dtype(compression: Any, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a compressed vector of ``dtype``."""
-    travelling: torch.dtype = compression.compress(torch.zeros(1, dtype=dtype))[0].dtype
-    return travelling
-
-
 def slots(compression: Any, parameters: Sequence[torch.Tensor], size: int, max_staleness: int) -> int:
     """Return the number of counting elements that every bucket's vector needs.
 
@@ -305,7 +284,7 @@ def slots(compression: Any, parameters: Sequence[torch.Tensor], size: int, max_s
     """
     needed = 1
     for dtype in {torch.float64 if p.dtype == torch.float64 else torch.float32 for p in parameters}:
-        name = str(wire_dtype(compression, dtype)).removeprefix("torch.")
+        name = str(compression.compress(torch.zeros(1, dtype=dtype))[0].dtype).removeprefix("torch.")
         try:
             needed = max(needed, count_slots(size, max_staleness, name))
         except KeyError:
@@ -316,8 +295,8 @@ def slots(compression: Any, parameters: Sequence[torch.Tensor], size: int, max_s
 def make_wire(layout: Layout, compression: Any, tail: Tail, rank_group: RankGroup) -> GradientFormat:
     """Return the wire format of the layout's vectors. float16 gradients are clipped so that their sum over the ranks
     stays finite; counts are not clipped."""
-    contexts = [compression.compress(torch.zeros(1, dtype=b.dtype))[1] for b in layout.buckets]
-    travelling = [wire_dtype(compression, b.dtype) for b in layout.buckets]
+    samples = [compression.compress(torch.zeros(1, dtype=b.dtype)) for b in layout.buckets]
+    travelling, contexts = [sample.dtype for sample, _ in samples], [context for _, context in samples]
     narrowed = {b.dtype for b, dtype in zip(layout.buckets, travelling, strict=True) if dtype == torch.float16}
     limit = largest_summand(rank_group.size)
     as_it_is = compression is Compression.none

@@ -33,7 +33,7 @@ from hvd_async.runtime.interfaces import CompletedHandle, Handle, lane_of
 from hvd_async.runtime.process_sets import SingleRank
 from hvd_async.torch import streams
 from hvd_async.torch.distributed import process_sets, world
-from hvd_async.torch.distributed.functions import gather_objects
+from hvd_async.torch.distributed.collectives import gather_objects
 from hvd_async.torch.distributed.world import FOREVER, HorovodInternalError
 from hvd_async.torch.tensor_collectives import POLLS_OF_GPU, Staged, TensorCollectives
 
@@ -126,15 +126,11 @@ class _Waiter:
 class TorchCollectives(TensorCollectives):
     """The data plane on torch.distributed: over all ranks, or over those of a process set.
 
-    Attributes:
-        submitted: if set, called with the process group's key and the collective's name at each submission; for tests.
-
     Raises:
         NotInitializedError: ``hvd.init()`` was not called.
     """
 
     failure: type[Exception] = HorovodInternalError
-    submitted: Callable[[tuple[Any, ...], str], None] | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,8 +193,6 @@ class TorchCollectives(TensorCollectives):
         if key not in self._groups:
             make = self._nccl_group if on_gpu else self._gloo_group
             self._groups[key] = make(key, timedelta(seconds=time_limits.connect_timeout()))
-        if self.submitted is not None:
-            self.submitted(key, name)
         return self._groups[key]
 
     def _gloo_group(self, key: tuple[Any, ...], limit: timedelta) -> Any:

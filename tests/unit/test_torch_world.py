@@ -21,10 +21,9 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from hvd_async.runtime.launch import Launch, Seat, place_of
 from hvd_async.torch import streams, torch_collectives
-from hvd_async.torch.distributed import doors, world
+from hvd_async.torch.distributed import world
 from hvd_async.torch.distributed.calls import Call, Calls
-from hvd_async.torch.distributed.collectives import gathered
-from hvd_async.torch.distributed.functions import gather_objects
+from hvd_async.torch.distributed.collectives import gather_objects, gathered
 from hvd_async.torch.streams import ReusedMemory
 from hvd_async.torch.torch_collectives import TorchCollectives
 
@@ -163,7 +162,7 @@ def test_a_collective_that_others_do_not_call_ends_with_the_shutdown(open_calls:
 
 def test_the_rank_that_has_ended_is_found_and_no_other(open_calls: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank is blamed where all ranks fail alike; a rank that ends after it has found another one is not blamed."""
-    monkeypatch.setattr(doors, "TRIED_FOR", 0.0)
+    monkeypatch.setattr(world, "TRIED_FOR", 0.0)
 
     def refused(calls: Calls) -> Any:
         def steps(everyones: list[Call]) -> Any:
@@ -173,7 +172,7 @@ def test_the_rank_that_has_ended_is_found_and_no_other(open_calls: Open, monkeyp
         return calls.begin(Call("allreduce"), steps).wait()
 
     assert two_ranks(open_calls, refused) == ["HorovodInternalError: allreduce has failed: Invalid scalar type"] * 2
-    own = [doors.Doors("a") for _ in range(3)]
+    own = [world.Doors("a") for _ in range(3)]
     for one in own:
         one.all = [each.own for each in own]
     with ThreadPoolExecutor(1) as thread:  # (a rank of the job, which has the store)

@@ -11,6 +11,7 @@ if all n_j are.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -47,16 +48,39 @@ def by_size(gradients: Sequence[tuple[Hashable, int]], cap: float) -> list[list[
     return buckets
 
 
-def by_number(gradients: int, groups: int) -> list[range]:
-    """Split gradients, in the order of the forward pass, into groups of equal size as Horovod does. If the number of
-    gradients is not divisible by the number of groups, the first groups have one gradient more.
+def divide(
+    gradients: Sequence[tuple[Hashable, int]], cap: float, groups: int | Sequence[Sequence[int]] | None
+) -> list[list[int]]:
+    """Divide gradients into buckets of one kind, as Horovod's ``groups`` say.
+
+    Args:
+        gradients: as in ``by_size``, but in the order of the forward pass.
+        cap: maximum size of a bucket of no group, bytes.
+        groups: a number of groups of about equal numbers of gradients, or the positions of each group's gradients; the
+            gradients in no group are divided by size. None or 0: no groups.
 
     Returns:
-        The positions of each group's gradients; empty groups are omitted.
+        Positions in ``gradients``, by bucket; the last group, and the last gradient in each, first, then those in none.
+
+    Raises:
+        ValueError: a gradient is listed twice.
     """
+    if isinstance(groups, int) and groups:
+        groups = _of_equal_number(len(gradients), groups)
+    parts = [(group[::-1], math.inf) for group in reversed(groups or ())]
+    listed = [place for part, _ in parts for place in part]
+    if len({*listed}) < len(listed):
+        raise ValueError("groups: a parameter is listed twice; each may be in one group only")
+    parts.append(([place for place in reversed(range(len(gradients))) if place not in {*listed}], cap))
+    split = [(part, by_size([gradients[place] for place in part], most)) for part, most in parts]
+    return [[part[place] for place in bucket] for part, buckets in split for bucket in buckets]
+
+
+def _of_equal_number(gradients: int, groups: int) -> list[range]:
+    """Split gradients as Horovod does: if they are not divisible, the first groups have one more."""
     each, more = divmod(gradients, groups)
     ends = [group * each + min(group, more) for group in range(groups + 1)]
-    return [range(start, end) for start, end in itertools.pairwise(ends) if end > start]
+    return [range(start, end) for start, end in itertools.pairwise(ends)]
 
 
 # -- vectors and their tails -------------------------------------------------------------------------------------------

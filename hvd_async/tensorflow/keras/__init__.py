@@ -14,11 +14,11 @@ from hvd_async.tensorflow.checkpoint import share_in_file as _share_in_file
 from hvd_async.tensorflow.checkpoint import take_share as _take_share
 from hvd_async.tensorflow.eager_methods import EagerMethods as _EagerMethods
 from hvd_async.tensorflow.factories import DistributedOptimizer, EagerOptimizer, GossipOptimizer, LeaderOptimizer
+from hvd_async.tensorflow.factories import check_backend as _check_backend
 from hvd_async.tensorflow.functions import broadcast_variables, init, join, shutdown
 from hvd_async.tensorflow.gradient_format import Compression
 from hvd_async.tensorflow.keras.fit import MonitorCallback, RecordCallback
 from hvd_async.tensorflow.keras.fit import our_optimizer as _our_optimizer
-from hvd_async.tensorflow.wrapping import check_backend as _check_backend
 
 _check_backend(ImportError)
 # Any import statement could find Horovod's: here by the star, and by the parent's "keras" if Horovod's came first.

@@ -13,12 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hvd_async.torch.distributed import doors, elastic, process_sets, world
+from hvd_async.torch.distributed import elastic, process_sets, world
 from hvd_async.torch.distributed.calls import Adasum, Average, Max, Min, Product, Sum
 from hvd_async.torch.distributed.collectives import (
     Compression,
+    DistributedOptimizer,
+    SyncBatchNorm,
     allgather,
     allgather_async,
+    allgather_object,
     allreduce,
     allreduce_,
     allreduce_async,
@@ -30,6 +33,8 @@ from hvd_async.torch.distributed.collectives import (
     broadcast_,
     broadcast_async,
     broadcast_async_,
+    broadcast_object,
+    broadcast_optimizer_state,
     grouped_allgather,
     grouped_allgather_async,
     grouped_allreduce,
@@ -44,13 +49,6 @@ from hvd_async.torch.distributed.collectives import (
     reducescatter_async,
     sparse_allreduce_async,
     synchronize,
-)
-from hvd_async.torch.distributed.functions import (
-    DistributedOptimizer,
-    SyncBatchNorm,
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
 )
 from hvd_async.torch.distributed.process_sets import (
     ProcessSet,
@@ -97,9 +95,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         world.init()
         # (Gloo's threads have to be gone when the interpreter ends: they may still release a tensor of Python's)
         atexit.register(shutdown)
-        known = doors.open_own()
+        doors = world.current().doors
         _process_sets.initialize(process_sets)
-        known.all = [doors.Door(*one) for one in allgather_object(tuple(known.own), "hvd_async.doors")]
+        doors.all = [world.Door(*one) for one in allgather_object(tuple(doors.own), "hvd_async.doors")]
 
 
 _process_sets = process_sets
@@ -110,7 +108,6 @@ def shutdown() -> None:
     if is_initialized():
         atexit.unregister(shutdown)
         _process_sets.forget_all()
-        doors.close_own()
         world.forget()
 
 

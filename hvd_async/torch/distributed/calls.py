@@ -23,7 +23,7 @@ import torch.distributed as dist
 from hvd_async.errors import ranks_text
 from hvd_async.runtime import time_limits
 from hvd_async.runtime.log import warn
-from hvd_async.torch.distributed import doors, world
+from hvd_async.torch.distributed import world
 from hvd_async.torch.distributed.world import HorovodInternalError
 
 ALLREDUCE, JOIN = "allreduce", "join"
@@ -96,14 +96,19 @@ class Handle:
         ended: whether it has a result or an error.
         result: what its steps have returned.
         error: by which it has failed, or None.
-        then: makes ``synchronize``'s value of the result.
     """
 
     def __init__(self, calls: Calls, call: Call, steps: Steps) -> None:
         self._calls, self.call, self.steps = calls, call, steps
         self.ended, self.result = False, None
         self.error: Exception | None = None
-        self.then: Callable[[Any], Any] = lambda result: result
+        self._changes: list[Callable[[Any], Any]] = []
+        """Functions that make ``synchronize``'s value of the result, one after the other."""
+
+    def mapped(self, change: Callable[[Any], Any]) -> Handle:
+        """Let ``synchronize`` return ``change`` of what it would return; return the handle."""
+        self._changes.append(change)
+        return self
 
     def end(self, result: Any = None, error: Exception | None = None) -> None:
         """Note its result, or its error."""
@@ -125,7 +130,7 @@ class Handle:
 
     @functools.cached_property
     def _value(self) -> Any:  # (some change their result in place)
-        return self.then(self.result)
+        return functools.reduce(lambda value, change: change(value), self._changes, self.result)
 
 
 class Calls:
@@ -198,7 +203,7 @@ class Calls:
             raise error
         if error is not None:
             self._has_failed = True
-            raise doors.cause_of(error, handle.call, check)
+            raise world.cause_of(error, handle.call, check)
 
     def close(self) -> None:
         """End collectives that other ranks have not called by an error. Then, and after a failure, connections stay
@@ -252,19 +257,17 @@ class Calls:
 
     def _exchange(self, call: Call) -> Generator[Any, None, list[Call]]:
         """Return all ranks' calls."""
-        own = msgspec.msgpack.encode(call)
-        records = yield from self._gather(own[:RECORD], RECORD, len(own))
-        longest = max(length for _, length in records)
-        if longest > RECORD:
-            records = yield from self._gather(own, longest, len(own))
-        return [msgspec.msgpack.decode(data, type=Call) for data, _ in records]
-
-    def _gather(self, data: bytes, room: int, length: int) -> Generator[Any, None, list[tuple[bytes, int]]]:
-        own = torch.frombuffer(bytearray(length.to_bytes(8, "little") + data.ljust(room)), dtype=torch.uint8)
-        everyones = torch.empty(self.size * (room + 8), dtype=torch.uint8)
-        yield from until_done(self.group._allgather_base(everyones, own))
-        found = [row.tobytes() for row in everyones.view(self.size, room + 8).numpy()]
-        return [(row[8 : 8 + min(room, size)], size) for row in found for size in [int.from_bytes(row[:8], "little")]]
+        own, room = msgspec.msgpack.encode(call), RECORD
+        while True:
+            sent = bytearray(len(own).to_bytes(8, "little") + own[:room].ljust(room))
+            everyones = torch.empty(self.size * len(sent), dtype=torch.uint8)
+            yield from until_done(self.group._allgather_base(everyones, torch.frombuffer(sent, dtype=torch.uint8)))
+            rows = [row.tobytes() for row in everyones.view(self.size, -1).numpy()]
+            lengths = [int.from_bytes(row[:8], "little") for row in rows]
+            if max(lengths) <= room:
+                pairs = zip(rows, lengths, strict=True)
+                return [msgspec.msgpack.decode(row[8 : 8 + length], type=Call) for row, length in pairs]
+            room = max(lengths)
 
     def _mismatch(self, everyones: Sequence[Call]) -> str:
         """Return the error, the same on all ranks, if these are not one collective."""
@@ -288,6 +291,12 @@ class Calls:
         for work in [self.group.allreduce([one], options) for one in wide]:
             yield from until_done(work)
         return wide
+
+    def broadcast(self, data: torch.Tensor, place: int) -> Steps:
+        """Overwrite bytes on the CPU by those of the rank at this place."""
+        options = dist.BroadcastOptions()
+        options.rootRank = place
+        yield from until_done(self.group.broadcast([data], options))
 
 
 def until_done(work: Any) -> Steps:

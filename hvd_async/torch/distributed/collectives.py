@@ -1,5 +1,6 @@
 """Horovod's collectives on torch.distributed: signatures, defaults and results as in ``horovod.torch.mpi_ops``.
 
+Functions of objects and optimizers, and ``SyncBatchNorm``, stand on them.
 Tensors on a GPU travel by way of the CPU.
 """
 
@@ -11,7 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from hvd_async.runtime.log import users_line
+from hvd_async.torch import objects
 from hvd_async.torch.distributed import world
 from hvd_async.torch.distributed.calls import (
     ALLREDUCE,
@@ -91,7 +95,8 @@ def _operation(op: int | None, average: bool | None) -> int:
     if op is not None and average is not None:
         raise ValueError("op supersedes average: pass one of them.")
     if average is not None:
-        warnings.warn("average= is deprecated: pass op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=3)
+        hint = "average= is deprecated: pass op=hvd.Average or op=hvd.Sum"
+        warnings.warn(hint, DeprecationWarning, stacklevel=users_line())
         return Average if average else Sum
     chosen = Average if op is None else op
     if chosen == Adasum:
@@ -109,14 +114,12 @@ def _begin(
     run: Callable[[Calls, list[torch.Tensor], list[Call]], Iterable[Any]],
     options: Mapping[str, str | int | float] = {},
     splits: Sequence[int] = (),
-    prepare: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
 ) -> Handle:
     """Begin a collective of tensors.
 
     Args:
         kind, tensors, name, process_set, options, splits: see ``Call``.
-        run: returns its steps; gets the tensors or copies on the CPU, once ``prepare`` has had them, and all calls.
-        prepare: works in this thread, which may be in ``torch.inference_mode()``.
+        run: returns its steps; gets the tensors, or copies that are contiguous and on the CPU, and all calls.
     """
     for tensor in tensors:
         if tensor.is_sparse:
@@ -126,17 +129,14 @@ def _begin(
     if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
         raise ValueError(f"{kind} takes tensors of one dtype and device.")
     chosen = calls_of(process_set)
-    here = [prepare(tensor.detach().cpu()) for tensor in tensors]
+    here = [tensor.detach().cpu().contiguous() for tensor in tensors]
     dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
     call = Call(kind, name or "", dtype, [list(one.shape) for one in tensors], dict(options), list(splits))
     return chosen.begin(call, lambda everyones: run(chosen, here, everyones))
 
 
-def _one(handle: Handle, result: Callable[[list[torch.Tensor]], Any]) -> Handle:
-    """Let ``synchronize`` return ``result`` of what it would return; return the handle."""
-    inner = handle.then
-    handle.then = lambda found: result(inner(found))
-    return handle
+def _copies(tensors: Tensors) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
 
 
 def _in_place(targets: Tensors) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
@@ -161,16 +161,44 @@ def _first(results: list[torch.Tensor]) -> torch.Tensor:
     return results[0]
 
 
+# -- other forms of a collective ---------------------------------------------------------------------------------------
+
+
+def _waiting(function: Callable[..., Handle], doc: str) -> Callable[..., Any]:
+    """Return a function that waits for the collective that another one begins."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        return synchronize(function(*arguments, **options))
+
+    return _named(call, function.__name__.replace("_async", ""), doc)
+
+
+def _single(function: Callable[..., Any], doc: str) -> Callable[..., Any]:
+    """Return a function of one tensor that does what another one does with several."""
+
+    def call(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        results = function([tensor], *arguments, **options)
+        return results.mapped(_first) if isinstance(results, Handle) else results[0]
+
+    return _named(call, function.__name__.removeprefix("grouped_"), doc)
+
+
+def _named(function: Callable[..., Any], name: str, doc: str) -> Callable[..., Any]:
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = doc
+    return function
+
+
 class _Differentiable(torch.autograd.Function):
     """A collective of tensors, whose gradients another collective returns.
 
-    ``apply(run, backward, *tensors)``: two functions of a list of tensors, and the tensors.
+    ``apply(begin, backward, *tensors)``: a function that begins it, one of a list of gradients, and the tensors.
     """
 
     @staticmethod
-    def forward(ctx: Any, run: Any, backward: Any, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, begin: Any, backward: Any, *tensors: torch.Tensor) -> Any:
         ctx.backward_of = backward
-        outputs = run([tensor.detach() for tensor in tensors])
+        outputs = synchronize(begin([tensor.detach() for tensor in tensors]))
         ctx.mark_non_differentiable(*(one for one in outputs if not one.is_floating_point() and not one.is_complex()))
         return tuple(outputs)
 
@@ -179,34 +207,37 @@ class _Differentiable(torch.autograd.Function):
         return (None, None, *ctx.backward_of(list(gradients)))
 
 
+def _compressed(
+    tensors: Tensors,
+    compression: Any,
+    begin: Callable[[list[torch.Tensor]], Handle],
+    backward: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+) -> list[torch.Tensor]:
+    """Return the results of a collective of compressed tensors; arguments as of ``_Differentiable``."""
+    compressed, contexts = zip(*(compression.compress(one) for one in tensors), strict=True) if tensors else ((), ())
+    outputs = _Differentiable.apply(begin, backward, *compressed)
+    return [compression.decompress(one, context) for one, context in zip(outputs, contexts, strict=True)]
+
+
 # -- allreduce --------------------------------------------------------------------------------------------------
 
 
 def _reduce(
-    kind: str, tensors: Tensors, name: Any, op: int, pre: float, post: float, process_set: ProcessSet, copy: bool = True
+    kind: str, tensors: Tensors, name: Any, op: int, pre: float, post: float, process_set: ProcessSet
 ) -> Handle:
-    """Begin a reduction; its result are tensors on the CPU.
-
-    Args:
-        copy: whether they are new ones.
-    """
+    """Begin a reduction, by which tensors that are contiguous and on the CPU are overwritten; so are its results."""
     factor = post / calls_of(process_set).size if op == Average else post
     handle = _begin(
         kind,
         tensors,
         name,
         process_set,
-        lambda calls, here, _: calls.reduced(here, op),
+        lambda calls, here, _: calls.reduced([_scale(one, pre) for one in here], op),
         {"op": OPERATIONS[op], "prescale_factor": pre, "postscale_factor": post},
-        prepare=lambda tensor: _scale(_contiguous(tensor, copy), pre),
     )
-    return _one(
-        handle, lambda sums: [_scale(one.to(own.dtype), factor) for one, own in zip(sums, tensors, strict=True)]
+    return handle.mapped(
+        lambda sums: [_scale(one.to(own.dtype), factor) for one, own in zip(sums, tensors, strict=True)]
     )
-
-
-def _contiguous(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format) if copy else tensor.contiguous()
 
 
 def _scale(tensor: torch.Tensor, factor: float) -> torch.Tensor:
@@ -220,21 +251,6 @@ def _scale(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     return tensor
 
 
-def grouped_allreduce_async(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """Begin to reduce tensors over the ranks; the result are new tensors."""
-    chosen = _operation(op, average)
-    handle = _reduce(ALLREDUCE, tensors, name, chosen, prescale_factor, postscale_factor, process_set)
-    return _one(handle, _to_device_of(tensors))
-
-
 def grouped_allreduce_async_(
     tensors: Tensors,
     average: bool | None = None,
@@ -246,14 +262,18 @@ def grouped_allreduce_async_(
 ) -> Handle:
     """Begin to reduce tensors in place over the ranks."""
     chosen = _operation(op, average)
-    handle = _reduce(ALLREDUCE, tensors, name, chosen, prescale_factor, postscale_factor, process_set, copy=False)
-    return _one(handle, _in_place(tensors))
+    handle = _reduce(ALLREDUCE, tensors, name, chosen, prescale_factor, postscale_factor, process_set)
+    return handle.mapped(_in_place(tensors))
 
 
-def grouped_allreduce_(tensors: Tensors, *arguments: Any, **options: Any) -> list[torch.Tensor]:
-    """Reduce tensors in place over the ranks. Arguments as of ``grouped_allreduce_async_``."""
-    reduced: list[torch.Tensor] = synchronize(grouped_allreduce_async_(tensors, *arguments, **options))
-    return reduced
+def grouped_allreduce_async(tensors: Tensors, *arguments: Any, **options: Any) -> Handle:
+    """Begin to reduce tensors over the ranks; the result are new ones. Arguments as of ``grouped_allreduce_async_``."""
+    return grouped_allreduce_async_(_copies(tensors), *arguments, **options)
+
+
+grouped_allreduce_ = _waiting(
+    grouped_allreduce_async_, "Reduce tensors in place over the ranks. Arguments as of ``grouped_allreduce_async_``."
+)
 
 
 def grouped_allreduce(
@@ -267,36 +287,28 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Reduce tensors over the ranks; differentiable."""
-    chosen = _operation(op, average)
-    compressed, contexts = zip(*(compression.compress(one) for one in tensors), strict=True) if tensors else ((), ())
+    how = _operation(op, average), prescale_factor, postscale_factor, process_set
 
-    def run(of: list[torch.Tensor], of_name: str | None = None) -> list[torch.Tensor]:
-        handle = grouped_allreduce_async(of, None, of_name, chosen, prescale_factor, postscale_factor, process_set)
-        reduced: list[torch.Tensor] = synchronize(handle)
-        return reduced
+    def begin(of: list[torch.Tensor], of_name: str | None = None) -> Handle:
+        return grouped_allreduce_async(of, None, of_name, *how)
 
-    outputs = _Differentiable.apply(lambda own: run(own, name), run, *compressed)
-    return [compression.decompress(one, context) for one, context in zip(outputs, contexts, strict=True)]
+    return _compressed(tensors, compression, lambda own: begin(own, name), lambda own: synchronize(begin(own)))
 
 
-def allreduce_async(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Handle:
-    """Begin to reduce a tensor over the ranks. Arguments as of ``grouped_allreduce_async_``."""
-    return _one(grouped_allreduce_async([tensor], *arguments, **options), _first)
-
-
-def allreduce_async_(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Handle:
-    """Begin to reduce a tensor in place over the ranks. Arguments as of ``grouped_allreduce_async_``."""
-    return _one(grouped_allreduce_async_([tensor], *arguments, **options), _first)
-
-
-def allreduce_(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
-    """Reduce a tensor in place over the ranks. Arguments as of ``grouped_allreduce_async_``."""
-    return _first(grouped_allreduce_([tensor], *arguments, **options))
-
-
-def allreduce(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
-    """Reduce a tensor over the ranks; differentiable. Arguments as of ``grouped_allreduce``."""
-    return _first(grouped_allreduce([tensor], *arguments, **options))
+allreduce_async = _single(
+    grouped_allreduce_async,
+    "Begin to reduce a tensor over the ranks; the result is a new one. Arguments as of ``grouped_allreduce_async_``.",
+)
+allreduce_async_ = _single(
+    grouped_allreduce_async_,
+    "Begin to reduce a tensor in place over the ranks. Arguments as of ``grouped_allreduce_async_``.",
+)
+allreduce_ = _waiting(
+    allreduce_async_, "Reduce a tensor in place over the ranks. Arguments as of ``grouped_allreduce_async_``."
+)
+allreduce = _single(
+    grouped_allreduce, "Reduce a tensor over the ranks; differentiable. Arguments as of ``grouped_allreduce``."
+)
 
 
 def sparse_allreduce_async(
@@ -316,12 +328,6 @@ def sparse_allreduce_async(
 
 
 # -- allgather --------------------------------------------------------------------------------------------------
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, shape (rows, bytes per row)."""
-    row = tensor[:1].numel() * tensor.element_size() if tensor.shape[0] else 0
-    return tensor.contiguous().reshape(-1).view(torch.uint8).reshape(tensor.shape[0], row)
 
 
 def gathered(calls: Calls, tensor: torch.Tensor, rows: Sequence[int]) -> Steps:
@@ -347,7 +353,7 @@ def grouped_allgather_async(
             results.append((yield from gathered(calls, one, [each.shapes[place][0] for each in everyones])))
         return results
 
-    return _one(_begin("allgather", tensors, name, process_set, run), _to_device_of(tensors))
+    return _begin("allgather", tensors, name, process_set, run).mapped(_to_device_of(tensors))
 
 
 def grouped_allgather(
@@ -355,72 +361,52 @@ def grouped_allgather(
 ) -> list[torch.Tensor]:
     """Concatenate all ranks' tensors along their first dimension, which may differ; differentiable."""
 
-    def run(own: list[torch.Tensor]) -> list[torch.Tensor]:
-        gathered: list[torch.Tensor] = synchronize(grouped_allgather_async(own, name, process_set))
-        return gathered
-
     def backward(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         averages = grouped_allreduce(gradients, op=Average, process_set=process_set)
         dims = allgather(torch.tensor([[one.shape[0] for one in tensors]]), process_set=process_set)
         starts = dims[: calls_of(process_set).place].sum(0).tolist()
         return [one.narrow(0, at, own.shape[0]) for one, at, own in zip(averages, starts, tensors, strict=True)]
 
-    return list(_Differentiable.apply(run, backward, *tensors))
+    return list(_Differentiable.apply(lambda own: grouped_allgather_async(own, name, process_set), backward, *tensors))
 
 
-def allgather_async(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """Begin to concatenate all ranks' tensors along their first dimension, which may differ."""
-    return _one(grouped_allgather_async([tensor], name, process_set), _first)
-
-
-def allgather(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
-    """Concatenate all ranks' tensors along their first dimension, which may differ; differentiable."""
-    return _first(grouped_allgather([tensor], name, process_set))
+allgather_async = _single(
+    grouped_allgather_async,
+    "Begin to concatenate all ranks' tensors along their first dimension. Arguments as of ``grouped_allgather_async``.",
+)
+allgather = _single(
+    grouped_allgather,
+    "Concatenate all ranks' tensors by their first dimension; differentiable. Arguments as of ``grouped_allgather``.",
+)
 
 
 # -- broadcast --------------------------------------------------------------------------------------------------
-
-
-def _broadcast(tensor: torch.Tensor, root_rank: int, name: Any, process_set: ProcessSet, copy: bool) -> Handle:
-    place = calls_of(process_set).place_of(root_rank)
-
-    def run(calls: Calls, here: list[torch.Tensor], everyones: list[Call]) -> Steps:
-        options = dist.BroadcastOptions()
-        options.rootRank = place
-        if here[0].numel():
-            yield from until_done(calls.group.broadcast([here[0].reshape(-1).view(torch.uint8)], options))
-        return here
-
-    options, prepare = {"root_rank": root_rank}, lambda one: _contiguous(one, copy)
-    return _begin("broadcast", [tensor], name, process_set, run, options, prepare=prepare)
-
-
-def broadcast_async(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """Begin to send the tensor of ``root_rank``, a rank of the job, to all ranks."""
-    handle = _broadcast(tensor, root_rank, name, process_set, copy=True)
-    return _one(_one(handle, _to_device_of([tensor])), _first)
 
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Begin to write the tensor of ``root_rank``, a rank of the job, over those of all ranks."""
-    handle = _broadcast(tensor, root_rank, name, process_set, copy=False)
-    return _one(_one(handle, _in_place([tensor])), _first)
+    place = calls_of(process_set).place_of(root_rank)
+
+    def run(calls: Calls, here: list[torch.Tensor], everyones: list[Call]) -> Steps:
+        if here[0].numel():
+            yield from calls.broadcast(here[0].reshape(-1).view(torch.uint8), place)
+        return here
+
+    handle = _begin("broadcast", [tensor], name, process_set, run, {"root_rank": root_rank})
+    return handle.mapped(_in_place([tensor])).mapped(_first)
 
 
-def broadcast_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
-    """Write the tensor of ``root_rank``, a rank of the job, over those of all ranks."""
-    received: torch.Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
-    return received
+def broadcast_async(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Handle:
+    """Begin to send the tensor of ``root_rank`` to all ranks. Arguments as of ``broadcast_async_``."""
+    return broadcast_async_(tensor.detach().clone(), *arguments, **options)
+
+
+broadcast_ = _waiting(
+    broadcast_async_,
+    "Write the tensor of ``root_rank`` over those of all ranks. Arguments as of ``broadcast_async_``.",
+)
 
 
 def broadcast(
@@ -432,10 +418,10 @@ def broadcast(
         average = allreduce(gradients[0], op=Average, process_set=process_set)
         return [average if world.current().rank == root_rank else average * 0]
 
-    def run(own: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [synchronize(broadcast_async(own[0], root_rank, name, process_set))]
+    def begin(own: list[torch.Tensor]) -> Handle:
+        return broadcast_async(own[0], root_rank, name, process_set).mapped(lambda received: [received])
 
-    return _first(_Differentiable.apply(run, backward, tensor))
+    return _first(_Differentiable.apply(begin, backward, tensor))
 
 
 # -- alltoall ---------------------------------------------------------------------------------------------------
@@ -468,13 +454,12 @@ def alltoall_async(
         width = received[0:1].new_empty((1, *received.shape[1:])).numel() * received.element_size()
         if width:
             out = received.reshape(-1).view(torch.uint8).view(-1, width)
-            own = here[0].contiguous().reshape(-1).view(torch.uint8).view(-1, width)[: sum(sent)]
+            own = here[0].reshape(-1).view(torch.uint8).view(-1, width)[: sum(sent)]
             yield from until_done(calls.group.alltoall_base(out, own, counts, sent, dist.AllToAllOptions()))
         return [received, torch.tensor(counts, dtype=torch.int32)]
 
-    return _one(
-        _begin("alltoall", [tensor], name, process_set, run, splits=sent),
-        lambda results: (results[0].to(tensor.device), results[1]),
+    return _begin("alltoall", [tensor], name, process_set, run, splits=sent).mapped(
+        lambda results: (results[0].to(tensor.device), results[1])
     )
 
 
@@ -489,19 +474,15 @@ def alltoall(
     Returns:
         What has come; with ``splits`` also how many rows of each rank (int32).
     """
-    counts: list[torch.Tensor] = []
-
-    def run(own: list[torch.Tensor]) -> list[torch.Tensor]:
-        received, rows = synchronize(alltoall_async(own[0], splits, name, process_set))
-        counts.append(rows)
-        return [received, rows]
 
     def backward(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        back, _ = synchronize(alltoall_async(gradients[0], counts[0], None, process_set))
+        back, _ = synchronize(alltoall_async(gradients[0], rows, None, process_set))
         missing = tensor.shape[0] - back.shape[0]
         return [torch.cat([back, back.new_zeros((missing, *back.shape[1:]))]) if missing else back]
 
-    received, rows = _Differentiable.apply(run, backward, tensor)
+    received, rows = _Differentiable.apply(
+        lambda own: alltoall_async(own[0], splits, name, process_set), backward, tensor
+    )
     return received if splits is None else (received, rows)
 
 
@@ -526,8 +507,8 @@ def grouped_reducescatter_async(
     def shares(sums: list[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.tensor_split(total, calls.size)[calls.place].clone() for total in sums]
 
-    handle = _reduce("reducescatter", tensors, name, chosen, prescale_factor, postscale_factor, process_set)
-    return _one(_one(handle, shares), _to_device_of(tensors))
+    handle = _reduce("reducescatter", _copies(tensors), name, chosen, prescale_factor, postscale_factor, process_set)
+    return handle.mapped(shares).mapped(_to_device_of(tensors))
 
 
 def grouped_reducescatter(
@@ -540,29 +521,24 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Reduce tensors over the ranks, each of which gets its share of the rows; differentiable."""
-    compressed, contexts = zip(*(compression.compress(one) for one in tensors), strict=True) if tensors else ((), ())
-    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-
-    def run(own: list[torch.Tensor]) -> list[torch.Tensor]:
-        reduced: list[torch.Tensor] = synchronize(grouped_reducescatter_async(own, name, op, process_set, **factors))
-        return reduced
 
     def backward(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         factor = prescale_factor * postscale_factor * (calls_of(process_set).size if op == Sum else 1)
         return grouped_allgather([one * factor for one in gradients], process_set=process_set)
 
-    outputs = _Differentiable.apply(run, backward, *compressed)
-    return [compression.decompress(one, context) for one, context in zip(outputs, contexts, strict=True)]
+    def begin(own: list[torch.Tensor]) -> Handle:
+        return grouped_reducescatter_async(own, name, op, process_set, prescale_factor, postscale_factor)
+
+    return _compressed(tensors, compression, begin, backward)
 
 
-def reducescatter_async(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Handle:
-    """Begin to reduce and scatter a tensor. Arguments as of ``grouped_reducescatter_async``."""
-    return _one(grouped_reducescatter_async([tensor], *arguments, **options), _first)
-
-
-def reducescatter(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
-    """Reduce and scatter a tensor; differentiable. Arguments as of ``grouped_reducescatter``."""
-    return _first(grouped_reducescatter([tensor], *arguments, **options))
+reducescatter_async = _single(
+    grouped_reducescatter_async,
+    "Begin to reduce and scatter a tensor. Arguments as of ``grouped_reducescatter_async``.",
+)
+reducescatter = _single(
+    grouped_reducescatter, "Reduce and scatter a tensor; differentiable. Arguments as of ``grouped_reducescatter``."
+)
 
 
 # -- others -----------------------------------------------------------------------------------------------------
@@ -576,3 +552,112 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """Take part in the other ranks' allreduces with zeros until all ranks have joined; return the last to join."""
     return calls_of(global_process_set).join()
+
+
+# -- objects and optimizers -------------------------------------------------------------------------------------
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Return the object of ``root_rank``.
+
+    Raises:
+        ValueError: it cannot be pickled; on all ranks.
+    """
+    calls = calls_of(process_set)
+    place = calls.place_of(root_rank)
+    own = objects.pack(obj) if calls.place == place else b""
+
+    def run(everyones: list[Call]) -> Steps:
+        data = torch.frombuffer(bytearray(own) or bytearray(everyones[place].splits[0]), dtype=torch.uint8)
+        yield from calls.broadcast(data, place)
+        return data.numpy().tobytes()
+
+    call = Call("broadcast_object", name or "", options={"root_rank": root_rank}, splits=[len(own)])
+    received = objects.unpack(calls.begin(call, run).wait(), root_rank)
+    return obj if own else received
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Return the objects of all ranks, in the order of the ranks.
+
+    Raises:
+        ValueError: one of them cannot be pickled; on all ranks.
+    """
+    return gather_objects(calls_of(process_set), obj, name)
+
+
+def gather_objects(calls: Calls, obj: Any, name: str | None = None) -> list[Any]:
+    """Return the objects of all ranks of some collectives; see ``allgather_object``."""
+    own = torch.frombuffer(bytearray(objects.pack(obj)), dtype=torch.uint8)
+
+    def run(everyones: list[Call]) -> Steps:
+        sizes = [one.splits[0] for one in everyones]
+        rows = yield from gathered(calls, own, sizes)
+        return [part.numpy().tobytes() for part in rows.split(sizes)]
+
+    received = calls.begin(Call("allgather_object", name or "", splits=[len(own)]), run).wait()
+    return [objects.unpack(data, rank) for rank, data in zip(calls.ranks, received, strict=True)]
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
+    """Send the state and the options of ``root_rank``'s optimizer to every rank.
+
+    Args:
+        optimizer: any torch optimizer; it need not have taken a step.
+        root_rank: the rank whose state is sent.
+        model: not needed.
+    """
+    on_root = world.current().rank == root_rank
+    state = broadcast_object(optimizer.state_dict() if on_root else None, root_rank, "optimizer_state")
+    if not on_root:
+        optimizer.load_state_dict(state)
+
+
+def DistributedOptimizer(*arguments: Any, **options: Any) -> Any:  # noqa: N802  Horovod's name
+    """Return ``EagerOptimizer(..., quorum="all")``: synchronous averages of gradients, as Horovod's."""
+    from hvd_async.torch.factories import EagerOptimizer  # (which stands on this module)
+
+    return EagerOptimizer(*arguments, quorum="all", **options)
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalization over the batches of all ranks, for tensors of shape (batch, channels, ...).
+
+    Args: as of ``torch.nn.BatchNorm2d``. Gradients reach the other ranks' inputs too. Evaluation is that of ordinary
+    batch normalization.
+    """
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"SyncBatchNorm takes tensors of at least two dimensions, got {input.dim()}.")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalize a tensor."""
+        self._check_input_dim(input)
+        if not self.training or world.current().size == 1:
+            return super().forward(input)
+        over = [0, *range(2, input.dim())]
+        shape = [1, -1, *(1 for _ in range(2, input.dim()))]
+        wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        own = wide.new_tensor([input.numel() / input.shape[1]])
+        sums = allreduce(torch.cat([wide.sum(over), own]), op=Sum, name="sync_batch_norm.mean")
+        count = sums[-1].detach()
+        mean = sums[:-1] / count
+        centered = wide - mean.view(shape)
+        variance = allreduce((centered * centered).sum(over), op=Sum, name="sync_batch_norm.variance") / count
+        if self.track_running_stats:
+            self._track(mean.detach(), variance.detach() * (count / (count - 1)))
+        output = centered * torch.rsqrt(variance + self.eps).view(shape)
+        if self.affine:
+            output = output * self.weight.view(shape) + self.bias.view(shape)
+        return output.to(input.dtype)
+
+    def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        for running, now in ((self.running_mean, mean), (self.running_var, variance)):
+            assert running is not None
+            running.lerp_(now.to(running.dtype), share)

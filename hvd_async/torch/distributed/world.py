@@ -1,4 +1,4 @@
-"""The ranks of this job, and private process groups of them: the user's own groups are not touched."""
+"""The ranks of this job, private process groups of them (the user's own are not touched), and which rank has ended."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import ctypes
 import hashlib
 import json
 import os
+import socket
 import sys
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
-from hvd_async.errors import NotInitializedError, ranks_text
+from hvd_async.errors import NotInitializedError, RankLostError, ranks_text
 from hvd_async.runtime import data_plane, descriptors, launch, time_limits
-from hvd_async.runtime.addresses import own_seat
+from hvd_async.runtime.addresses import machine, own_addresses, own_seat
 
 try:
     from horovod.common.exceptions import HorovodInternalError  # (one class, whichever data plane it is)
@@ -72,6 +73,7 @@ class World:
         rank, size: this rank, and the number of ranks.
         place: this rank's place on its host.
         store: shared keys and values of the ranks, which no earlier job has used.
+        doors: of the ranks.
         process: the process that has called ``hvd.init()``.
 
     Raises:
@@ -83,7 +85,7 @@ class World:
         group = default_group()
         started = launch.read(os.environ, group)
         self.rank, self.size, self.process = started.rank, started.size, os.getpid()
-        deadline = time.monotonic() + _meeting_limit().total_seconds()
+        deadline = time.monotonic() + _meeting_limit()
         while True:
             made = group is not None and group.size > 0
             store = dist.distributed_c10d._get_default_store() if made else _connect(started, deadline)
@@ -99,6 +101,7 @@ class World:
         self._shared, self._prefix = store, f"hvd_async/{job}"
         self.store = PrefixStore(self._prefix, store)
         self.place = launch.place_of(self.rank, seats)
+        self.doors = Doors(self.place.host)
         self._made: Counter[str] = Counter()
         """Number of stores that this rank has asked for, by name and ranks."""
         self._groups: dict[Any, Any] = {}
@@ -173,8 +176,8 @@ class World:
                 self._shared.delete_key(_to_sweep.pop())
 
 
-def _meeting_limit() -> timedelta:
-    return timedelta(seconds=min(time_limits.seconds("HVD_ASYNC_INIT_TIMEOUT", 300.0), FOREVER.total_seconds()))
+def _meeting_limit() -> float:
+    return min(time_limits.seconds("HVD_ASYNC_INIT_TIMEOUT", 300.0), FOREVER.total_seconds())
 
 
 def default_group() -> launch.Group | None:
@@ -223,7 +226,7 @@ def _roll(store: Any, started: launch.Launch, deadline: float) -> tuple[str, lis
             missing = [rank for rank in ranks if not store.check([f"card/{rank}"])]
             raise HorovodInternalError(
                 f"{ranks_text(missing) if missing else 'a rank'} did not call hvd.init() within "
-                f"{_meeting_limit().total_seconds():.0f} s. See their output, or set HVD_ASYNC_INIT_TIMEOUT to more "
+                f"{_meeting_limit():.0f} s. See their output, or set HVD_ASYNC_INIT_TIMEOUT to more "
                 f"seconds.{_hint_of_absence()}"
             )
         else:
@@ -276,6 +279,8 @@ def init() -> None:
 def forget() -> None:
     """Undo ``init``."""
     global _world
+    if _world is not None:
+        _world.doors.close()
     _world = None
 
 
@@ -296,3 +301,105 @@ def current() -> World:
 def is_initialized() -> bool:
     """Return whether ``init()`` was called, and ``shutdown()`` was not since."""
     return _world is not None
+
+
+# -- which rank has ended, when a collective has failed: Gloo says only that some connection was closed ----------------
+
+
+TRIED_FOR = 1.0
+"""Seconds in which a rank that ends closes all of its connections."""
+AGAIN = 0.1
+"""Seconds between two looks."""
+ANSWERS_IN = 0.2
+"""Seconds in which a host accepts or refuses a connection."""
+
+
+class Door(NamedTuple):
+    """Where other processes can knock: the port refuses connections once the rank has ended.
+
+    Attributes:
+        host: the name of the rank's host.
+        machine: see ``addresses.machine``.
+        addresses, port: where it listens, without ever accepting.
+    """
+
+    host: str
+    machine: str
+    addresses: list[str]
+    port: int
+
+    def is_closed(self, own: Door) -> bool:
+        """Return whether its host refuses connections.
+
+        Args:
+            own: this process's; an address of both lies on the same machine, or leads to this one.
+        """
+        refused = False
+        for address in self.addresses:
+            if self.machine != own.machine and address in own.addresses:
+                continue
+            try:
+                socket.create_connection((address, self.port), ANSWERS_IN).close()
+            except ConnectionRefusedError:
+                refused = True
+            except OSError:  # (no route, no answer)
+                continue
+            else:
+                return False
+        return refused
+
+
+class Doors:
+    """The doors of all ranks.
+
+    Args:
+        host: the name of this rank's.
+
+    Attributes:
+        own: this rank's.
+        all: in the order of the ranks, once they are known.
+    """
+
+    def __init__(self, host: str) -> None:
+        with descriptors.closed_in_children():
+            self._socket = socket.create_server(("", 0))
+        self.own = Door(host, machine(), own_addresses(configured=False), self._socket.getsockname()[1])
+        self.all: Sequence[Door] = ()
+
+    def close(self) -> None:
+        """Close this rank's."""
+        self._socket.close()
+
+    def lost(self) -> int | None:
+        """Return the first rank that has ended, the same on all ranks; None if none has, as far as is known."""
+        closed = [rank for rank, door in enumerate(self.all) if door.is_closed(self.own)]
+        store = current().store
+        with contextlib.suppress(RuntimeError):  # (the store has ended with rank 0)
+            if closed:
+                return int(store.compare_set("lost", "", str(closed[0])))
+            return int(store.get("lost")) if store.check(["lost"]) else None
+        return min(closed, default=None)
+
+
+def cause_of(error: Exception, what: object, check: Callable[[], None]) -> HorovodInternalError:
+    """Return the error to raise when a collective has failed: it names the rank that has ended, if any has.
+
+    Args:
+        error: Gloo's.
+        what: the collective.
+        check: raises if this process knows of a lost rank.
+    """
+    deadline = time.monotonic() + TRIED_FOR
+    doors = None if _world is None else _world.doors
+    while doors is not None and doors.all:
+        check()
+        rank = doors.lost()
+        if rank is not None:
+            lost = RankLostError(rank, doors.all[rank].host, "has ended, see its output", f"{what} has failed")
+            found = HorovodInternalError(str(lost))
+            found.__cause__ = lost
+            return found
+        if time.monotonic() > deadline:
+            break
+        time.sleep(AGAIN)
+    return HorovodInternalError(f"{what} has failed: {error}")

@@ -88,12 +88,13 @@ def broadcasts() -> dict[str, Any]:
     last = hvd.size() - 1
     own, returned = ramp(3), hvd.broadcast(ramp(3), 0)
     hvd.broadcast_(own, last)
-    handle = hvd.broadcast_async(ramp(2), last, name="later")
+    kept = ramp(2)
+    handle = hvd.broadcast_async(kept, last, name="later")
     return {
         **{f"{dtype}": hvd.broadcast(ramp(2, 2, dtype=dtype), last) for dtype in CARRIED},
         "new": returned,
         "in place": own,
-        "asynchronous": hvd.synchronize(handle),
+        "asynchronous": [hvd.synchronize(handle), kept],
         "scalar": hvd.broadcast(torch.tensor(float(hvd.rank())), last),
     }
 
@@ -111,7 +112,9 @@ def exchanges() -> dict[str, Any]:
 
 def scatters() -> dict[str, Any]:
     size = hvd.size()
+    kept = ramp(size)
     return {
+        "unchanged": [hvd.reducescatter(kept, op=hvd.Sum), kept],
         "even": hvd.reducescatter(ramp(2 * size, 2)),
         "uneven": hvd.reducescatter(ramp(2 * size + 1, 2), op=hvd.Sum),
         "scaled": hvd.reducescatter(ramp(size), op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0),
