@@ -319,6 +319,7 @@ class Driver(abc.ABC):
                     self.worker = None  # once the cause is fixed, the next call registers again
                     raise
                 self.on_registered()
+            self.replica.check_groups()
             self.replica.bind(self.worker.engine)
             return self.worker
 

@@ -91,6 +91,13 @@ class Replica(abc.ABC):
     def bind(self, engine: RankRuntime) -> None:  # noqa: B027  on a CPU there is nothing to bind
         """Order the engine's later work on vectors after this thread's."""
 
+    def check_groups(self) -> None:  # noqa: B027  Keras' optimizers have no groups
+        """Check that the optimizer has the parameters with which the ranks met.
+
+        Raises:
+            ReplicaStateError: it has others.
+        """
+
     @abc.abstractmethod
     def read_double(self) -> Vector:
         """Return all weights that the ranks have in common, shape (n,), float64, a new vector."""

@@ -25,7 +25,7 @@ from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from hvd_async.errors import ProtocolError, ranks_text
 from hvd_async.runtime.protocol import (
@@ -46,6 +46,21 @@ from hvd_async.runtime.protocol import (
 )
 
 C = TypeVar("C")
+
+
+class Waiting(NamedTuple):
+    """A wait for ranks.
+
+    Attributes:
+        what: what they have to do.
+        missing: these ranks.
+        callers: the ranks that wait, in a call that every rank must make: a drain, a cut or a collective. Empty for any
+            other wait.
+    """
+
+    what: str
+    missing: frozenset[int]
+    callers: frozenset[int]
 
 
 class StateMachine(abc.ABC, Generic[C]):
@@ -184,13 +199,18 @@ class StateMachine(abc.ABC, Generic[C]):
             return None
         if self._config is None:
             return "the first step or drain", everyone - frozenset(self._opened)
-        collective = self._collectives.waiting(self.present)
-        if collective is not None:
-            return collective
-        inside = self._blocked_on()
-        if inside is None and self.draining:
-            return "drain", everyone - self._done.keys()
-        return inside
+        call = self.call_in_progress()
+        inside = None if self._collectives.ready else self._blocked_on()
+        return inside or (None if call is None else (call.what, call.missing))
+
+    def call_in_progress(self) -> Waiting | None:
+        """Return the call that some ranks have made and others have not; None if no rank waits in one."""
+        if self._refused or self._config is None:
+            return None
+        if (collective := self._collectives.waiting(self.present)) is not None:
+            return Waiting(*collective, frozenset(self._collectives.ready))
+        missing = frozenset(self.ranks) - self._done.keys()
+        return Waiting("drain", missing, frozenset(self.draining)) if self.draining else None
 
     # -- what a subclass supplies -----------------------------------------------------------------------------
 

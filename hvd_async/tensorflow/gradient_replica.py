@@ -311,7 +311,7 @@ class GradientReplica(eager.GradientReplica):
         held = [v for v in optimizer.variables if id(v) != own_rate]
         kinds = [f"optimizer {optimizer._wrapped_class.__name__}", *(f"setting {one}" for one in settings(optimizer))]
         kinds.append(f"buckets {[list(b.indices) for b in layout.buckets]}")
-        wire = [dtype.name for dtype in codec.wire.values()]
+        wire = eager.wire_label(self._given.compression, (dtype.name for dtype in codec.wire.values()))
         kinds.append(
             f"gradients x {self.scales}, {self.passes} passes {self._given.average_aggregated_gradients}, as {wire}"
         )

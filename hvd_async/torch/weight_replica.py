@@ -344,6 +344,8 @@ class WeightReplica(replica.WeightReplica):
         """Elements of each parameter group that are mixed."""
         self.counters: set[str] = set()
         self._checked: int | None = None
+        self._met: list[torch.Tensor] = []
+        """All parameters of the optimizer at the last ``prepare``."""
 
     def continue_from(self, before: WeightReplica) -> None:
         self.counters, self._orders = before.counters, before._orders
@@ -363,6 +365,9 @@ class WeightReplica(replica.WeightReplica):
             for p in group["params"]
             if p.dtype in MIXED or (p.requires_grad and differentiable(p))
         ]
+
+    def check_groups(self) -> None:
+        shared_models.check_groups(self.optimizer, self._met)
 
     def bind(self, engine: RankRuntime) -> None:
         """Let the engine use this thread's stream: both threads change what the ranks exchange. Raises as
@@ -387,6 +392,7 @@ class WeightReplica(replica.WeightReplica):
         self._vectors = WeightVectors(parameters, kind, [self._orders[id(p)] for p in parameters])
         mixed = set(self._orders)
         groups = self.optimizer.param_groups
+        self._met = [p for group in groups for p in group["params"]]
         self._elements = [sum(p.numel() for p in group["params"] if id(p) in mixed) for group in groups]
 
     def check(self) -> None:
