@@ -340,7 +340,7 @@ class GradientReplica(eager.GradientReplica):
         return flat_double(self.optimizer._trainable_variables)
 
     def buffers(self) -> Buffers:
-        return buffers_of(self.model)
+        return buffers_of(self.model, self.optimizer)
 
     def apply(self, round_: ReducedRound) -> None:
         update = self.update

@@ -272,7 +272,7 @@ class WeightReplica(replica.WeightReplica):
         self.velocities().add(correction, indices)
 
     def buffers(self) -> Buffers:
-        return buffers_of(self.model)
+        return buffers_of(self.model, self.optimizer)
 
     def number(self, loss: Any) -> float:
         return float(loss)

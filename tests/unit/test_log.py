@@ -104,7 +104,7 @@ def test_an_installed_package_is_not_user_code():
 
 
 def level_of(file: str) -> int:
-    """Return the level that a function of this file is told, called from here."""
+    """Return the level that a function of this file gets, called from here."""
     script = {"users_line": users_line}
     exec(compile("def level():\n    return users_line()", file, "exec"), script)
     level: int = script["level"]()  # type: ignore[operator,assignment]
