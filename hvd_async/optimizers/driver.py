@@ -319,7 +319,6 @@ class Driver(abc.ABC):
                     self.worker = None  # once the cause is fixed, the next call registers again
                     raise
                 self.on_registered()
-            self.replica.check_groups()
             self.replica.bind(self.worker.engine)
             return self.worker
 
@@ -413,14 +412,20 @@ class Driver(abc.ABC):
         """Drain (``flush``) or cut all optimizers of the process set, and return the rank that was done last."""
         refuse_nested_drain()
         self.check_outside_consensus("drain(), cut() or what begins with one")
+        self._check_groups()
         worker: Worker = self.worker_now()
         worker.engine.drain(flush, worker.process_set_id, worker)
         return worker.last_done
+
+    def _check_groups(self) -> None:
+        if self.worker is not None:
+            self.replica.check_groups()
 
     def drain_all(self, flush: bool = True) -> int:
         """Drain or cut all optimizers of the process, in all process sets, and return the rank that was done last."""
         refuse_nested_drain()
         self.check_outside_consensus("drain() or what begins with one")
+        self._check_groups()
         self.check_usable()
         worker: Worker = self.register()
         worker.engine.drain(flush)  # (without awaiting this registration: ranks may wait for another optimizer first)

@@ -465,7 +465,7 @@ class GradientReplica(eager.GradientReplica):
         self.extrapolation = Extrapolation()
         self.watch = Watch()
         self._checked: int | None = None
-        self._met: list[torch.Tensor] = []
+        self.met: list[torch.Tensor] = []
         """All parameters of the optimizer at the last ``prepare``."""
         self._use(Layout([]), early=False)
 
@@ -483,7 +483,7 @@ class GradientReplica(eager.GradientReplica):
         return [p for group in self.optimizer.param_groups for p in group["params"] if differentiable(p)]
 
     def check_groups(self) -> None:
-        shared_models.check_groups(self.optimizer, self._met)
+        shared_models.check_groups(self.optimizer, self.met)
 
     def bind(self, engine: RankRuntime) -> None:
         """Let the engine use this thread's stream: both threads change what the ranks exchange. Raises as
@@ -527,7 +527,7 @@ class GradientReplica(eager.GradientReplica):
     def prepare(self) -> None:
         """Split the parameters into buckets, and hook them."""
         given, parameters = self._given, self.parameters
-        self._met = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.met = [p for group in self.optimizer.param_groups for p in group["params"]]
         count = slots(given.compression, parameters, self._rank_group.size, given.max_staleness)
         self.tail = Tail(count, self._rank_group.index % count, given.weighting == "samples")
         # (an overflow of a scaled step is known at its end only; an error must come before anything is handed over)

@@ -220,9 +220,16 @@ def end(optimizer: torch.optim.Optimizer) -> None:
     _watched[optimizer].warns = False
 
 
-def stepping(optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
-    """Look at the begin of a wrapped optimizer's ``step()``; ``has_closure``: its gradients are yet to be made."""
-    own = _watched[optimizer]
+def stepping(optimizer: Any, has_closure: bool) -> None:
+    """Look at the begin of a wrapped optimizer's ``step()``; raises as ``check_groups``.
+
+    Args:
+        optimizer: the wrapped one.
+        has_closure: whether its gradients are yet to be made.
+    """
+    own, driver = _watched[optimizer], optimizer._async
+    if driver.worker is not None:
+        check_groups(optimizer, driver.replica.met)
     if own.looks_at_buffers:
         _look_at_buffers(optimizer, own)
     if own.empty is not None and not has_closure:

@@ -344,7 +344,7 @@ class WeightReplica(replica.WeightReplica):
         """Elements of each parameter group that are mixed."""
         self.counters: set[str] = set()
         self._checked: int | None = None
-        self._met: list[torch.Tensor] = []
+        self.met: list[torch.Tensor] = []
         """All parameters of the optimizer at the last ``prepare``."""
 
     def continue_from(self, before: WeightReplica) -> None:
@@ -367,7 +367,7 @@ class WeightReplica(replica.WeightReplica):
         ]
 
     def check_groups(self) -> None:
-        shared_models.check_groups(self.optimizer, self._met)
+        shared_models.check_groups(self.optimizer, self.met)
 
     def bind(self, engine: RankRuntime) -> None:
         """Let the engine use this thread's stream: both threads change what the ranks exchange. Raises as
@@ -392,7 +392,7 @@ class WeightReplica(replica.WeightReplica):
         self._vectors = WeightVectors(parameters, kind, [self._orders[id(p)] for p in parameters])
         mixed = set(self._orders)
         groups = self.optimizer.param_groups
-        self._met = [p for group in groups for p in group["params"]]
+        self.met = [p for group in groups for p in group["params"]]
         self._elements = [sum(p.numel() for p in group["params"] if id(p) in mixed) for group in groups]
 
     def check(self) -> None:
