@@ -17,6 +17,7 @@ from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.interfaces import FiniteFlag, RankRuntime, Vector
 from hvd_async.runtime.log import users_line
+from hvd_async.runtime.protocol import Hyper
 
 STALE = (
     "this step was traced, as a tf.function, before ranks were lost or joined, and cannot run with the present ranks: "
@@ -97,6 +98,10 @@ class Replica(abc.ABC):
         Raises:
             ReplicaStateError: it has others.
         """
+
+    def hyperparameters(self) -> Hyper:
+        """Return this rank's hyperparameters by parameter group, empty if they are not known yet."""
+        return []
 
     @abc.abstractmethod
     def read_double(self) -> Vector:

@@ -176,7 +176,7 @@ class _Watched:
     """Observations of one wrapped optimizer, also after it was deleted.
 
     Attributes:
-        empty: number of its steps, none of which had a gradient; None once one had, or after the warning.
+        empty: number of its last steps without any gradient; None after the warning.
         once: plain optimizers that have stepped its parameters, once; a second step is worth a warning.
         around: plain optimizers whose step has one of the wrapped optimizer inside, such as SAM's.
         warns: whether a plain optimizer's step is still worth a warning.
@@ -233,7 +233,9 @@ def stepping(optimizer: Any, has_closure: bool) -> None:
     if own.looks_at_buffers:
         _look_at_buffers(optimizer, own)
     if own.empty is not None and not has_closure:
-        own.empty = None if any(p.grad is not None for p in _parameters(optimizer)) else own.empty + 1
+        known = driver.replica.met  # (nearly always its first parameter has a gradient)
+        has_gradient = known and known[0].grad is not None
+        own.empty = 0 if has_gradient or any(p.grad is not None for p in _parameters(optimizer)) else own.empty + 1
         if own.empty == STEPS:
             own.empty = None
             warnings.warn(

@@ -19,7 +19,8 @@ from hvd_async.algorithms.gossip.message_format import CHUNK, HEADER, LEVELS, Me
 from hvd_async.optimizers import replica
 from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.interfaces import FiniteFlag, RankRuntime
-from hvd_async.torch import shared_models, streams
+from hvd_async.runtime.protocol import Hyper
+from hvd_async.torch import hyperparameters, shared_models, streams
 from hvd_async.torch.gradient_format import differentiable, memory_order
 from hvd_async.torch.streams import ReusedMemory
 from hvd_async.torch.tensors import NamedBuffers, checksum, flat_double, signature
@@ -491,6 +492,9 @@ class WeightReplica(replica.WeightReplica):
     def learning_rates(self) -> list[tuple[int, Any]]:
         rates = [group.get("lr") for group in self.optimizer.param_groups]
         return [(n, _number_of(rate)) for n, rate in zip(self._elements, rates, strict=True)]
+
+    def hyperparameters(self) -> Hyper:
+        return hyperparameters.read(self.optimizer.param_groups, self.counters)
 
     def sizes(self) -> list[int]:
         return self._vectors.sizes

@@ -258,6 +258,16 @@ def model_made_again(model: Any, wrap: Any) -> None:
         opt.step()
 
 
+def model_loaded_with_assign(model: Any, wrap: Any) -> None:
+    opt = wrap(sgd(model))
+    train_plainly(model, opt)
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+    opt.zero_grad()
+    for _ in range(10):
+        backward(model)
+        opt.step()
+
+
 def model_as_names(model: Any, wrap: Any) -> None:
     wrap(sgd(model), named_parameters=model[0])
 
@@ -344,6 +354,7 @@ MISTAKES: list[tuple[Callable[[Any, Any], None], list[str], type[Exception], str
     (optimizer_of_a_part, [*WRAPPERS], UserWarning, APART),
     (new_optimizer, [*WRAPPERS], UserWarning, APART),
     (model_made_again, [*WRAPPERS], UserWarning, "no parameter of this optimizer has had a gradient"),
+    (model_loaded_with_assign, [*WRAPPERS], UserWarning, "no parameter of this optimizer has had a gradient"),
     (clipping_in_rounds, WEIGHTS, TypeError, r"clip gradients before step\(\)"),
     (scaler_passed, WEIGHTS, TypeError, r"as with a plain optimizer"),
     (resuming_on_one_rank, EAGER, ReplicaMismatchError, r"state differs.*hvd\.broadcast_optimizer_state\("),

@@ -123,9 +123,9 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
         return None
 
     def take_notice(self) -> str | None:
-        """Return a warning, once, if a pull had no leader."""
+        """Return a notice as the base does, or a warning, once, if a pull had no leader."""
         if not self._leaderless or self._warned:
-            return None
+            return super().take_notice()
         self._warned = True
         return (
             "no rank of a group, or of all, has a finite mean loss, so it has no leader and is not pulled; check what "
