@@ -23,7 +23,7 @@ from hvd_async.runtime.lifecycle import Lifecycle, local_engine
 from hvd_async.runtime.log import users_line
 from hvd_async.runtime.nested_calls import refuse_nested_drain
 from hvd_async.runtime.process_sets import RankGroup
-from hvd_async.runtime.protocol import RegisterOptimizer
+from hvd_async.runtime.protocol import Hyper, RegisterOptimizer
 from hvd_async.runtime.worker import Worker
 
 
@@ -347,6 +347,7 @@ class Driver(abc.ABC):
         self.replica.bind(engine)
         worker = self.make_worker(engine, finish)
         worker.kind = type(optimizer).__name__
+        worker.hyperparameters = functools.partial(_hyperparameters_of, reference)
         delete = weakref.WeakMethod(worker.delete)  # (the engine holds it as long as other ranks need it)
 
         def forget() -> None:
@@ -412,14 +413,20 @@ class Driver(abc.ABC):
         """Drain (``flush``) or cut all optimizers of the process set, and return the rank that was done last."""
         refuse_nested_drain()
         self.check_outside_consensus("drain(), cut() or what begins with one")
+        self._check_groups()
         worker: Worker = self.worker_now()
         worker.engine.drain(flush, worker.process_set_id, worker)
         return worker.last_done
+
+    def _check_groups(self) -> None:
+        if self.worker is not None:
+            self.replica.check_groups()
 
     def drain_all(self, flush: bool = True) -> int:
         """Drain or cut all optimizers of the process, in all process sets, and return the rank that was done last."""
         refuse_nested_drain()
         self.check_outside_consensus("drain() or what begins with one")
+        self._check_groups()
         self.check_usable()
         worker: Worker = self.register()
         worker.engine.drain(flush)  # (without awaiting this registration: ranks may wait for another optimizer first)
@@ -433,6 +440,12 @@ class Driver(abc.ABC):
                 with contextlib.suppress(NotInitializedError):  # (then no rank can be waiting for this one)
                     self.register().delete()
                 self.discarded = True
+
+
+def _hyperparameters_of(reference: weakref.ref[Any]) -> Hyper:
+    """Return the present hyperparameters of a wrapped optimizer; empty if it was deleted."""
+    optimizer = reference()
+    return [] if optimizer is None else optimizer._async.replica.hyperparameters()
 
 
 def made_by(make: Callable[[], Any]) -> Any:

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hvd_async.algorithms.eager.config import EagerConfig, EagerOptions
@@ -360,6 +360,16 @@ class EagerDriver(Driver):
         if lost:
             pairs = zip(share["vectors"], share["versions"], strict=True)  # (copied: the worker adds to its vectors)
             self.restored = [PendingGradient(None if vector is None else vector + 0, list(at)) for vector, at in pairs]
+
+
+def wire_label(compression: Any, dtypes: Iterable[str]) -> str:
+    """Return how gradients travel, in which the ranks must agree: a collective of different dtypes fails.
+
+    Args:
+        compression: the user's.
+        dtypes: names of the dtypes that are sent.
+    """
+    return f"{'/'.join(sorted(set(dtypes)))} by {getattr(compression, '__name__', type(compression).__name__)}"
 
 
 def _would_be_lost(own: int) -> str:

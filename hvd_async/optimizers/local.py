@@ -275,7 +275,7 @@ class LocalDriver(Driver):
     def register_worker(self, worker: Any, number: int | None) -> None:
         self.pin()
         self.begin_worker(worker)
-        worker.register(*self.fingerprint(), number=number)
+        worker.register(*self.fingerprint(), self.replica.hyperparameters(), number)
 
     def on_registered(self) -> None:
         """Drop the loaded or kept state, which the worker has taken over."""

@@ -17,6 +17,7 @@ from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.interfaces import FiniteFlag, RankRuntime, Vector
 from hvd_async.runtime.log import users_line
+from hvd_async.runtime.protocol import Hyper
 
 STALE = (
     "this step was traced, as a tf.function, before ranks were lost or joined, and cannot run with the present ranks: "
@@ -90,6 +91,17 @@ class Replica(abc.ABC):
 
     def bind(self, engine: RankRuntime) -> None:  # noqa: B027  on a CPU there is nothing to bind
         """Order the engine's later work on vectors after this thread's."""
+
+    def check_groups(self) -> None:  # noqa: B027  Keras' optimizers have no groups
+        """Check that the optimizer has the parameters with which the ranks met.
+
+        Raises:
+            ReplicaStateError: it has others.
+        """
+
+    def hyperparameters(self) -> Hyper:
+        """Return this rank's hyperparameters by parameter group, empty if they are not known yet."""
+        return []
 
     @abc.abstractmethod
     def read_double(self) -> Vector:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from hvd_async.errors import ProtocolError, ranks_text
 from hvd_async.runtime.interfaces import Gone, Hub
 from hvd_async.runtime.log import printable, warn
-from hvd_async.runtime.machine import StateMachine, fault_of, registrations_due, to_register_before
+from hvd_async.runtime.machine import StateMachine, Waiting, fault_of, registrations_due, to_register_before
 from hvd_async.runtime.protocol import (
     CallRoll,
     Close,
@@ -49,6 +49,9 @@ ENDS = (Registered, Finished, OptimizerDeleted, NoSuchOptimizer)
 """Events that change which ranks have an optimizer, or have finished with it."""
 TOGETHER = 64
 """Events that are handled before timers and warnings are checked."""
+AT_ENDS = 15.0
+"""Seconds, at most, until the first warning about a drain or another call that every rank must make: ranks that have
+not made it may train on for long."""
 ROLL_CALL_MARGIN = 5.0
 """Seconds that a silent rank has to answer a roll call, in addition to the limit of the hub."""
 
@@ -95,7 +98,10 @@ class Coordinator:
         """The group of each optimizer, by its number."""
         self._ended: set[int] = set()
         """Numbers of optimizers that no rank has any longer; engines may still report their last collectives."""
-        self._waits: dict[str, tuple[object, float]] = {}
+        self._waits: dict[tuple[int, bool], tuple[Waiting | None, float, bool]] = {}
+        """By number of an optimizer, and whether it is a call: for what ranks wait, since when, and whether rank 0 has
+        said so."""
+        self._at_ends = min(AT_ENDS, warn_after)
         self._looked_at = float("-inf")
         self._stopping = threading.Event()
         self._over = False
@@ -163,7 +169,7 @@ class Coordinator:
         deadlines = [d for d in (machine.deadline() for machine in self._machines.values()) if d is not None]
         deadlines += [] if self._roll is None else [self._roll.deadline()]
         until = min(deadlines, default=float("inf")) - self._clock()
-        longest = self._warn_after / 4 if len(self._connected) == self._size else 1.0
+        longest = self._at_ends / 4 if len(self._connected) == self._size else 1.0
         return max(0.0, min(until, longest))
 
     def _on_event(self, rank: int, event: Event | Gone, now: float) -> None:
@@ -345,26 +351,43 @@ class Coordinator:
                 missing = min(set(range(self._size)) - self._connected)
                 self._lose(missing, f"did not connect within {self._connect_timeout:g} s")
             return
-        if now - self._looked_at < self._warn_after / 8:
+        if now - self._looked_at < self._at_ends / 8:
             return
         self._looked_at = now
         for machine in self._machines.values():
             self._command(machine, machine.roll_call(now - self._warn_after / 8))
-        waits = {f" of optimizer {number}": machine.blocked_on() for number, machine in self._machines.items()}
-        waits[""] = ("the job's end", frozenset(range(self._size)) - self._left) if self._left else None
-        for whose, waiting in waits.items():
-            seen, since = self._waits.get(whose, (None, now))
+        for key, waiting in self._open_waits():
+            seen, since, said = self._waits.get(key, (None, now, False))
             if waiting is None or seen != waiting:
-                self._waits[whose] = (waiting, now)
-            elif now - since >= self._warn_after:
-                what, ranks = waiting
+                self._waits[key] = (waiting, now, False)
+                continue
+            what, ranks, callers = waiting
+            limit = self._at_ends if callers and not said else self._warn_after
+            if now - since >= limit:
                 names = ", ".join(f"{rank} ({self._hosts[rank]})" for rank in sorted(ranks))
+                inside = f", in which {ranks_text(callers)} wait(s)," if callers else ""
                 warn(
-                    f"{what}{whose} has waited {self._warn_after:.0f} s more for rank(s) {names}: "
-                    f"alive, but slow or not calling step()/drain(). Waiting on. Every rank must call drain(), and "
-                    f"collectives of its own, equally often."
+                    f"{what}{inside} has waited {limit:.0f} s more for rank(s) {names}: alive, but slow or not calling "
+                    f"step()/drain(). Waiting on. Every rank must call drain(), and collectives of its own, equally "
+                    f"often."
                 )
-                self._waits[whose] = (waiting, now)
+                self._waits[key] = (waiting, now, True)
+
+    def _open_waits(self) -> Iterator[tuple[tuple[int, bool], Waiting | None]]:
+        """Yield the waits of each optimizer, and that of the job: keys of ``_waits``, and for what ranks wait.
+
+        A call in progress is listed separately: ranks that have not made it continue to step, and wait for others.
+        """
+        for number, machine in self._machines.items():
+            blocked, call = machine.blocked_on(), machine.call_in_progress()
+            whose = f" of optimizer {number}"
+            yield (number, True), None if call is None else call._replace(what=f"{call.what}{whose}")
+            if blocked is None or (call is not None and blocked == (call.what, call.missing)):
+                yield (number, False), None
+            else:
+                yield (number, False), Waiting(f"{blocked[0]}{whose}", blocked[1], frozenset())
+        missing = frozenset(range(self._size)) - self._left
+        yield (-1, False), Waiting("the job's end", missing, frozenset()) if self._left else None
 
 
 # -- roll call ------------------------------------------------------------------------------------------------

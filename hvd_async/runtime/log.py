@@ -24,6 +24,8 @@ PATIENCE = 0.2
 """Seconds that a caller waits for its line to be written."""
 GOODBYE = 1.0
 """Seconds that a process waits at its end until its last lines are written."""
+INSTALLED = [f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages")]
+"""In the paths of the files of installed packages."""
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
@@ -119,8 +121,16 @@ def warn(text: str) -> None:
 
 
 def users_line() -> int:
-    """Return the ``stacklevel`` with which a warning of the caller names the line of user code that led to it."""
+    """Return the ``stacklevel`` with which a warning of the caller names the line of user code that led to it.
+
+    It is neither this library's nor an installed package's: schedulers, a GradScaler and trainers call ``step()`` too.
+    """
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((PACKAGE, contextlib.__file__)):
+    while frame.f_back is not None and _is_of_a_library(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     return level
+
+
+def _is_of_a_library(file: str) -> bool:
+    """Return whether a source file is this library's, ``contextlib``, or an installed package's."""
+    return file.startswith((PACKAGE, contextlib.__file__)) or any(folder in file for folder in INSTALLED)

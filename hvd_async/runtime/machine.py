@@ -21,11 +21,11 @@ once for all ranks (all have registered, have finished, or wait in a collective)
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from hvd_async.errors import ProtocolError, ranks_text
 from hvd_async.runtime.protocol import (
@@ -34,6 +34,7 @@ from hvd_async.runtime.protocol import (
     Command,
     Drained,
     Finished,
+    Hyper,
     NoSuchOptimizer,
     OptimizerDeleted,
     OptimizerEvent,
@@ -46,6 +47,21 @@ from hvd_async.runtime.protocol import (
 )
 
 C = TypeVar("C")
+
+
+class Waiting(NamedTuple):
+    """A wait for ranks.
+
+    Attributes:
+        what: what they have to do.
+        missing: these ranks.
+        callers: the ranks that wait, in a call that every rank must make: a drain, a cut or a collective. Empty for any
+            other wait.
+    """
+
+    what: str
+    missing: frozenset[int]
+    callers: frozenset[int]
 
 
 class StateMachine(abc.ABC, Generic[C]):
@@ -90,6 +106,11 @@ class StateMachine(abc.ABC, Generic[C]):
         self._collectives = CollectiveQueue(optimizer)
         self._asked: set[int] = set()
         """Ranks that were asked to register it."""
+        self._hypers: dict[int, Hyper] = {}
+        """Hyperparameters that each rank has had at its last registration, drain or cut."""
+        self._notice: str | None = None
+        self._has_compared = False
+        """Whether a difference between them was found, which is reported once."""
 
     # -- what the coordinator calls ---------------------------------------------------------------------------
 
@@ -165,7 +186,8 @@ class StateMachine(abc.ABC, Generic[C]):
 
     def take_notice(self) -> str | None:
         """Return a notice for the user that was not returned before; None if there is none."""
-        return None
+        notice, self._notice = self._notice, None
+        return notice
 
     def roll_call(self, fired_before: float) -> list[Command]:
         """Return the commands that find the rank that delays a collective commanded before that time."""
@@ -184,13 +206,18 @@ class StateMachine(abc.ABC, Generic[C]):
             return None
         if self._config is None:
             return "the first step or drain", everyone - frozenset(self._opened)
-        collective = self._collectives.waiting(self.present)
-        if collective is not None:
-            return collective
-        inside = self._blocked_on()
-        if inside is None and self.draining:
-            return "drain", everyone - self._done.keys()
-        return inside
+        call = self.call_in_progress()
+        inside = None if self._collectives.ready else self._blocked_on()
+        return inside or (None if call is None else (call.what, call.missing))
+
+    def call_in_progress(self) -> Waiting | None:
+        """Return the call that some ranks have made and others have not; None if no rank waits in one."""
+        if self._refused or self._config is None:
+            return None
+        if (collective := self._collectives.waiting(self.present)) is not None:
+            return Waiting(*collective, frozenset(self._collectives.ready))
+        missing = frozenset(self.ranks) - self._done.keys()
+        return Waiting("drain", missing, frozenset(self.draining)) if self.draining else None
 
     # -- what a subclass supplies -----------------------------------------------------------------------------
 
@@ -247,9 +274,17 @@ class StateMachine(abc.ABC, Generic[C]):
             self._refused = True
             return [Rejected(self._optimizer, problem)]
         self.opening.clear()
+        self._hypers |= {one: opened.hyper for one, opened in self._opened.items() if one not in self._hypers}
+        self._compare_settings()
         self._config = self._on_all_registered(event.config)
         finished = self._drain(rank, now) if len(self._done) == len(self.ranks) else []
         return [Accepted(self._optimizer), *finished]
+
+    def _compare_settings(self) -> None:
+        """Note the first difference between the present ranks' hyperparameters, once."""
+        if not self._has_compared:
+            self._notice = unlike_settings({rank: self._hypers.get(rank, []) for rank in self.present})
+            self._has_compared = self._notice is not None
 
     def _running(self, rank: int, event: OptimizerEvent) -> C:
         if self._config is None:
@@ -274,6 +309,7 @@ class StateMachine(abc.ABC, Generic[C]):
         self._resumes = self._resumes or event.resumes
         self._produced[rank] = event.produced
         self._shown[rank] = event.shown
+        self._hypers[rank] = event.hyper
         if len(self._done) < len(self.ranks) or self._config is None:
             return [*self._on_rank_finished(rank, now), *self._due_collectives()]
         return self._drain(rank, now)
@@ -343,6 +379,8 @@ class StateMachine(abc.ABC, Generic[C]):
         commands.append(
             Drained(self._optimizer, rounds, produced, last, self._flush, self._details(), self._whole, newest, gone)
         )
+        if len({tuple(self._produced[one]) for one in self.present}) == 1:  # (else schedules by step may differ)
+            self._compare_settings()
         if self._flush:
             self._drained, self._whole = dict(self._produced), not gone
         self._shown.clear()
@@ -537,6 +575,26 @@ def mismatch(opened: dict[int, Registered[Any]]) -> str | None:
         f"was called, something has changed weights on each rank since then, such as an optimizer that is not wrapped "
         f"or the first half of SAM."
     )
+
+
+def unlike_settings(hypers: Mapping[int, Hyper]) -> str | None:
+    """Return a notice about the first hyperparameter that differs between ranks; None if there is none.
+
+    Args:
+        hypers: of each rank; empty if it does not know them yet.
+    """
+    known = {rank: hyper for rank, hyper in sorted(hypers.items()) if hyper}
+    lowest = min(known, default=0)
+    for rank, hyper in known.items():
+        for number, (own, other) in enumerate(zip(known[lowest], hyper, strict=False)):
+            for name in sorted(own.keys() | other.keys()):
+                if own.get(name) != other.get(name):
+                    return (
+                        f"ranks have different settings: {name} of parameter group {number} is {own.get(name)} "
+                        f"on rank {lowest} and {other.get(name)} on rank {rank}. Set the same on every rank, or load "
+                        f"the checkpoint on every rank, unless each is to have its own"
+                    )
+    return None
 
 
 def differing_replicas(replicas: dict[int, tuple[list[str], list[int]]]) -> tuple[list[int], str] | None:

@@ -87,12 +87,14 @@ class Finished(OptimizerEvent, frozen=True, tag=True):
         flush: whether it is a drain.
         shown: number of rounds since the last drain or cut that user code on this rank saw before they were applied.
         resumes: whether it sends ``Resumed`` afterwards, before which no exchange or pull may start.
+        hyper: its present hyperparameters; empty if they are not known.
     """
 
     produced: list[int]
     flush: bool = True
     shown: int = 0
     resumes: bool = False
+    hyper: Hyper = []
 
 
 class Resumed(OptimizerEvent, frozen=True, tag=True):

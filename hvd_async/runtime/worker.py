@@ -248,6 +248,7 @@ class Worker(abc.ABC):
         shown: number of rounds since the last drain or cut that user code saw, and may have changed, before they were
             applied.
         in_consensus: whether the model now holds the consensus of all ranks instead of this rank's weights.
+        hyperparameters: returns the present hyperparameters; empty if they are not known.
     """
 
     holds_after_end = False
@@ -287,6 +288,7 @@ class Worker(abc.ABC):
         self.kind = "optimizer"
         self.shown = 0
         self.in_consensus = False
+        self.hyperparameters: Callable[[], Hyper] = list
 
     # -- registration -----------------------------------------------------------------------------------------
 
@@ -406,7 +408,8 @@ class Worker(abc.ABC):
         if not self._announced:
             self._announced = True
             resumes = self.holds_after_end and self.engine.collectives.in_order
-            self.send(Finished(self.number, self._counts(), flush, self.shown, resumes))
+            hyper = self.hyperparameters()
+            self.send(Finished(self.number, self._counts(), flush, self.shown, resumes, hyper))
 
     def announce_resumed(self) -> None:
         """Report to the coordinator that this rank has completed a drain or cut, if it waits for that."""

@@ -305,7 +305,7 @@ class GradientReplica(eager.GradientReplica):
         held = [v for v in optimizer.variables if id(v) != own_rate]
         kinds = [f"optimizer {optimizer._wrapped_class.__name__}", *(f"setting {one}" for one in settings(optimizer))]
         kinds.append(f"buckets {[list(b.indices) for b in layout.buckets]}")
-        wire = [dtype.name for dtype in codec.wire.values()]
+        wire = eager.wire_label(self._given.compression, (dtype.name for dtype in codec.wire.values()))
         kinds.append(
             f"gradients x {self.scales}, {self.passes} passes {self._given.average_aggregated_gradients}, as {wire}"
         )
@@ -334,7 +334,7 @@ class GradientReplica(eager.GradientReplica):
         return flat_double(self.optimizer._trainable_variables)
 
     def buffers(self) -> Buffers:
-        return buffers_of(self.model)
+        return buffers_of(self.model, self.optimizer)
 
     def apply(self, round_: ReducedRound) -> None:
         update = self.update

@@ -360,8 +360,9 @@ def _begin(driver: LocalDriver, rate: tf.Tensor) -> tf.Tensor:
         float64, shape (3,): the push-sum weight, whether ``_end`` needs the weights before the update too, and whether
         the update is due.
     """
-    driver.replica.rate = float(rate)  # type: ignore[attr-defined]
-    start = driver.begin_step(changes_weights=driver.replica.has_constraints())  # type: ignore[attr-defined]
+    replica: Any = driver.replica
+    replica.rate, replica.has_rate = float(rate), True
+    start = driver.begin_step(changes_weights=replica.has_constraints())
     return constant((float(start.scale), float(start.needs_pre_update), float(start.updates)), tf.float64)
 
 

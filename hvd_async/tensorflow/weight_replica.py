@@ -15,6 +15,7 @@ from hvd_async.algorithms.gossip.message_format import MessageFormat, NumpyMessa
 from hvd_async.optimizers import replica
 from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.memory import ReusedBlocks
+from hvd_async.runtime.protocol import Hyper
 from hvd_async.tensorflow.variables import (
     SCHEDULE_FREE,
     Flat,
@@ -48,7 +49,7 @@ class WeightReplica(replica.WeightReplica):
         model: the model whose batch-norm statistics agree; None if it is not known.
         passes: backward passes per step.
         flat: the weights that are mixed; None until they are known.
-        rate: the learning rate of the step that has begun.
+        rate: the learning rate of the step that has begun; ``has_rate``: whether any has.
         have_gradients: the indices of the weights that have a gradient in the step that ends.
         weight: the push-sum weight by which the variables are multiplied while the wrapped optimizer works on them.
         updates: whether the wrapped optimizer's update is being traced, or made.
@@ -73,6 +74,7 @@ class WeightReplica(replica.WeightReplica):
         self._mixed: list[Any] | None = None
         """The Keras variables that are mixed; None until they are known."""
         self.rate = 1.0
+        self.has_rate = False
         self.have_gradients: set[int] = set()
         self.weight: tf.Tensor | None = None
         self.updates = False
@@ -213,6 +215,9 @@ class WeightReplica(replica.WeightReplica):
 
     # -- state other than the weights -------------------------------------------------------------------------
 
+    def hyperparameters(self) -> Hyper:
+        return [{"learning_rate": self.rate}] if self.has_rate else []
+
     def learning_rates(self) -> list[tuple[int, float]]:
         return [(self.mixed().elements, self.rate)]
 
@@ -263,7 +268,7 @@ class WeightReplica(replica.WeightReplica):
         self.velocities().add(correction, indices)
 
     def buffers(self) -> Buffers:
-        return buffers_of(self.model)
+        return buffers_of(self.model, self.optimizer)
 
     def number(self, loss: Any) -> float:
         return float(loss)

@@ -34,7 +34,7 @@ from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.runtime.protocol import Hyper
 from hvd_async.torch import hyperparameters, shared_models, streams
 from hvd_async.torch.arrival import Arrivals, Lead
-from hvd_async.torch.gradient_format import MIB, Layout, differentiable, make_wire, memory_order, slots
+from hvd_async.torch.gradient_format import MIB, Layout, differentiable, make_wire, memory_order, slots, wire_dtype
 from hvd_async.torch.streams import record_ready
 from hvd_async.torch.tensors import NamedBuffers, checksum, flat_double, signature, take_over
 from hvd_async.torch.update import LEADS, Extrapolation, StepHooks, drop_made_state
@@ -467,6 +467,8 @@ class GradientReplica(eager.GradientReplica):
         self.extrapolation = Extrapolation()
         self.watch = Watch()
         self._checked: int | None = None
+        self.met: list[torch.Tensor] = []
+        """All parameters of the optimizer at the last ``prepare``."""
         self._use(Layout([]), early=False)
 
     def attach(self, optimizer: Any) -> None:
@@ -481,6 +483,9 @@ class GradientReplica(eager.GradientReplica):
     def parameters(self) -> list[torch.Tensor]:
         """Parameters that can have a gradient; integer parameters are ignored."""
         return [p for group in self.optimizer.param_groups for p in group["params"] if differentiable(p)]
+
+    def check_groups(self) -> None:
+        shared_models.check_groups(self.optimizer, self.met)
 
     def bind(self, engine: RankRuntime) -> None:
         """Let the engine use this thread's stream: both threads change what the ranks exchange. Raises as
@@ -524,6 +529,7 @@ class GradientReplica(eager.GradientReplica):
     def prepare(self) -> None:
         """Split the parameters into buckets, and hook them."""
         given, parameters = self._given, self.parameters
+        self.met = [p for group in self.optimizer.param_groups for p in group["params"]]
         count = slots(given.compression, parameters, self._rank_group.size, given.max_staleness)
         self.tail = Tail(count, self._rank_group.index % count, given.weighting == "samples")
         # (an overflow of a scaled step is known at its end only; an error must come before anything is handed over)
@@ -763,9 +769,13 @@ class GradientReplica(eager.GradientReplica):
         place = {id(p): index for index, p in enumerate(parameters)}
         members = [[place[id(p)] for p in bucket.parameters] for bucket in self.layout.buckets]
         buckets = f"{len(members)} buckets ({zlib.crc32(str(members).encode()):08x})"
+        compression = self._given.compression
+        dtypes = (str(wire_dtype(compression, b.dtype)).removeprefix("torch.") for b in self.layout.buckets)
         kind = (
             f"optimizer {optimizer._wrapped_class.__name__} with groups of {sizes}, {buckets}, "
-            f"factors {self.before} and {self.after}"
+            f"factors {self.before} and {self.after}, gradients as {eager.wire_label(compression, dtypes)}"
+            f"{', round_transform' if self.round_transform is not None else ''}"
+            f"{', named_buffers' if self.named_buffers else ''}"
         )
         leads = self.extrapolation.leads
         held = [

@@ -1,27 +1,31 @@
-"""Models that more than a wrapped optimizer trains.
+"""Models that more than a wrapped optimizer trains, and models of which it trains only a part.
 
 This library's optimizers average whole models, each on one rank. A model that torch itself shares between ranks (under
-DDP, sharded by FSDP, split by tensor parallelism) is refused; one that a plain optimizer steps is worth a warning.
+DDP, sharded by FSDP, split by tensor parallelism) is refused; one that a plain optimizer steps is worth a warning, and
+so is one whose buffers each rank trains for itself.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import operator
 import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvd_async.errors import NotInitializedError, ReplicaStateError
 from hvd_async.runtime.log import users_line
 from hvd_async.torch.collectives import LIFECYCLE
+from hvd_async.torch.tensors import checksum, is_plain
 
 # -- models that torch shares ------------------------------------------------------------------------------------------
 
@@ -120,7 +124,7 @@ def _replaced(parameters: Sequence[torch.Tensor]) -> str | None:
     own = {id(parameter) for parameter in parameters if parameter.requires_grad and parameter.grad is None}
     if not distributed or not own:
         return None
-    modules = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
+    modules = _modules()
     held = [p for each in modules for p in vars(each).get("_parameters", {}).values()]
     sharded = any(_is_distributed(p) for p in held) or any(_kind(each) == AVERAGING[1] for each in modules)
     if not sharded or own.issubset(map(id, held)):
@@ -132,9 +136,34 @@ def _replaced(parameters: Sequence[torch.Tensor]) -> str | None:
     )
 
 
+def _modules() -> list[torch.nn.Module]:
+    """Return all modules of this process. (Some may not be initialized yet.)"""
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
+
+
 def _is_distributed(parameter: Any) -> bool:
     """Return whether a parameter is a DTensor, without an import of their modules, which takes long."""
     return any(one.__name__ == "DTensor" for one in type(parameter).__mro__)
+
+
+def check_groups(optimizer: torch.optim.Optimizer, met: Sequence[torch.Tensor]) -> None:
+    """Check that an optimizer's groups have the parameters with which the ranks met.
+
+    Args:
+        optimizer: the wrapped one.
+        met: these parameters, in order.
+
+    Raises:
+        ReplicaStateError: they have others.
+    """
+    now = [p for group in optimizer.param_groups for p in group["params"]]
+    if len(now) != len(met) or any(map(operator.is_not, now, met)):
+        raise ReplicaStateError(
+            f"the parameters in this optimizer's groups ({len(now)}) are not those with which the ranks met "
+            f"({len(met)}): they were replaced, added or removed after the first step or drain(). Give the optimizer "
+            f"all parameters before training and freeze some by requires_grad_(False), or call discard() on every rank "
+            f"and wrap an optimizer of the new ones"
+        )
 
 
 # -- plain optimizers of a wrapped one's parameters --------------------------------------------------------------------
@@ -147,14 +176,18 @@ class _Watched:
     """Observations of one wrapped optimizer, also after it was deleted.
 
     Attributes:
-        empty: number of its steps, none of which had a gradient; None once one had, or after the warning.
+        empty: number of its last steps without any gradient; None after the warning.
         once: plain optimizers that have stepped its parameters, once; a second step is worth a warning.
         around: plain optimizers whose step has one of the wrapped optimizer inside, such as SAM's.
         warns: whether a plain optimizer's step is still worth a warning.
+        looks_at_buffers: whether its model's buffers are still to be looked at, see ``_look_at_buffers``.
+        buffers: those of its model at its first step, until they were looked at.
     """
 
     def __init__(self) -> None:
         self.empty: int | None = 0
+        self.looks_at_buffers = True
+        self.buffers: list[_Buffer] = []
         self.once: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.around: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.warns = True
@@ -187,11 +220,22 @@ def end(optimizer: torch.optim.Optimizer) -> None:
     _watched[optimizer].warns = False
 
 
-def stepping(optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
-    """Look at the begin of a wrapped optimizer's ``step()``; ``has_closure``: its gradients are yet to be made."""
-    own = _watched[optimizer]
+def stepping(optimizer: Any, has_closure: bool) -> None:
+    """Look at the begin of a wrapped optimizer's ``step()``; raises as ``check_groups``.
+
+    Args:
+        optimizer: the wrapped one.
+        has_closure: whether its gradients are yet to be made.
+    """
+    own, driver = _watched[optimizer], optimizer._async
+    if driver.worker is not None:
+        check_groups(optimizer, driver.replica.met)
+    if own.looks_at_buffers:
+        _look_at_buffers(optimizer, own)
     if own.empty is not None and not has_closure:
-        own.empty = None if any(p.grad is not None for p in _parameters(optimizer)) else own.empty + 1
+        known = driver.replica.met  # (nearly always its first parameter has a gradient)
+        has_gradient = known and known[0].grad is not None
+        own.empty = 0 if has_gradient or any(p.grad is not None for p in _parameters(optimizer)) else own.empty + 1
         if own.empty == STEPS:
             own.empty = None
             warnings.warn(
@@ -205,6 +249,67 @@ def stepping(optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
         if isinstance(caller, torch.optim.Optimizer) and caller in own.once:
             own.around.add(caller)
         frame = frame.f_back
+
+
+class _Buffer(NamedTuple):
+    """A buffer of a module, as it was at one time.
+
+    Attributes:
+        module: its module, held weakly.
+        name: its name there.
+        path: its name in the model.
+        checksum: of its bytes.
+    """
+
+    module: weakref.ref[torch.nn.Module]
+    name: str
+    path: str
+    checksum: int
+
+    def has_changed(self) -> bool:
+        """Return whether the module's buffer of this name holds other bytes by now."""
+        now = getattr(self.module(), self.name, None)
+        return now is not None and checksum(now) != self.checksum
+
+
+def _look_at_buffers(optimizer: Any, own: _Watched) -> None:
+    """Warn, on one rank, if training changes floating-point buffers of the model and no ``named_buffers`` were given.
+
+    They are compared at the begin of the first two steps. A forward pass in training mode is between these, and hardly
+    anything else: buffers that only ``load_state_dict()`` or a broadcast changes are no reason to warn.
+    """
+    driver = optimizer._async
+    if driver.size == 1 or driver.index or driver.buffers == "local" or driver.replica.named_buffers:
+        own.looks_at_buffers = False
+    elif not own.buffers:
+        own.buffers = _buffers_of(optimizer)
+        own.looks_at_buffers = bool(own.buffers)
+    else:
+        changed = [one.path for one in own.buffers if one.has_changed()]
+        own.buffers, own.looks_at_buffers = [], False
+        if changed:
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            warnings.warn(
+                f"training changes buffers of this model, {', '.join(changed[:3])}{more}, and each rank keeps its own: "
+                f"pass named_buffers=model.named_buffers(), so that batch-norm statistics and other buffers agree "
+                f"after drain(), or buffers='local' if they are to differ",
+                stacklevel=users_line(),
+            )
+
+
+def _buffers_of(optimizer: torch.optim.Optimizer) -> list[_Buffer]:
+    """Return the floating-point buffers of the modules that have parameters of an optimizer, themselves or in parts."""
+    parameters = set(map(id, _parameters(optimizer)))
+    around = [each for each in _modules() if "_parameters" in vars(each)]
+    around = [each for each in around if not parameters.isdisjoint(map(id, each.parameters()))]
+    found = {
+        (id(module), name): _Buffer(weakref.ref(module), name, f"{prefix}.{name}".lstrip("."), checksum(buffer))
+        for each in sorted(around, key=lambda one: sum(1 for _ in one.modules()))
+        for prefix, module in each.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not is_lazy(buffer) and buffer.is_floating_point() and is_plain(buffer)
+    }
+    return [*found.values()]
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -224,7 +329,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
         f"optimizer is wrapped, so ranks train apart. Call step() of what EagerOptimizer(), GossipOptimizer() or "
         f"LeaderOptimizer() returned, and wrap each optimizer of the model. If this rank is to train alone, call "
         f"discard() of the wrapped one first",
-        stacklevel=users_line() + 1,  # (torch's function around each step)
+        stacklevel=users_line(),
     )
 
 

@@ -19,7 +19,8 @@ from hvd_async.algorithms.gossip.message_format import CHUNK, HEADER, LEVELS, Me
 from hvd_async.optimizers import replica
 from hvd_async.optimizers.agreement import Buffers
 from hvd_async.runtime.interfaces import FiniteFlag, RankRuntime
-from hvd_async.torch import shared_models, streams
+from hvd_async.runtime.protocol import Hyper
+from hvd_async.torch import hyperparameters, shared_models, streams
 from hvd_async.torch.gradient_format import differentiable, memory_order
 from hvd_async.torch.streams import ReusedMemory
 from hvd_async.torch.tensors import NamedBuffers, checksum, flat_double, signature
@@ -344,6 +345,8 @@ class WeightReplica(replica.WeightReplica):
         """Elements of each parameter group that are mixed."""
         self.counters: set[str] = set()
         self._checked: int | None = None
+        self.met: list[torch.Tensor] = []
+        """All parameters of the optimizer at the last ``prepare``."""
 
     def continue_from(self, before: WeightReplica) -> None:
         self.counters, self._orders = before.counters, before._orders
@@ -363,6 +366,9 @@ class WeightReplica(replica.WeightReplica):
             for p in group["params"]
             if p.dtype in MIXED or (p.requires_grad and differentiable(p))
         ]
+
+    def check_groups(self) -> None:
+        shared_models.check_groups(self.optimizer, self.met)
 
     def bind(self, engine: RankRuntime) -> None:
         """Let the engine use this thread's stream: both threads change what the ranks exchange. Raises as
@@ -387,6 +393,7 @@ class WeightReplica(replica.WeightReplica):
         self._vectors = WeightVectors(parameters, kind, [self._orders[id(p)] for p in parameters])
         mixed = set(self._orders)
         groups = self.optimizer.param_groups
+        self.met = [p for group in groups for p in group["params"]]
         self._elements = [sum(p.numel() for p in group["params"] if id(p) in mixed) for group in groups]
 
     def check(self) -> None:
@@ -485,6 +492,9 @@ class WeightReplica(replica.WeightReplica):
     def learning_rates(self) -> list[tuple[int, Any]]:
         rates = [group.get("lr") for group in self.optimizer.param_groups]
         return [(n, _number_of(rate)) for n, rate in zip(self._elements, rates, strict=True)]
+
+    def hyperparameters(self) -> Hyper:
+        return hyperparameters.read(self.optimizer.param_groups, self.counters)
 
     def sizes(self) -> list[int]:
         return self._vectors.sizes

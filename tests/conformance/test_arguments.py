@@ -506,10 +506,23 @@ def test_process_sets_and_graphs_and_groups_of_them(binding):
 # -- ranks that differ --------------------------------------------------------------------------------------------
 
 EASGD = Following("easgd", groups=several(3, 3), global_period=4)
+EAGER = {"wrapper": "EagerOptimizer"}
+"""Instead of what the ranks follow: of all ranks, not only of one."""
+
+
+class Halves(torch_hvd.Compression.none):  # type: ignore[misc]
+    """A compression whose dtype does not tell that ranks have different ones."""
+
+
 DIFFERENCES: list[tuple[Any, Any, dict[str, Any], str]] = [
     *((binding, None, {"topology": "ring"}, "same arguments on every rank") for binding in (TorchRank, KerasRank)),
     *((binding, None, {"case": ADAM}, "optimizer SGD") for binding in (TorchRank, KerasRank)),
-    *((binding, None, {"wrapper": "EagerOptimizer"}, "") for binding in (TorchRank, KerasRank)),
+    *((binding, None, EAGER, "") for binding in (TorchRank, KerasRank)),
+    (TorchRank, EAGER, {"compression": torch_hvd.Compression.fp16}, "gradients as float16 by"),
+    (TorchRank, EAGER, {"compression": Halves}, "gradients as float32 by Halves"),
+    (KerasRank, EAGER, {"compression": keras_hvd.Compression.fp16}, "as float16 by"),
+    (TorchRank, EAGER, {"round_transform": lambda parameters: None}, "round_transform"),
+    (TorchRank, EAGER, {"named_buffers": []}, "named_buffers"),
     (TorchRank, None, {"named_parameters": None, "grouped": True}, ""),
     (KerasRank, None, {"backward_passes_per_step": 2}, "1 backward passes"),
     (KerasRank, None, {"make": lambda ps: keras_sgd(0.1, use_ema=True)}, "moving averages"),
@@ -533,8 +546,9 @@ def test_a_difference_between_ranks_is_reported_on_all_of_them(binding, followin
     def work(rank: int) -> None:
         options = dict(other) if rank == 2 else {}
         case, grouped = options.pop("case", SGD), options.pop("grouped", False)
-        own = following and Following(groups=several(3, 3))
-        one = binding(binding.least_squares(3, case), rank, options.pop("following", own), **options)
+        every = EAGER if following is EAGER else {}
+        own = Following(groups=several(3, 3)) if following is PAIRS else None
+        one = binding(binding.least_squares(3, case), rank, options.pop("following", own), **every, **options)
         if grouped:
             one.opt.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
         one.train(2)

@@ -233,6 +233,38 @@ def test_only_the_statistic_that_is_not_finite_is_left_out_and_named(made, wrapp
     assert "mean are not finite on this rank, which has no part in their average" in reported
 
 
+@pytest.mark.parametrize(
+    ("wrapper", "norm", "more", "warnings_of_it"),
+    [
+        ("eager", True, {}, 1),
+        ("gossip", True, {}, 1),
+        ("eager", True, {"model": True}, 0),
+        ("lsgd", True, {"buffers": "local"}, 0),
+        ("eager", False, {}, 0),
+    ],
+)
+def test_batch_norm_of_a_keras_model_that_is_not_known_is_reported_once(wrapper, norm, more, warnings_of_it):
+    def train(rank: int) -> None:
+        layers = [keras.Input((2,)), keras.layers.Dense(2), *([keras.layers.BatchNormalization()] if norm else [])]
+        model, (name, options) = keras.Sequential(layers), WRAPPERS[wrapper]
+        given = {**more, "model": model} if "model" in more else more
+        optimizer = getattr(keras_hvd, name)(keras.optimizers.SGD(0.01), **options, **given)
+        optimizer.build(model.trainable_variables)
+        for variable in model.trainable_variables:
+            variable.assign(tf.ones(variable.shape))
+        for _ in range(2):
+            if hasattr(optimizer, "record_loss"):
+                optimizer.record_loss(1.0)
+            optimizer.apply([tf.ones(v.shape) for v in model.trainable_variables])
+            optimizer.drain()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Cluster(2).run(train)
+    said = [one for one in caught if "pass model=model to the wrapper" in str(one.message)]
+    assert [one.filename for one in said] == [__file__] * warnings_of_it
+
+
 # -- torch: which tensor ----------------------------------------------------------------------------------------
 
 GIVEN = {
@@ -281,6 +313,71 @@ def test_a_buffer_that_its_module_has_replaced_is_averaged_where_it_is_now(wrapp
         return model.norm.running_mean.tolist(), model.mask.tolist()
 
     assert Cluster(2).run(train) == [([1.5] * 3, [1.0] * 4)] * 2
+
+
+class Codebook(Net):
+    """A model with a buffer of its own that training changes, and one that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__(codes=torch.zeros(3), scale=torch.ones(1), seen=torch.zeros(1, dtype=torch.int64))
+        del self.norm
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(inputs) * self.scale
+        self.codes.lerp_(out.detach().mean(0), 0.1)
+        self.seen += 1
+        return out
+
+
+def frozen(model: torch.nn.Module) -> torch.nn.Module:
+    return model.eval()
+
+
+def in_a_trainer(model: torch.nn.Module) -> torch.nn.Module:
+    trainer = torch.nn.Module()
+    trainer.model, trainer.forward = model, model.forward
+    return trainer
+
+
+SILENT: list[tuple[str, Any, dict[str, Any], str | None]] = [
+    ("batch norm", Net, {}, "norm.running_mean, norm.running_var, and"),
+    ("inside another module", lambda: in_a_trainer(Net()), {}, "model.norm.running_mean, model.norm.running_var, and"),
+    ("a codebook", Codebook, {}, "codes, and"),
+    ("in evaluation mode", lambda: frozen(Net()), {}, None),
+    ("each rank's own on purpose", Net, {"buffers": "local"}, None),
+    ("given", Net, {"named_buffers": "generator"}, None),
+    ("none given on purpose", Net, {"named_buffers": None}, None),
+]
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "make", "more", "names"),
+    [
+        pytest.param(wrapper, *row[1:], id=f"{wrapper}-{row[0]}")
+        for row in SILENT
+        for wrapper in WRAPPERS
+        if wrapper == "eager" or row is SILENT[0]
+    ],
+)
+def test_buffers_that_training_changes_and_that_were_not_given_are_named_once(wrapper, make, more, names):
+    def train(rank: int) -> None:
+        name, options = WRAPPERS[wrapper]
+        model, given = make(), dict(more)
+        if "named_buffers" in given:
+            given["named_buffers"] = model.named_buffers() if given["named_buffers"] else []
+        optimizer = getattr(torch_hvd, name)(torch.optim.SGD(model.parameters(), lr=0.01), **options, **given)
+        if rank == 0:
+            model.load_state_dict({n: t + 1 if "running" in n else t for n, t in model.state_dict().items()})
+        for number in range(4):
+            step(model, optimizer, rank, number)
+        optimizer.drain()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Cluster(2).run(train)
+    said = [str(one.message) for one in caught if "training changes buffers" in str(one.message)]
+    assert len(said) == (names is not None)
+    assert all(f"of this model, {names} each rank keeps its own: pass named_buffers=" in one for one in said)
 
 
 def test_unused_generators_of_models_are_called_again_and_other_pairs_are_taken_as_they_are():

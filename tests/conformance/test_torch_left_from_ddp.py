@@ -258,6 +258,16 @@ def model_made_again(model: Any, wrap: Any) -> None:
         opt.step()
 
 
+def model_loaded_with_assign(model: Any, wrap: Any) -> None:
+    opt = wrap(sgd(model))
+    train_plainly(model, opt)
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+    opt.zero_grad()
+    for _ in range(10):
+        backward(model)
+        opt.step()
+
+
 def model_as_names(model: Any, wrap: Any) -> None:
     wrap(sgd(model), named_parameters=model[0])
 
@@ -282,8 +292,50 @@ def resuming_on_one_rank(model: Any, wrap: Any) -> None:
     opt.step()
 
 
+def parameters_replaced(model: Any, wrap: Any) -> None:
+    opt = wrap(sgd(model))
+    train_plainly(model, opt)
+    opt.param_groups[0]["params"] = list(network().parameters())
+    train_plainly(model, opt)
+
+
+def parameters_replaced_before_a_drain(model: Any, wrap: Any) -> None:
+    opt = wrap(sgd(model))
+    train_plainly(model, opt)
+    opt.param_groups[0]["params"] = list(network().parameters())
+    opt.drain()
+
+
+def group_added_to_what_was_wrapped(model: Any, wrap: Any) -> None:
+    opt = sgd(model)
+    wrapped = wrap(opt)
+    train_plainly(model, wrapped)
+    opt.add_param_group({"params": list(network().parameters())})
+    train_plainly(model, wrapped)
+
+
+def parameter_appended(model: Any, wrap: Any) -> None:
+    opt = wrap(sgd(model))
+    train_plainly(model, opt)
+    opt.param_groups[0]["params"].append(torch.nn.Parameter(torch.ones(1)))
+    train_plainly(model, opt)
+
+
+def parameters_replaced_on_a_rank(model: Any, wrap: Any) -> None:
+    opt = wrap(sgd(model))
+    if model.rank == 1:
+        opt.param_groups[0]["params"] = list(model[0].parameters())
+    train_plainly(model, opt)
+
+
 EAGER, WEIGHTS = ["EagerOptimizer"], ["GossipOptimizer", "LeaderOptimizer"]
 APART = r"SGD\.step\(\) of an optimizer that is not wrapped .* train apart\. Call step\(\) of what EagerOptimizer\(\)"
+CHANGED = [
+    parameters_replaced,
+    parameters_replaced_before_a_drain,
+    group_added_to_what_was_wrapped,
+    parameter_appended,
+]
 MISTAKES: list[tuple[Callable[[Any, Any], None], list[str], type[Exception], str]] = [
     (no_sync, [*WRAPPERS], AttributeError, "no_sync"),
     (clipping, EAGER, ReplicaStateError, r"round_transform=lambda parameters: torch\.nn\.utils\.clip_grad_norm_"),
@@ -302,10 +354,13 @@ MISTAKES: list[tuple[Callable[[Any, Any], None], list[str], type[Exception], str
     (optimizer_of_a_part, [*WRAPPERS], UserWarning, APART),
     (new_optimizer, [*WRAPPERS], UserWarning, APART),
     (model_made_again, [*WRAPPERS], UserWarning, "no parameter of this optimizer has had a gradient"),
+    (model_loaded_with_assign, [*WRAPPERS], UserWarning, "no parameter of this optimizer has had a gradient"),
     (clipping_in_rounds, WEIGHTS, TypeError, r"clip gradients before step\(\)"),
     (scaler_passed, WEIGHTS, TypeError, r"as with a plain optimizer"),
     (resuming_on_one_rank, EAGER, ReplicaMismatchError, r"state differs.*hvd\.broadcast_optimizer_state\("),
     (model_as_names, [*WRAPPERS], ValueError, r"pass model\.named_parameters\(\)"),
+    *((changed, [*WRAPPERS], ReplicaStateError, "are not those with which the ranks met") for changed in CHANGED),
+    (parameters_replaced_on_a_rank, [*WRAPPERS], ReplicaMismatchError, "different parameters"),
 ]
 
 TO_ERRORS = pytest.mark.filterwarnings("error:.*ranks train apart", "error:.*has had a gradient")

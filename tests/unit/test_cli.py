@@ -17,7 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def called(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    command, env = [sys.executable, "-m", "hvd_async", *arguments], {**os.environ, "PYTHONPATH": str(ROOT)}
+    """Call it as the installed command is: the working directory is not in ``sys.path`` (from Python 3.11 on)."""
+    command = [sys.executable, "-m", "hvd_async", *arguments]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=cwd, env=env)
 
 

@@ -95,6 +95,17 @@ def test_text_is_one_line_of_bounded_length():
 
 def test_a_script_next_to_the_package_is_user_code():
     """Whatever its name begins with; called from another one."""
+    assert level_of(f"{PACKAGE.rstrip(os.sep)}_tools.py") == 1
+
+
+def test_an_installed_package_is_not_user_code():
+    """A scheduler of torch calls ``step()``, and the line of user code is where the scheduler was called."""
+    assert level_of("/env/lib/site-packages/torch/optim/lr_scheduler.py") == 2
+
+
+def level_of(file: str) -> int:
+    """Return the level that a function of this file gets, called from here."""
     script = {"users_line": users_line}
-    exec(compile("def level():\n    return users_line()", f"{PACKAGE.rstrip(os.sep)}_tools.py", "exec"), script)
-    assert script["level"]() == 1
+    exec(compile("def level():\n    return users_line()", file, "exec"), script)
+    level: int = script["level"]()  # type: ignore[operator,assignment]
+    return level

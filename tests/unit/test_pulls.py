@@ -72,6 +72,16 @@ def test_where_nobodys_loss_is_finite_no_rank_is_pulled_and_people_hear_once():
     ]
 
 
+def test_a_rank_that_has_taken_no_step_while_the_others_ran_ahead_and_finished_is_no_reason_to_warn():
+    """The others' pull completes when they have finished, and the next one is due at once, with no leader to be had."""
+    machine = opened(TRIO, 3)
+    assert len(play(machine, *steps(1.0, 2.0, 3.0) * 2)) == 1
+    play(machine, *[(rank, 1.0) for _ in range(20) for rank in (0, 1)])
+    play(machine, (0, Finished(7, [22])), (1, Finished(7, [22])))
+    assert play(machine, (0, PullDone(7, 1))) == []
+    assert machine.take_notice() is None
+
+
 def test_a_pull_is_reported_to_the_ranks_of_its_group_only():
     machine = opened()
     pulls = play(machine, *steps(1.0, 2.0, 3.0, 4.0) * 4)

@@ -123,9 +123,9 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
         return None
 
     def take_notice(self) -> str | None:
-        """Return a warning, once, if a pull had no leader."""
+        """Return a notice as the base does, or a warning, once, if a pull had no leader."""
         if not self._leaderless or self._warned:
-            return None
+            return super().take_notice()
         self._warned = True
         return (
             "no rank of a group, or of all, has a finite mean loss, so it has no leader and is not pulled; check what "
@@ -199,13 +199,19 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
             for group in groups:
                 group.steps += some
             self._touched.update(changed)
-            commands += self._due()
+            commands += self._due(stepped=True)
         return commands
 
     def _start_due(self, now: float) -> list[Command]:
         return self._due()
 
-    def _due(self) -> list[Command]:
+    def _due(self, stepped: bool = False) -> list[Command]:
+        """Return the pulls that are due.
+
+        Args:
+            stepped: whether a step has made them so, whose rank has just sent its loss. Otherwise the ranks that may
+                lead may have taken no step for a while: the others were ahead and have finished.
+        """
         commands: list[Command] = []
         if self._resuming:
             return commands
@@ -216,7 +222,7 @@ class LeaderStateMachine(StateMachine[LeaderConfig]):
             group.steps %= group.needed
             leader = CENTER if self._has_center else pick_leader(self._means, self._recent(group.ranks))
             if leader is None and self._means.keys() & set(group.ranks):
-                self._leaderless += 1
+                self._leaderless += stepped
                 continue
             self._round += 1
             if leader is not None:

@@ -315,7 +315,7 @@ ANSWERS_IN = 0.2
 
 
 class Door(NamedTuple):
-    """Where other processes can knock: the port refuses connections once the rank has ended.
+    """A door at which other processes can knock: the port refuses connections once the rank has ended.
 
     Attributes:
         host: the name of the rank's host.
