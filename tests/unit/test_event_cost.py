@@ -1,11 +1,12 @@
-"""An event costs a state machine the same with more ranks: counted in lines of Python, not in seconds."""
+"""An event costs a state machine the same with more ranks: counted in lines of Python and in bytes, not in seconds."""
 
 from __future__ import annotations
 
 import sys
+import tracemalloc
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -15,17 +16,17 @@ from hvd_async.runtime.machine import StateMachine
 from hvd_async.runtime.protocol import Command
 from scripts.benchmarks.support.events import BUCKETS, KINDS, Ranks, measure
 
-FEW, MANY = 64, 4096
+FEW, MANY = 64, 512
 EAGER = ("solo", "majority", "all", "auto", "solo, hosts of 8", "solo, bucket by bucket", "majority, pace by rounds")
 
 
-class Lines:
-    """Counter of the lines of Python that run while events are handled."""
+class Watched:
+    """Counter of the lines of Python that run while events are handled, and of the memory that they take meanwhile."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.lines = self.bytes = 0
 
-    def handle(self, machine: StateMachine[Any], rank: int, event: Any, now: float) -> list[Command]:
+    def count_lines(self, machine: StateMachine[Any], rank: int, event: Any, now: float) -> list[Command]:
         """Handle an event as the machine does."""
         before = sys.gettrace()
         sys.settrace(lambda frame, what, arg: self._on_line)
@@ -35,36 +36,58 @@ class Lines:
             sys.settrace(before)
 
     def _on_line(self, frame: FrameType, what: str, arg: Any) -> Callable[..., Any]:
-        self.count += what == "line"
+        self.lines += what == "line"
         return self._on_line
 
+    def count_bytes(self, machine: StateMachine[Any], rank: int, event: Any, now: float) -> list[Command]:
+        """Handle an event as the machine does."""
+        tracemalloc.reset_peak()
+        before, _ = tracemalloc.get_traced_memory()
+        commands = machine.handle(rank, event, now)
+        self.bytes += tracemalloc.get_traced_memory()[1] - before
+        return commands
 
-def counted(kind: str, size: int, steps: int) -> tuple[float, float]:
-    """Return the lines of an event, mean, and of the end of a rank."""
-    ranks, lines = Ranks(kind, size), Lines()
-    ranks.step()
-    ranks.handle, events = lines.handle, 0
-    for _ in range(steps):
-        ranks.step()
-        events += ranks.events
-    each, lines.count = lines.count / events, 0
+
+class Cost(NamedTuple):
+    """Lines and bytes of an event, mean, and lines of the end of a rank."""
+
+    lines: float
+    bytes: float
+    lines_of_end: float
+
+
+def counted(kind: str, size: int, steps: int) -> Cost:
+    """Return what an event costs: bytes in the first two steps, lines in the ones after these."""
+    ranks, watched = Ranks(kind, size), Watched()
+
+    def handled(steps: int) -> int:
+        events = 0
+        for _ in range(steps):
+            ranks.step()
+            events += ranks.events
+        return events
+
+    ranks.handle = watched.count_bytes
+    tracemalloc.start()
+    try:
+        events = handled(2)
+    finally:
+        tracemalloc.stop()
+    each_bytes, ranks.handle = watched.bytes / events, watched.count_lines
+    events = handled(steps)
+    each_lines, watched.lines = watched.lines / events, 0
     if kind in EAGER:
         ranks.finish()
-    return each, lines.count / size
+    return Cost(each_lines, each_bytes, watched.lines / size)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_event_takes_as_many_lines_with_more_ranks(kind: str) -> None:
-    few, many = counted(kind, FEW, steps=8), counted(kind, MANY, steps=1)
-    assert many[0] <= 1.2 * few[0], "lines of an event"
-    assert many[1] <= 1.2 * few[1], "lines of a rank's end"
-
-
-@pytest.mark.parametrize("kind", ["solo", "majority", "solo, hosts of 8"])
-def test_no_event_copies_the_state_of_all_ranks(kind: str) -> None:
-    """Copies take no lines, but time: of all ranks' sets, more than ten times the time of an event."""
-    few, many = (min(measure(kind, size).microseconds for _ in range(3)) for size in (FEW, MANY))
-    assert many <= 5 * few
+def test_an_event_costs_the_same_with_more_ranks(kind: str) -> None:
+    """Copies take no lines, but memory: of a set of all ranks at least 32 bytes a rank."""
+    few, many = counted(kind, FEW, steps=8), counted(kind, MANY, steps=2)
+    assert many.lines <= 1.2 * few.lines
+    assert many.lines_of_end <= 1.2 * few.lines_of_end
+    assert many.bytes <= 2 * few.bytes
 
 
 def test_every_algorithm_is_measured() -> None:
