@@ -23,21 +23,19 @@ from hvd_async.algorithms.gossip.config import (
 from hvd_async.algorithms.gossip.machine import SMOOTHING, GossipStateMachine
 from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.protocol import Accepted, Command, Finished, OptimizerEvent, Registered, Rejected
+from hvd_async.runtime.protocol import Command, Finished, OptimizerEvent, Registered, Rejected
 from hvd_async.simulation.job import Setup
 from hvd_async.simulation.network import Network
 from scripts.benchmarks.support.schedule import job_of
 from tests.machines.driver import snapshot
+from tests.unit.moves import registered
 
 SGP = make_plan(3).config
 
 
 def opened(config: GossipConfig = SGP, size: int = 3) -> GossipStateMachine:
-    """A machine whose ranks have all opened."""
-    machine = GossipStateMachine(7, range(size))
-    commands = [c for rank in range(size) for c in machine.handle(rank, Registered(7, config, ["w"], [1]), 0.0)]
-    assert commands == [Accepted(7)]
-    return machine
+    """A machine whose ranks have all registered."""
+    return registered(GossipStateMachine(7, range(size)), config)
 
 
 def play(machine: GossipStateMachine, *moves: tuple[float, int, OptimizerEvent]) -> list[list[Command]]:

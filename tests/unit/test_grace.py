@@ -12,18 +12,14 @@ from hypothesis import strategies as st
 from hvd_async.algorithms.eager.config import EagerConfig, GradientReady, StartRound, StepEntered
 from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.algorithms.eager.quorum import SHARE, Grace
-from hvd_async.runtime.protocol import Registered
+from tests.unit.moves import opened
 
 STEP = 0.1
 
 
 def machine(ranks: int, quorum: str | int = "solo", **options: Any) -> EagerStateMachine:
     """All ranks have registered."""
-    made = EagerStateMachine(0, range(ranks))
-    config = EagerConfig(quorum=quorum, max_staleness=16, grace="auto", seed=0, buckets=1, **options)
-    for rank in range(ranks):
-        made.handle(rank, Registered(0, config, ["w"], [1]), 0.0)
-    return made
+    return opened(EagerConfig(quorum=quorum, max_staleness=16, grace="auto", seed=0, buckets=1, **options), ranks)
 
 
 def play(made: EagerStateMachine, arrivals: list[list[float]]) -> list[tuple[float, int]]:
@@ -40,8 +36,8 @@ def play(made: EagerStateMachine, arrivals: list[list[float]]) -> list[tuple[flo
     for at, step, rank in events:
         while (due := made.deadline()) is not None and due <= at:
             note(made.tick(due), due)
-        note(made.handle(rank, StepEntered(0, step, []), at), at)
-        note(made.handle(rank, GradientReady(0, [0], step, len(fired)), at), at)
+        note(made.handle(rank, StepEntered(7, step, []), at), at)
+        note(made.handle(rank, GradientReady(7, [0], step, len(fired)), at), at)
     return fired
 
 
