@@ -16,9 +16,8 @@ from hvd_async.algorithms import registry
 from hvd_async.algorithms.gossip.plan import ALGORITHMS, algorithms_of, make_plan
 from hvd_async.topology import Topology
 from tests.conftest import examples
+from tests.unit.test_topology import SYMMETRIC
 
-SYMMETRIC = {"bipartite-exponential", "bipartite-linear", "ring", "symmetric-exponential", "mesh", "star", "complete"}
-SYMMETRIC |= {"base", "random-pairs"}
 DOUBLY = ("dpsgd", "exact-diffusion", "noloco")
 GOSSIPS = [name for name, algorithm in ALGORITHMS.items() if algorithm.has_graph]
 OUTER = [name for name, algorithm in ALGORITHMS.items() if algorithm.outer is not None]

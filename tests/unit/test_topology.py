@@ -149,6 +149,7 @@ def test_inner_outer_sends_one_rank_of_each_host_outside(hosts, local_size, oute
 @pytest.mark.parametrize(
     ("make", "hint"),
     [
+        (lambda: topology.named("exponential", 4, 0), "must be a whole number, 1 or more, got 0"),
         (lambda: hyper_hypercube(range(10), 3), "10 ranks have a prime factor above 4; use base_graph"),
         (lambda: topology.ring(4, "up"), "'left', 'right' or 'both'"),
         (lambda: topology.static_exponential(4, 1), "must be 2 or more, got 1"),
