@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from hvd_async.algorithms.eager.config import EagerConfig, ExplainRound, GradientReady, StartRound, StepEntered
 from hvd_async.algorithms.eager.machine import EagerStateMachine
-from hvd_async.runtime.protocol import Accepted, Command, Hyper, Registered
+from hvd_async.runtime.machine import StateMachine
+from hvd_async.runtime.protocol import Accepted, Command, Config, Hyper, Registered
 
 SOLO = EagerConfig("solo", 2, 0.0, 0, 1)
 
 
-def opened(config: EagerConfig, size: int, timeline: bool = False) -> EagerStateMachine:
-    """A machine whose ranks have all opened; ``timeline``: rank 0 records one."""
-    rounds = EagerStateMachine(7, range(size))
+M = TypeVar("M", bound=StateMachine[Any])
+
+
+def registered(machine: M, config: Config, timeline: bool = False) -> M:
+    """A state machine of optimizer 7 whose ranks have all registered; ``timeline``: the first records one."""
     commands: list[Command] = []
-    for rank in range(size):
-        own = Registered(7, config, ["w"], [1], timeline=timeline and rank == 0)
-        commands += rounds.handle(rank, own, 0.0)
+    for place, rank in enumerate(machine.ranks):
+        commands += machine.handle(rank, Registered(7, config, ["w"], [1], timeline=timeline and place == 0), 0.0)
     assert commands == [Accepted(7)]
-    return rounds
+    return machine
+
+
+def opened(config: EagerConfig, size: int, timeline: bool = False) -> EagerStateMachine:
+    """One of partial allreduce."""
+    return registered(EagerStateMachine(7, range(size)), config, timeline)
 
 
 def step(rounds: EagerStateMachine, rank: int, number: int, now: float = 0.0) -> list[Command]:

@@ -1,6 +1,6 @@
 """Adding an algorithm to the leader family takes the edits of docs/adding_an_algorithm.md, and no others.
 
-They are made in a copy of the package, and a process that imports the copy trains with the algorithm.
+They are made in a copy of the package, and processes that import the copy train with the algorithms.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 
-import pytest
+from tests.unit.forks import run_scripts
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LEADER = "hvd_async/algorithms/leader"
@@ -50,21 +48,26 @@ EDITS = [
     (f"{LEADER}/config.py", '    "easgd": LeaderAlgorithm(', ENTRY),
 ]  # fmt: skip
 """File, the line that is edited, and what is put before it."""
-USE = """
-import contextlib, inspect, io, sys
+BEFORE = """
+import sys
 for name in ("torch", "tensorflow", "keras", "horovod"):
     sys.modules[name] = None
 
 import numpy as np
 
+from hvd_async.runner.options import parse
+from hvd_async.testing import Cluster
+"""
+USE = """
+import contextlib, inspect, io
+
 from hvd_async.algorithms.leader.config import LeaderOptions
 from hvd_async.algorithms.option import takes
 from hvd_async.algorithms.registry import ALGORITHMS
 from hvd_async.optimizers.leader import LeaderDriver
-from hvd_async.runner.options import build_parser, parse
+from hvd_async.runner.options import build_parser
 from hvd_async.runtime.lifecycle import Lifecycle
 from hvd_async.runtime.process_sets import RankGroup
-from hvd_async.testing import Cluster
 from tests.unit.array_replica import Optimizer, Weights
 
 # the registry knows it
@@ -161,20 +164,12 @@ STRATEGY_ENTRY = """        _with_neighbours(
         ),
 """
 USE_GOSSIP = """
-import sys
-for name in ("torch", "tensorflow", "keras", "horovod"):
-    sys.modules[name] = None
-
-import numpy as np
-
 from hvd_async.algorithms.gossip.config import rank_class
 from hvd_async.algorithms.gossip.message_format import NumpyMessageFormat
 from hvd_async.algorithms.gossip.plan import make_plan
-from hvd_async.runner.options import parse
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.simulation.arms import GossipJob
 from hvd_async.simulation.job import Setup
-from hvd_async.testing import Cluster
 
 assert parse("torch", "--algorithm heavy-ball".split()).gossips
 
@@ -218,42 +213,20 @@ print("gossiped")
 """
 
 
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A folder with the package, edited."""
-    folder = tmp_path_factory.mktemp("copy")
-    shutil.copytree(ROOT / "hvd_async", folder / "hvd_async", ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / LEADER / "fedavg.py").write_text(EQUATIONS, encoding="utf-8")
-    for name, before, text in EDITS:
-        path = folder / name
+def test_the_registry_the_runner_and_a_cluster_have_both(tmp_path: pathlib.Path):
+    """In a copy of the package, edited. An algorithm of gossip with a state of its own is a class and an entry too."""
+    shutil.copytree(ROOT / "hvd_async", tmp_path / "hvd_async", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / LEADER / "fedavg.py").write_text(EQUATIONS, encoding="utf-8")
+    (tmp_path / GOSSIP / "heavy_ball.py").write_text(STRATEGY, encoding="utf-8")
+    for name, before, text in [*EDITS, (f"{GOSSIP}/config.py", '        GossipAlgorithm("allreduce"', STRATEGY_ENTRY)]:
+        path = tmp_path / name
         source = path.read_text(encoding="utf-8")
         assert source.count(before) == 1, (name, before)
         path.write_text(source.replace(before, text + before), encoding="utf-8")
-    return folder
-
-
-def test_a_gossip_algorithm_with_a_state_of_its_own_is_a_class_an_entry_and_a_reference(tmp_path: pathlib.Path):
-    shutil.copytree(ROOT / "hvd_async", tmp_path / "hvd_async", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / GOSSIP / "heavy_ball.py").write_text(STRATEGY, encoding="utf-8")
-    table = tmp_path / GOSSIP / "config.py"
-    source, before = table.read_text(encoding="utf-8"), '        GossipAlgorithm("allreduce"'
-    assert source.count(before) == 1
-    table.write_text(source.replace(before, STRATEGY_ENTRY + before), encoding="utf-8")
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = subprocess.run(
-        [sys.executable, "-c", USE_GOSSIP], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "gossiped" in done.stdout
-
-
-def test_the_registry_the_runner_and_a_cluster_have_it(copy: pathlib.Path):
-    environment = os.environ | {"PYTHONPATH": f"{copy}{os.pathsep}{ROOT}"}
-    done = subprocess.run(
-        [sys.executable, "-c", USE], cwd=copy, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "trained" in done.stdout
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    trained, gossiped = run_scripts(tmp_path, [USE, USE_GOSSIP], BEFORE, environment=environment)
+    assert (trained.code, trained.out) == (0, "trained\n"), trained.err
+    assert (gossiped.code, gossiped.out) == (0, "gossiped\n"), gossiped.err
 
 
 def test_the_page_names_each_file_that_is_edited():

@@ -41,7 +41,7 @@ def bench(monkeypatch):
             on_block(block)
         return found
 
-    few = {"resamples": 2, "steps": 40}
+    few = {"resamples": 1, "steps": 10}
     monkeypatch.setattr(launch, "run", run)
     monkeypatch.setattr(advice, "advise", lambda trace, modes, resamples, everything: advise(trace, modes=modes, **few))
     monkeypatch.setattr(arms, "PACKAGES", {})  # rivals are there
@@ -54,6 +54,13 @@ def bench(monkeypatch):
 def run(bench, monkeypatch, *line):
     monkeypatch.setattr(sys, "argv", ["bench.py", *map(str, line)])
     return bench.main()
+
+
+def check_drawing(case, rows):
+    """Draw rows: no panel is empty."""
+    plot.draw(figure := Figure(layout="constrained"), case, rows)
+    assert figure.axes
+    assert all(axes.has_data() for axes in figure.axes), "an empty panel"
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -76,10 +83,7 @@ def test_a_run_is_judged_written_and_drawn_with_the_keys_that_rows_have_always_h
     blocks = [(ranks, json.dumps(block)) for _, ranks, plan, _ in bench.asked for block in plan.get("blocks", ())]
     assert len(set(blocks)) == len(blocks), "the same block twice: the second's result would be that of the first"
     assert f"[{len(blocks)}/{len(blocks)}]" in err or not blocks
-
-    plot.draw(figure := Figure(layout="constrained"), bench.CASES[case], content["rows"])
-    assert figure.axes
-    assert all(axes.has_data() for axes in figure.axes), "an empty panel"
+    check_drawing(bench.CASES[case], content["rows"])
 
 
 @pytest.mark.parametrize("case", [case for case in bench_jobs.OPTIONS if case != "advice"])
@@ -96,18 +100,19 @@ def test_a_bad_run_misses_goals(bench, monkeypatch, tmp_path, capsys, case):
 def test_a_quick_run_is_smaller_and_judges_only_what_is_exact(bench, monkeypatch, tmp_path, case):
     assert run(bench, monkeypatch, case) == 0
     usual, bench.asked = bench.asked, []
-    files = [f"--json={tmp_path / 'found.json'}", f"--plot={tmp_path / 'drawn.png'}"]
-    assert run(bench, monkeypatch, case, "--quick", *files) == 0
+    assert run(bench, monkeypatch, case, "--quick", "--json", tmp_path / "found.json") == 0
     assert sum(len(json.dumps(plan)) for _, _, plan, _ in bench.asked) < sum(len(json.dumps(p)) for _, _, p, _ in usual)
     assert sum(limit for *_, limit in bench.asked) <= sum(limit for *_, limit in usual)
     content = json.loads((tmp_path / "found.json").read_text())
     assert "a quick run" in content["notes"][-1]
     assert all(goal["judged"] == goal["exact"] for goal in content["goals"])
+    check_drawing(bench.CASES[case], content["rows"])
+
+
+def test_lists_that_are_named_stay_in_a_quick_run_which_is_drawn(bench, monkeypatch, tmp_path):
+    line = ["--arms", "horovod,all", "--delay", "0.7", "--plot", tmp_path / "drawn.png"]
+    run(bench, monkeypatch, "straggler", "--quick", *line)
     assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_lists_that_are_named_stay_in_a_quick_run(bench, monkeypatch):
-    run(bench, monkeypatch, "straggler", "--quick", "--arms", "horovod,all", "--delay", "0.7")
     blocks = bench.asked[0][2]["blocks"]
     assert {(block["arm"], block["delay"]) for block in blocks} == {("horovod", 0.7), ("all", 0.7)}
 
@@ -188,20 +193,8 @@ def test_nemesis_goes_through_the_schedules_of_its_seeds_again(bench, monkeypatc
         return whole(job, ranks, plan, **how)
 
     monkeypatch.setattr(launch, "run", dies)
-    assert (
-        run(
-            bench,
-            monkeypatch,
-            "nemesis",
-            "--seeds",
-            "11",
-            "12",
-            "13",
-            "--arms",
-            ",".join({drawn(s).kind for s in (11, 12, 13)}),
-        )
-        == 0
-    )
+    arms = ",".join({drawn(seed).kind for seed in (11, 12, 13)})
+    assert run(bench, monkeypatch, "nemesis", "--seeds", 11, 12, 13, "--arms", arms) == 0
     assert seen == [[11, 12, 13], [13]]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
 from typing import NamedTuple
 
@@ -23,6 +22,7 @@ from hvd_async.runtime.data_plane import (
     understand,
 )
 from hvd_async.runtime.launch import Group, Seat, first_host, place_of, read, refuse_alone, warn_of_child
+from tests.unit.forks import End, run_scripts
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "x", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -46,31 +46,6 @@ ADDRESS = {"MASTER_ADDR": "a", "MASTER_PORT": "9"}
 WORKER = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", **ADDRESS}
 """Variables that a script, or a notebook's launcher, sets in a process that it starts."""
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
-
-
-@pytest.mark.parametrize(
-    ("environment", "installed", "plane"),
-    [
-        ({}, True, HOROVOD),
-        ({}, False, TORCH),
-        (TORCHRUN, True, TORCH),
-        (TORCHRUN, False, TORCH),
-        (KUBERNETES, True, TORCH),
-        (HOROVODRUN, True, HOROVOD),
-        (MPIRUN, True, HOROVOD),
-        (MPIRUN, False, TORCH),
-        (SRUN, True, HOROVOD),
-        (SRUN, False, TORCH),
-        ({**HOROVODRUN, **TORCHRUN}, True, HOROVOD),
-        ({**HOROVODRUN, VARIABLE: "torch"}, True, TORCH),
-        ({**TORCHRUN, VARIABLE: "horovod"}, True, HOROVOD),
-        ({VARIABLE: ""}, True, HOROVOD),
-    ],
-)
-def test_the_choice(environment: dict[str, str], installed: bool, plane: str) -> None:
-    chosen = choose(environment, installed)
-    assert chosen.name == plane
-    assert chosen.reason
 
 
 SEVERAL_HOSTS = {**HOROVODRUN, "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1"}
@@ -101,16 +76,13 @@ MPI_ON_HOSTS = {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LO
     ],
 )
 def test_the_choice_on_a_gpu(environment: dict[str, str], plane: str) -> None:
-    assert choose(environment, True, has_gpu=True).name == plane
-
-
-@pytest.mark.parametrize("environment", [HOROVODRUN, SEVERAL_HOSTS, {**SEVERAL_HOSTS, **ADDRESS}, MPIRUN, SRUN])
-def test_all_ranks_of_a_job_choose_alike(environment: dict[str, str]) -> None:
-    """Only ranks' own numbers and hosts differ."""
+    """And the other ranks of the job, of which only their own numbers and hosts differ, choose alike."""
+    chosen = choose(environment, True, has_gpu=True)
     own = {"HOROVOD_RANK": "0", "HOROVOD_HOSTNAME": "g", "OMPI_COMM_WORLD_RANK": "0", "SLURM_PROCID": "0",
            "SLURM_NODEID": "0"}  # fmt: skip
     other = environment | {name: value for name, value in own.items() if name in environment}
-    assert choose(environment, True, has_gpu=True) == choose(other, True, has_gpu=True)
+    assert chosen.name == plane
+    assert choose(other, True, has_gpu=True) == chosen
 
 
 def test_a_script_that_calls_horovods_init_stays_on_horovod() -> None:
@@ -135,52 +107,107 @@ def test_ranks_that_miss_others_hear_of_ranks_without_a_gpu(
     assert ("set HVD_ASYNC_TRANSPORT=horovod on all ranks" in hint_of_absence(environment, installed)) is there
 
 
-IMPORT = (
-    "import sys\n{before}\nfrom unittest import mock\nimport torch\nfrom hvd_async.runtime import data_plane\n"
-    "with mock.patch.object(data_plane, 'find_horovod', lambda: '.'), \\\n"
-    "     mock.patch('torch.cuda.device_count', lambda: {gpus}), \\\n"
-    "     mock.patch('torch.cuda.is_available', side_effect=AssertionError('it would initialize CUDA')):\n"
-    "    from hvd_async.torch.horovod_api import hvd\n"
-    "print(hvd.plane.name, hvd._api.__name__)\n"
-)
+def without(environment: dict[str, str], *names: str) -> dict[str, str]:
+    """The environment without some variables."""
+    return {name: value for name, value in environment.items() if name not in names}
+
+
+# -- real processes ------------------------------------------------------------------------------------------------
+
 needs_horovod = pytest.mark.skipif(find_horovod() is None, reason="Horovod is not installed for torch")
+GPUS = """
+{before}
+os.environ.update({environment})
+from unittest import mock
+from hvd_async.runtime import data_plane
+with mock.patch.object(data_plane, 'find_horovod', lambda: '.'), \\
+     mock.patch('torch.cuda.device_count', lambda: {gpus}), \\
+     mock.patch('torch.cuda.is_available', side_effect=AssertionError('it would initialize CUDA')):
+    from hvd_async.torch.horovod_api import hvd
+print(hvd.plane.name, hvd._api.__name__)
+"""
+REFUSED = """
+os.environ.update({environment})
+import {horovods}, {ours} as hvd
+def refused(call):
+    try:
+        call()
+    except ValueError as error:
+        assert 'the only rank, but WORLD_SIZE says that there are 2' in str(error)
+    else:
+        raise AssertionError
+refused(hvd.init)
+refused(hvd.init)
+{horovods}.init()
+from {ours}.collectives import LIFECYCLE
+refused(LIFECYCLE.engine)
+"""
+WITHOUT_HOROVOD = """
+sys.modules['horovod'] = None
+import hvd_async.torch as hvd
+hvd.init()
+assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_size()) == (0, 1, 0, 1)
+p = torch.nn.Parameter(torch.ones(2))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0))
+p.grad = torch.ones(2)
+optimizer.step()
+optimizer.drain()
+assert p.tolist() == [0.0, 0.0]
+try:
+    hvd.elastic.TorchState()
+except NotImplementedError as error:
+    assert 'torchrun --max-restarts' in str(error)
+hvd.shutdown()
+assert not hvd.is_initialized()
+"""
+
+
+def refused(framework: str) -> str:
+    """Return a script in which one rank has variables of two."""
+    environment = {"RANK": "0", "WORLD_SIZE": "2", VARIABLE: HOROVOD}
+    return REFUSED.format(environment=environment, horovods=f"horovod.{framework}", ours=f"hvd_async.{framework}")
+
+
+SCRIPTS: dict[str, tuple[str, str]] = {
+    "a GPU": (GPUS.format(before="", environment=HOROVODRUN, gpus=1), "torch hvd_async.torch.distributed"),
+    "no GPU": (GPUS.format(before="", environment=HOROVODRUN, gpus=0), "horovod horovod.torch"),
+    "a GPU, and a script that imports Horovod": (
+        GPUS.format(before="import horovod.torch", environment=HOROVODRUN, gpus=1), "horovod horovod.torch",
+    ),
+    "one rank with variables of two": (refused("torch"), ""),
+    "torch without Horovod": (WITHOUT_HOROVOD, ""),
+}  # fmt: skip
+"""A script with torch, and what it prints. The binding asks for GPUs, and initializes none; variables of two ranks are
+refused also where the script calls Horovod's own ``init()``: when training begins."""
+WITH_HOROVOD = {*SCRIPTS} - {"a GPU", "torch without Horovod"}
+
+
+@pytest.fixture(scope="module")
+def clean() -> dict[str, str]:
+    """The environment without what chooses a plane."""
+    return without({**os.environ}, VARIABLE, STAGE)
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory, clean: dict[str, str]) -> dict[str, End]:
+    """How the scripts have ended."""
+    scripts = [script for script, _ in SCRIPTS.values()]
+    found = run_scripts(tmp_path_factory.mktemp("ends"), scripts, before="import torch", environment=clean)
+    return dict(zip(SCRIPTS, found, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("before", "gpus", "printed"),
-    [
-        ("", 1, "torch hvd_async.torch.distributed"),
-        pytest.param("", 0, "horovod horovod.torch", marks=needs_horovod),
-        pytest.param("import horovod.torch", 1, "horovod horovod.torch", marks=needs_horovod),
-    ],
+    "name", [pytest.param(name, marks=[needs_horovod] if name in WITH_HOROVOD else []) for name in SCRIPTS]
 )
-def test_the_binding_asks_for_gpus_and_initializes_none(before: str, gpus: int, printed: str) -> None:
-    env = {name: value for name, value in os.environ.items() if name not in (VARIABLE, STAGE)} | HOROVODRUN
-    code = IMPORT.format(before=before, gpus=gpus)
-    command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
-    assert (ended.stdout.strip(), ended.returncode) == (printed, 0), ended.stderr
-
-
-REFUSED = (
-    "import {horovods}, {ours} as hvd\n"
-    "def refused(call):\n    try:\n        call()\n    except ValueError as error:\n"
-    "        assert 'the only rank, but WORLD_SIZE says that there are 2' in str(error)\n"
-    "    else:\n        raise AssertionError\n"
-    "refused(hvd.init)\nrefused(hvd.init)\n"
-    "{horovods}.init()\nfrom {ours}.collectives import LIFECYCLE\nrefused(LIFECYCLE.engine)\n"
-)
+def test_the_plane_that_a_process_takes(name: str, ends: dict[str, End]) -> None:
+    end = ends[name]
+    assert (end.out.strip(), end.code) == (SCRIPTS[name][1], 0), end.err
 
 
 @needs_horovod
-@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-def test_one_rank_with_variables_of_two_is_refused_by_either_framework(framework: str) -> None:
-    """Also where the script calls Horovod's own ``init()``: when training begins."""
-    code = REFUSED.format(horovods=f"horovod.{framework}", ours=f"hvd_async.{framework}")
-    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", VARIABLE: HOROVOD}
-    command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
-    assert ended.returncode == 0, ended.stderr
+def test_one_rank_with_variables_of_two_is_refused_by_tensorflow_too(tmp_path, clean: dict[str, str]) -> None:
+    (end,) = run_scripts(tmp_path, [refused("tensorflow")], environment=clean)
+    assert end.code == 0, end.err
 
 
 def test_horovods_init_does_not_suffice_on_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,21 +233,6 @@ def test_an_unknown_plane_is_refused() -> None:
         choose({VARIABLE: "nccl"}, has_horovod=True)
 
 
-def test_torch_works_without_horovod() -> None:
-    code = (
-        "import sys\nsys.modules['horovod'] = None\nimport torch, hvd_async.torch as hvd\nhvd.init()\n"
-        "assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_size()) == (0, 1, 0, 1)\n"
-        "p = torch.nn.Parameter(torch.ones(2))\n"
-        "optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0))\n"
-        "p.grad = torch.ones(2)\noptimizer.step()\noptimizer.drain()\nassert p.tolist() == [0.0, 0.0]\n"
-        "try:\n    hvd.elastic.TorchState()\nexcept NotImplementedError as error:\n"
-        "    assert 'torchrun --max-restarts' in str(error)\n"
-        "hvd.shutdown()\nassert not hvd.is_initialized()\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 0, ended.stderr
-
-
 # -- one table of launches -----------------------------------------------------------------------------------------
 
 
@@ -241,15 +253,13 @@ class Row(NamedTuple):
     group: Group | None = None
 
 
-def without(environment: dict[str, str], *names: str) -> dict[str, str]:
-    """The environment without some variables."""
-    return {name: value for name, value in environment.items() if name not in names}
-
-
 ALONE = (0, 1, None, None)
 AT_ADDRESS = "does not know where rank 0 is. Set MASTER_ADDR"
 LAUNCHES = {
     "python": Row({}, HOROVOD, ALONE),
+    "python, asked for nothing": Row({VARIABLE: ""}, HOROVOD, ALONE),
+    "horovodrun, asked for torch": Row({**HOROVODRUN, VARIABLE: TORCH}, TORCH, (1, 2, 1, 2)),
+    "torchrun, asked for Horovod": Row({**TORCHRUN, VARIABLE: HOROVOD}, HOROVOD, (3, 4, 1, 2)),
     "torchrun, c10d or standalone": Row({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}, TORCH, (3, 4, 1, 2)),
     "torchrun, static": Row({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"}, TORCH, (3, 4, 1, 2)),
     "torchrun --max-restarts": Row({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}, TORCH, (3, 4, 1, 2)),
@@ -351,11 +361,12 @@ def test_a_launch_is_one_job_or_refused(launch: str, installed: bool) -> None:
     row = LAUNCHES[launch]
     plane = row.plane if installed else TORCH
     # (without Horovod horovodrun's ranks get the error that it is missing, unless they ask for this)
-    asked = {} if installed or "HOROVOD_RANK" not in row.environment else {VARIABLE: TORCH}
+    asked = {} if installed or not {"HOROVOD_RANK", VARIABLE} & row.environment.keys() else {VARIABLE: TORCH}
 
     def init(ranks: int) -> tuple[str, tuple[int, int, int | None, int | None]]:
         job = understand({**row.environment, **asked}, row.group, installed)
         refuse_alone(row.environment, ranks if plane == HOROVOD else job.launch.size, row.group)
+        assert job.plane.reason
         return job.plane.name, (job.launch.rank, job.launch.size, job.launch.local_rank, job.launch.local_size)
 
     if row.place is None or (plane == TORCH and row.error):

@@ -149,14 +149,25 @@ def test_wrong_builds_and_variables(site: Site):
         assert advice in found[name]["advice"]
 
 
-def test_imports_that_crash_and_hang(site: Site):
-    site.package("horovod/torch", "import os; os.abort()")
-    site.package("tensorflow", "import threading; threading.Event().wait()")
-    _, found = site.findings("--limit", "3")
+def test_imports_that_crash_and_hang(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """(Programs whose time is up, and their exit status, are below.)"""
+    imported = RESULT + json.dumps({"step": "framework", "gpus": 0})
+    outcomes, limits = {"torch": Outcome(-6, imported, 0.1), "tensorflow": Outcome(None, "", 3.0)}, list[float]()
+
+    def run(command: Sequence[str], limit: float, environment: dict[str, str]) -> Outcome:
+        limits.append(limit)
+        return outcomes[command[-1]]
+
+    monkeypatch.setattr(software, "run_limited", run)
+    monkeypatch.setattr(software, "installed", lambda name: "9.9")
+    monkeypatch.setattr(software, "read_build", lambda: HOROVOD)
+    assert main(["doctor", "--no-self-test", "--limit", "3", "--json", "-"]) == 1
+    found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
     assert found["horovod.torch"]["fact"] == "killed by signal 6"
     assert found["import tensorflow"]["fact"] == "not done within 3 s"
     assert found["import tensorflow"]["verdict"] == found["horovod.torch"]["verdict"] == "problem"
     assert "import torch" not in found
+    assert limits == [3.0, 3.0]
 
 
 def test_a_training_whose_ranks_cannot_be_connected_is_left_out(site: Site):

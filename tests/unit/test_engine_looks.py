@@ -34,13 +34,45 @@ class Looked:
 
 
 class Channel:
-    """Counts how often the engine was woken."""
+    """Counts how often the engine was woken, and does something each time that the engine sleeps.
 
-    def __init__(self) -> None:
-        self.wakes = 0
+    Args:
+        turns: what it does in each sleep.
+
+    Attributes:
+        slept: how long the engine would have slept, each time; None until it is woken.
+    """
+
+    def __init__(self, *turns: Any) -> None:
+        self.wakes, self.turns, self.slept = 0, list(turns), list[float | None]()
+        collectives: Any = SimpleNamespace(
+            rank=0, size=2, in_order=False, start=lambda wake: None, stop=lambda: None, failure=OSError
+        )
+        self.engine = Engine(collectives, connect=lambda: self)  # type: ignore[arg-type, return-value]
+
+    def run(self) -> None:
+        """Be the engine's thread."""
+        self.engine._run()
+        assert self.engine.failure is None
 
     def wake(self) -> None:
         self.wakes += 1
+
+    def receive(self, timeout: float | None) -> None:
+        self.slept.append(timeout)
+        self.turns.pop(0)(self.engine)
+
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def nothing(engine: Engine) -> None:
+    """A turn in which nothing is posted."""
+
+
+def stop(engine: Engine) -> None:
+    """The last turn."""
+    engine.notify(engine._stop_now)
 
 
 @pytest.fixture
@@ -75,30 +107,6 @@ def test_a_collective_wakes_only_a_thread_that_waits_for_its_result(
             assert reported == expected
 
 
-class Looking(Channel):
-    """Says nothing, and ends an engine after some turns."""
-
-    def __init__(self, turns: int) -> None:
-        super().__init__()
-        self.left, self.engine = turns, running(self)
-
-    def receive(self, timeout: float | None) -> None:
-        self.left -= 1
-        if self.left == 0:
-            self.engine.notify(self.engine._stop_now)
-
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
-
-
-def running(channel: Any) -> Engine:
-    """An engine whose thread is the test's."""
-    collectives: Any = SimpleNamespace(
-        rank=0, size=2, in_order=False, start=lambda wake: None, stop=lambda: None, failure=OSError
-    )
-    return Engine(collectives, connect=lambda: channel)
-
-
 @pytest.mark.parametrize("first", [0, 1])
 def test_stages_of_a_group_continue_whatever_was_submitted_after_them(first):
     """The other rank may have submitted the two in another order, and have come no further than with the first."""
@@ -112,35 +120,12 @@ def test_stages_of_a_group_continue_whatever_was_submitted_after_them(first):
             begun.add(self.result())
             return both[first].result() in begun
 
-    both, channel = [Stages(0.1), Stages(0.2)], Looking(turns=4)
+    both, channel = [Stages(0.1), Stages(0.2)], Channel(nothing, nothing, nothing, stop)
     for handle in both:
-        channel.engine.submit(lambda handle=handle: handle, lambda _: turns.append(channel.left), "group")  # type: ignore[misc]
-    channel.engine._run()
-    assert channel.engine.failure is None
+        channel.engine.submit(lambda handle=handle: handle, lambda _: turns.append(len(channel.slept)), "group")  # type: ignore[misc]
+    channel.run()
     assert len(turns) == 2
-    assert 0 not in turns, "only what ended the engine has made it look"
-
-
-class Scripted(Channel):
-    """Does something each time the engine sleeps.
-
-    Args:
-        turns: what it does in each sleep.
-
-    Attributes:
-        slept: how long the engine would have slept, each time; None until it is woken.
-    """
-
-    def __init__(self, turns: list[Any]) -> None:
-        super().__init__()
-        self.turns, self.slept, self.engine = turns, list[float | None](), running(self)
-
-    def receive(self, timeout: float | None) -> None:
-        self.slept.append(timeout)
-        self.turns.pop(0)(self.engine)
-
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
+    assert 4 not in turns, "only what ended the engine has made it look"
 
 
 def test_an_action_that_may_wait_wakes_only_an_engine_that_will_not_wake_up_separately(monkeypatch):
@@ -154,19 +139,16 @@ def test_an_action_that_may_wait_wakes_only_an_engine_that_will_not_wake_up_sepa
 
         return post
 
-    channel = Scripted(
-        [
-            posts("the first", 1, hurry=False),  # it slept until it would be woken
-            posts("one soon after", 1, hurry=False),
-            posts("one in a hurry", 2),
-            posts("one after others", 3, hurry=False),
-            lambda engine: None,
-            posts("one later", 4, hurry=False),  # (the clock stands still: what was promised before must be void)
-            lambda engine: engine.notify(engine._stop_now),
-        ]
+    channel = Channel(
+        posts("the first", 1, hurry=False),  # it slept until it would be woken
+        posts("one soon after", 1, hurry=False),
+        posts("one in a hurry", 2),
+        posts("one after others", 3, hurry=False),
+        nothing,
+        posts("one later", 4, hurry=False),  # (the clock stands still: what was promised before must be void)
+        stop,
     )
-    channel.engine._run()
-    assert channel.engine.failure is None
+    channel.run()
     assert done == ["the first", "one soon after", "one in a hurry", "one after others", "one later"]
     assert channel.slept == [None, UNHURRIED, UNHURRIED, None, UNHURRIED, None, UNHURRIED]
 
@@ -178,11 +160,10 @@ def test_an_engine_in_order_lets_others_join_an_action_that_may_wait(monkeypatch
     def posts(**how: Any) -> Any:
         return lambda engine: engine.notify(lambda: done.append(len(channel.slept)), **how)
 
-    may_wait, stops = posts(hurry=False), lambda engine: engine.notify(engine._stop_now)
-    channel = Scripted([may_wait, may_wait, lambda engine: None, may_wait, posts(), stops])
+    may_wait = posts(hurry=False)
+    channel = Channel(may_wait, may_wait, nothing, may_wait, posts(), stop)
     channel.engine._order = CollectiveOrder()
-    channel.engine._run()
-    assert channel.engine.failure is None
+    channel.run()
     assert done == [2, 2, 5, 5]
     assert channel.slept == [None, GATHERS, UNHURRIED, None, GATHERS, UNHURRIED]
     assert channel.wakes == 4, "what joined it woke no engine"
@@ -192,8 +173,7 @@ def test_where_nothing_may_wait_every_action_wakes_the_engine():
     def post(engine: Engine) -> None:
         engine.notify(lambda: None, hurry=False)
 
-    channel = Scripted([post, post, lambda engine: engine.notify(engine._stop_now)])
+    channel = Channel(post, post, stop)
     channel.engine.unhurried = 0.0
-    channel.engine._run()
-    assert channel.engine.failure is None
+    channel.run()
     assert (channel.wakes, channel.slept) == (3, [None, None, None])

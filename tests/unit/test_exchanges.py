@@ -5,6 +5,7 @@ Laws in any order of events are in ``tests/machines``.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from hvd_async.algorithms.gossip.config import (
@@ -22,18 +23,19 @@ from hvd_async.algorithms.gossip.config import (
 from hvd_async.algorithms.gossip.machine import SMOOTHING, GossipStateMachine
 from hvd_async.algorithms.gossip.plan import make_plan
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.protocol import Accepted, Command, Finished, OptimizerEvent, Registered, Rejected
+from hvd_async.runtime.protocol import Command, Finished, OptimizerEvent, Registered, Rejected
+from hvd_async.simulation.job import Setup
+from hvd_async.simulation.network import Network
+from scripts.benchmarks.support.schedule import job_of
 from tests.machines.driver import snapshot
+from tests.unit.moves import registered
 
 SGP = make_plan(3).config
 
 
 def opened(config: GossipConfig = SGP, size: int = 3) -> GossipStateMachine:
-    """A machine whose ranks have all opened."""
-    machine = GossipStateMachine(7, range(size))
-    commands = [c for rank in range(size) for c in machine.handle(rank, Registered(7, config, ["w"], [1]), 0.0)]
-    assert commands == [Accepted(7)]
-    return machine
+    """A machine whose ranks have all registered."""
+    return registered(GossipStateMachine(7, range(size)), config)
 
 
 def play(machine: GossipStateMachine, *moves: tuple[float, int, OptimizerEvent]) -> list[list[Command]]:
@@ -145,3 +147,25 @@ def test_leaves_of_a_star_take_turns():
         for commands in play(machine, *moves):
             met += [sorted(pair) for c in commands if isinstance(c, StartExchange) for pair in c.pairs]
     assert met[:14] == [[0, 1], *([0, leaf] for leaf in (1, 2, 3, 4) * 3), [0, 1]]
+
+
+@pytest.mark.parametrize("late", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("compute", [0.2, 0.6, 0.9, 1.1, 2.0, 4.0])
+def test_ranks_that_an_exchange_has_parted_meet_again(compute, late):
+    """Else each step costs two exchanges. An exchange takes a second; every other rank comes late to the first step."""
+    steps, ranks = 16, 8
+    step, rank = np.indices((steps, ranks))
+    times = compute * (1 + 0.02 * ((7 * rank + 3 * step) % 5) / 4) + late * (rank % 2) * (step == 0)
+    job, started = job_of("sgp", Setup(times, Network(operation=1.0))), list[StartExchange]()
+    for name in ("handle", "tick"):
+        real = getattr(job.machine, name)
+        setattr(job.machine, name, lambda *given, real=real: noted(real(*given), started))
+    job.run()
+    settled = [exchange for exchange in started if steps // 2 < exchange.messages[0][1] <= steps - 1]
+    assert [sorted(rank for rank, _ in exchange.messages) for exchange in settled] == [[*range(ranks)]] * 7
+
+
+def noted(commands: list[Command], started: list[StartExchange]) -> list[Command]:
+    """Note the exchanges that commands start."""
+    started += [command for command in commands if isinstance(command, StartExchange)]
+    return commands

@@ -1,34 +1,18 @@
-"""A process's end is distinguished from a failure, in real processes: each script ends in another way.
-
-The scripts stand in one file, one after the other, each at its top level. A process that has imported the library forks
-once for each of them: an import takes longer than a script.
-"""
+"""A process's end is distinguished from a failure, in real processes: each script ends in another way."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
-from typing import NamedTuple
-
 import pytest
 
-HEAD = """
-import atexit, os, sys
+from tests.unit.forks import End, run_scripts
+
+BEFORE = """
+import atexit
 from sys import exit as imported
 from hvd_async.runtime.exit_status import exit_status
 from hvd_async.runtime.lifecycle import Lifecycle
-codes = []
-for case in range(CASES):
-    child = os.fork()
-    if not child:
-        for stream, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(f"{case}.{name}", os.O_CREAT | os.O_WRONLY), stream)
-        break
-    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-else:
-    print(*codes, flush=True)
-    os._exit(0)
+"""
+THEN = """
 class Ended(Lifecycle):
     def shutdown(self, leaving=False): print("drained")
     def abandon(self, error): print("abandoned:", error)
@@ -105,25 +89,10 @@ SCRIPTS = [
 """A script, the process's status, and what it says."""
 
 
-class End(NamedTuple):
-    """How a script's process ended."""
-
-    code: int
-    out: str
-    err: str
-
-
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory) -> list[End]:
     """Of all scripts."""
-    folder = tmp_path_factory.mktemp("ends")
-    parts = [f"if case == {n}:\n{textwrap.indent(text, '    ')}\n" for n, (text, _, _) in enumerate(SCRIPTS)]
-    (folder / "script.py").write_text("".join([HEAD.replace("CASES", str(len(SCRIPTS))), *parts]))
-    line = [sys.executable, "script.py"]
-    done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    reported = [[(folder / f"{n}.{name}").read_text() for name in ("out", "err")] for n in range(len(SCRIPTS))]
-    return [End(int(code), *texts) for code, texts in zip(done.stdout.split(), reported, strict=True)]
+    return run_scripts(tmp_path_factory.mktemp("ends"), [text for text, _, _ in SCRIPTS], BEFORE, THEN)
 
 
 @pytest.mark.parametrize("number", range(len(SCRIPTS)), ids=[text.strip().splitlines()[0] for text, _, _ in SCRIPTS])

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from hvd_async.algorithms.eager.config import EagerConfig, GradientReady, RoundsReceived, StepEntered
 from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.errors import ProtocolError
-from hvd_async.runtime.machine import StateMachine
 from hvd_async.runtime.protocol import (
     CollectiveReady,
     Finished,
@@ -18,60 +15,54 @@ from hvd_async.runtime.protocol import (
     Registered,
     RunCollective,
 )
+from tests.unit.moves import opened
 
 EAGER = EagerConfig("solo", 3, 0.0, 0, 1)
 
 
-def opened(machine: StateMachine[Any], config: Any) -> StateMachine[Any]:
-    """All ranks have opened it."""
-    for rank in machine.ranks:
-        machine.handle(rank, Registered(0, config, ["w"], [1]), 0.0)
-    return machine
-
-
 def test_the_engine_of_a_rank_that_is_gone_answers_for_itself():
     """Else it would be named next to, or instead of, the one that stands still."""
-    machine = opened(EagerStateMachine(0, [0, 1, 2]), EAGER)
-    machine.handle(1, OptimizerDeleted(0, [0]), 0.0)
-    machine.handle(0, StepEntered(0, 1, []), 1.0)
-    machine.handle(0, GradientReady(0, [0], 1), 1.0)
+    machine = opened(EAGER, 3)
+    machine.handle(1, OptimizerDeleted(7, [0]), 0.0)
+    machine.handle(0, StepEntered(7, 1, []), 1.0)
+    machine.handle(0, GradientReady(7, [0], 1), 1.0)
     assert machine.roll_call(5.0)
     for rank in (0, 1):
-        machine.handle(rank, RoundsReceived(0, 1, [0]), 5.0)
+        machine.handle(rank, RoundsReceived(7, 1, [0]), 5.0)
     waiting = machine.blocked_on()
     assert waiting is not None
     assert waiting[1] == {2}
 
 
 def test_a_rank_in_a_collective_and_one_in_a_drain_are_reported_that_they_will_never_meet():
-    machine = opened(EagerStateMachine(0, [0, 1]), EAGER)
-    assert machine.handle(0, CollectiveReady(0, 1, "sum", "consensus_distance()", 3, "float32"), 0.0) == []
-    (command,) = machine.handle(1, Finished(0, [0]), 0.0)
+    machine = opened(EAGER, 2)
+    assert machine.handle(0, CollectiveReady(7, 1, "sum", "consensus_distance()", 3, "float32"), 0.0) == []
+    (command,) = machine.handle(1, Finished(7, [0]), 0.0)
     assert isinstance(command, RunCollective)
     assert command.problem is not None
     assert "rank 0 is in consensus_distance() while rank 1 wait(s) in drain()" in command.problem
 
 
 def test_an_answer_that_comes_when_no_rank_waits_any_more_blames_no_rank():
-    machine = EagerStateMachine(0, [0, 1])
-    machine.handle(1, Registered(0, EAGER, ["w"], [1]), 0.0)
+    machine = EagerStateMachine(7, [0, 1])
+    machine.handle(1, Registered(7, EAGER, ["w"], [1]), 0.0)
     assert machine.ask_to_register(0)
     assert not machine.ask_to_register(0), "once is enough"
-    machine.handle(1, OptimizerDeleted(0, [0]), 0.0)
-    assert machine.handle(0, NoSuchOptimizer(0), 0.0) == []
+    machine.handle(1, OptimizerDeleted(7, [0]), 0.0)
+    assert machine.handle(0, NoSuchOptimizer(7), 0.0) == []
 
 
 def test_a_rank_that_no_rank_asked_must_not_answer():
-    machine = EagerStateMachine(0, [0, 1])
-    machine.handle(1, Registered(0, EAGER, ["w"], [1]), 0.0)
+    machine = EagerStateMachine(7, [0, 1])
+    machine.handle(1, Registered(7, EAGER, ["w"], [1]), 0.0)
     with pytest.raises(ProtocolError, match="without a request"):
-        machine.handle(0, NoSuchOptimizer(0), 0.0)
+        machine.handle(0, NoSuchOptimizer(7), 0.0)
 
 
 def test_a_refused_optimizer_is_lacked_by_no_rank():
     """The rank that had none like it may leave."""
-    machine = EagerStateMachine(0, [0, 1])
-    machine.handle(1, Registered(0, EAGER, ["w"], [1]), 0.0)
+    machine = EagerStateMachine(7, [0, 1])
+    machine.handle(1, Registered(7, EAGER, ["w"], [1]), 0.0)
     machine.ask_to_register(0)
-    machine.handle(0, NoSuchOptimizer(0), 0.0)
+    machine.handle(0, NoSuchOptimizer(7), 0.0)
     assert not machine.awaits_registration_of(0)

@@ -1,73 +1,23 @@
-"""The reference of gossip: by hand where that can be done, else by what the equations promise."""
+"""The reference of gossip, by hand: what production shares with it is compared in ``conformance`` and ``threads``."""
 
 from __future__ import annotations
-
-import itertools
-import random
 
 import numpy as np
 import pytest
 
-from hvd_async import mixing, topology
 from tests.conformance import gossip_reference, reference
 from tests.conformance.cases import CASES, Case
 from tests.conformance.gossip_reference import Problem, adpsgd, dpsgd, least_squares, on_time, sgp
 
 STILL, PLAIN = Case("still", "sgd", 0.0), Case("plain", "sgd", 0.5)
-SIZES = [1, 2, 3, 4, 5, 8]
-GRAPHS = ["ring", "exponential", "star", "complete", "bipartite-exponential"]
 HALVES = [np.full((2, 2), 0.5)]
-
-
-def uniform(name, size):
-    return mixing.matrices(topology.named(name, size), "uniform")
 
 
 def resting(start):  # only mixing moves these
     return Problem(np.array(start, np.float64), lambda z, rank, step: np.zeros_like(z), STILL)
 
 
-def scattered(size, elements=3, seed=0):
-    return resting(np.random.default_rng(seed).normal(size=(size, elements)))
-
-
-def push(z, rank, step):
-    return np.random.default_rng([rank, step]).normal(size=z.shape)
-
-
-def hauled(outcome):
-    """Sums of weights and push-sum weights, with what is in flight."""
-    late_x, late_w = (sum(part[i] for part in outcome.flying.values()) for i in (0, 1))
-    return outcome.x.sum(axis=0) + late_x, outcome.w.sum() + late_w
-
-
-def random_takes(matrices, steps, max_staleness, seed, lengths=None):
-    """A log of ranks that take in each message at once or up to ``max_staleness`` steps late, as it happens."""
-    draw, lengths = random.Random(seed), lengths or [steps] * len(matrices[0])
-    takes = [[[] for _ in range(length)] for length in lengths]
-    for own, sent in enumerate(on_time(matrices, steps)):
-        for sender, step in itertools.chain(*sent):
-            at = step + draw.randint(0, max_staleness)
-            if step <= lengths[sender] and at <= lengths[own]:
-                takes[own][at - 1].append((sender, step))
-    return takes
-
-
 # -- sgp, osgp and dpsgd --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", GRAPHS)
-@pytest.mark.parametrize("algorithm", [sgp, dpsgd])
-def test_mixing_keeps_the_mean_and_the_push_sum_weight(algorithm, name, size):
-    problem, matrices = scattered(size), uniform(name, size)
-    takes = random_takes(matrices, 20, 3, size)
-    for outcome in (algorithm(problem, matrices, 20), algorithm(problem, matrices, 20, takes, max_staleness=3)):
-        x, w = hauled(outcome)
-        np.testing.assert_allclose(x, problem.start.sum(axis=0), atol=1e-12)
-        assert w == pytest.approx(size, abs=1e-12)
-        np.testing.assert_allclose(outcome.drained(), problem.start.mean(axis=0), atol=1e-12)
-        assert (outcome.w > 0).all()
 
 
 def test_two_ranks_by_hand():

@@ -12,18 +12,14 @@ from hypothesis import strategies as st
 from hvd_async.algorithms.eager.config import EagerConfig, GradientReady, StartRound, StepEntered
 from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.algorithms.eager.quorum import SHARE, Grace
-from hvd_async.runtime.protocol import Registered
+from tests.unit.moves import opened
 
 STEP = 0.1
 
 
 def machine(ranks: int, quorum: str | int = "solo", **options: Any) -> EagerStateMachine:
     """All ranks have registered."""
-    made = EagerStateMachine(0, range(ranks))
-    config = EagerConfig(quorum=quorum, max_staleness=16, grace="auto", seed=0, buckets=1, **options)
-    for rank in range(ranks):
-        made.handle(rank, Registered(0, config, ["w"], [1]), 0.0)
-    return made
+    return opened(EagerConfig(quorum=quorum, max_staleness=16, grace="auto", seed=0, buckets=1, **options), ranks)
 
 
 def play(made: EagerStateMachine, arrivals: list[list[float]]) -> list[tuple[float, int]]:
@@ -40,8 +36,8 @@ def play(made: EagerStateMachine, arrivals: list[list[float]]) -> list[tuple[flo
     for at, step, rank in events:
         while (due := made.deadline()) is not None and due <= at:
             note(made.tick(due), due)
-        note(made.handle(rank, StepEntered(0, step, []), at), at)
-        note(made.handle(rank, GradientReady(0, [0], step, len(fired)), at), at)
+        note(made.handle(rank, StepEntered(7, step, []), at), at)
+        note(made.handle(rank, GradientReady(7, [0], step, len(fired)), at), at)
     return fired
 
 
@@ -49,31 +45,22 @@ def even(steps: int, *offsets: float) -> list[list[float]]:
     return [[STEP * step + offset for offset in offsets] for step in range(1, steps + 1)]
 
 
-def test_ranks_that_come_a_millisecond_apart_go_together_once_that_is_known():
-    fired = play(machine(3), even(30, 0.0, 0.001, 0.002))
-    assert fired[0] == (STEP, 1), "nothing was known yet"
-    assert [together for _, together in fired[12:]] == [3] * 18
-    assert all(at == pytest.approx(STEP * number + 0.002) for number, (at, _) in enumerate(fired, 1) if number > 12)
-
-
-def test_no_rank_waits_for_a_rank_that_is_late():
-    fired = play(machine(3), even(30, 0.0, 0.001, 0.05))
-    assert [together for _, together in fired[12:]] == [2] * 18
-    assert all(at == pytest.approx(STEP * number + 0.001) for number, (at, _) in enumerate(fired, 1) if number > 12)
-
-
-def test_hosts_that_come_a_millisecond_apart_go_together():
-    """A host comes when the last of its ranks does, however long before the first has."""
-    fired = play(machine(4, local_size=2), even(30, 0.0, 0.03, 0.02, 0.031))
-    assert fired[0] == (pytest.approx(STEP + 0.03), 2), "nothing was known yet"
-    assert [together for _, together in fired[12:]] == [4] * 18
-    assert all(at == pytest.approx(STEP * number + 0.031) for number, (at, _) in enumerate(fired, 1) if number > 12)
-
-
-def test_no_rank_waits_for_a_host_that_is_late():
-    fired = play(machine(4, local_size=2), even(30, 0.0, 0.001, 0.002, 0.05))
-    assert [together for _, together in fired[12:]] == [2] * 18
-    assert all(at == pytest.approx(STEP * number + 0.001) for number, (at, _) in enumerate(fired, 1) if number > 12)
+@pytest.mark.parametrize(
+    ("offsets", "local_size", "first", "together", "at"),
+    [
+        ((0.0, 0.001, 0.002), 1, 1, 3, 0.002),
+        ((0.0, 0.001, 0.05), 1, 1, 2, 0.001),  # no rank waits for one that is late
+        ((0.0, 0.03, 0.02, 0.031), 2, 2, 4, 0.031),  # a host comes when the last of its ranks does
+        ((0.0, 0.001, 0.002, 0.05), 2, 2, 2, 0.001),
+    ],
+)
+def test_ranks_and_hosts_that_come_a_millisecond_apart_go_together_once_that_is_known(
+    offsets, local_size, first, together, at
+):
+    fired = play(machine(len(offsets), local_size=local_size), even(30, *offsets))
+    assert fired[0][1] == first, "nothing was known yet"
+    assert [each for _, each in fired[12:]] == [together] * 18
+    assert [when for when, _ in fired[12:]] == pytest.approx([STEP * number + at for number in range(13, 31)])
 
 
 def test_a_rank_that_stays_away_costs_no_more_than_its_share():

@@ -84,10 +84,12 @@ def test_documents_are_in_plain_english(path: Path) -> None:
 @pytest.mark.parametrize("folder", CODE)
 def test_code_does_not_fall_back_into_the_dialect(folder: str) -> None:
     paths = {*(ROOT / folder).rglob("*.py")} - {Path(__file__).resolve()}
+    sources = ((str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in sorted(paths))
     found = {
-        (str(path.relative_to(ROOT)), hit, instead(hit))
-        for path in sorted(paths)
-        for hit in hits(words(path.read_text(encoding="utf-8")))
+        (name, hit, instead(hit))
+        for name, source in sources
+        if PATTERN.search(re.sub(r"[\W_]+", " ", source))  # (quicker than to split it into tokens)
+        for hit in hits(words(source))
     }
     assert not found, f"(file, word, what to write instead): {sorted(found)}"
 

@@ -14,10 +14,6 @@ from hypothesis import strategies as st
 from hvd_async.algorithms.leader import selection
 from hvd_async.algorithms.leader.config import ALGORITHMS, LeaderConfig
 from hvd_async.algorithms.leader.selection import ALL_RANKS, Strengths
-from hvd_async.stats import LeaderStats
-
-# -- losses, and who leads ------------------------------------------------------------------------------------
-
 
 # -- pulls ----------------------------------------------------------------------------------------------------
 
@@ -58,6 +54,13 @@ def test_strengths_of_a_step():
     }  # fmt: skip
     with pytest.raises(ValueError, match="at step 10"):
         own.at(10)
+
+
+def test_an_algorithms_own_option_need_not_be_a_strength():
+    """Any rank that adds one reads it as an attribute; only what all algorithms have is looked up by step."""
+    strengths = Strengths.of({"global_pull": lambda step: 1 / (1 + step), "inner_steps": 20, "nesterov": None})
+    assert (strengths.inner_steps, strengths.nesterov) == (20, None)  # type: ignore[attr-defined]
+    assert strengths.at(3) == {**Strengths().at(3), "global_pull": 0.25}
 
 
 def test_spreads_of_learning_rates():
@@ -110,29 +113,3 @@ def test_groups_that_do_not_part_the_ranks_are_refused(group):
 def test_what_is_no_group_is_refused(group):
     with pytest.raises(ValueError, match=r"group(=.*:| must be) .*ranks"):
         selection.groups(group, range(4), no_host)
-
-
-# -- counts ---------------------------------------------------------------------------------------------------
-
-
-def test_counts_of_two_runs_add_up():
-    one = LeaderStats(
-        10, 3, {0: 1}, {0: 1, 1: 1}, 2.0, 0.25, 300, 1.5, 0.9, ((1.0, -1, 0), (2.0, 0, 0), (3.0, 0, 1)), 3
-    )
-    two = LeaderStats(5, 1, {1: 1}, {}, 6.0, 0.5, 100, 0.5, 0.7, ((4.0, -1, 1),), 1)
-    both = one + two
-    assert (both.steps, both.pulls, both.bytes_received) == (15, 4, 400)
-    assert (both.led, both.led_group) == ({0: 1, 1: 1}, {0: 1, 1: 1})
-    assert (both.distance, both.pull_s, both.wait_s) == (3.0, 0.3125, 2.0)
-    assert both.mean_loss == 0.7
-    assert both.history == one.history + two.history
-    assert LeaderStats() + one == one
-    assert one + LeaderStats(mean_loss=0.9) == one
-    assert LeaderStats() + LeaderStats() == LeaderStats()
-
-
-def test_an_algorithms_own_option_need_not_be_a_strength():
-    """Any rank that adds one reads it as an attribute; only what all algorithms have is looked up by step."""
-    strengths: Any = Strengths(global_pull=lambda step: 1 / (1 + step), inner_steps=20, nesterov=None)
-    assert (strengths.inner_steps, strengths.nesterov) == (20, None)
-    assert strengths.at(3) == {**Strengths().at(3), "global_pull": 0.25}

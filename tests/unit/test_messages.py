@@ -133,14 +133,6 @@ def test_every_command_comes_back(command):
     assert type(again) is type(command)
 
 
-@given(st.floats(allow_nan=False))
-def test_hyperparameters_travel_exactly(value):
-    go = CODEC.decode_command(encode(eager.StartRound(0, [0], 1, 0, [1], settled=True, hyper=[{"lr": value}])))
-    assert isinstance(go, eager.StartRound)
-    assert go.hyper is not None
-    assert go.hyper[0]["lr"] == value
-
-
 def test_quorum_keeps_its_type():
     for quorum in ("solo", 1, 1.0, 0.5):
         config = eager.EagerConfig(quorum, 1, 0.0, 0, 1)
@@ -170,33 +162,20 @@ def test_cut_messages_are_refused(event, data):
     _refused(CODEC.decode_event, whole[: data.draw(st.integers(0, len(whole) - 1))])
 
 
-@given(st.binary(max_size=60))
-def test_random_bytes_decode_or_are_refused(data):
-    for decode in (CODEC.decode_event, CODEC.decode_command):
-        try:
-            decode(data)
-        except DecodeError:
-            continue
-
-
-def _decodes_or_is_refused(data: bytes) -> None:
-    for decode in (CODEC.decode_event, CODEC.decode_command):
-        try:
-            message = decode(data)
-        except DecodeError:
-            continue
-        encode(message)  # (what a rank says may be sent on to the others)
-
-
-@given(any_message(CODEC.events | CODEC.commands), st.data())
+@given(any_message(CODEC.events | CODEC.commands).map(encode) | st.binary(min_size=1, max_size=60), st.data())
 def test_mutated_messages_decode_or_are_refused(message, data):
     """Whatever msgspec raises: invalid UTF-8, keys that are none, lengths that cannot be."""
-    mutated = bytearray(encode(message))
-    for _ in range(data.draw(st.integers(1, 4))):
+    mutated = bytearray(message)
+    for _ in range(data.draw(st.integers(0, 4))):
         place = data.draw(st.integers(0, len(mutated) - 1))
         mutated[place : place + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=3))
         mutated = mutated or bytearray(1)
-    _decodes_or_is_refused(bytes(mutated))
+    for decode in (CODEC.decode_event, CODEC.decode_command):
+        try:
+            decoded = decode(bytes(mutated))
+        except DecodeError:
+            continue
+        encode(decoded)  # (what a rank says may be sent on to the others)
 
 
 STEP_ENTERED = b"\x84\xa4type\xabStepEntered\xa9optimizer\x00\xa4step\x01\xa5hyper"

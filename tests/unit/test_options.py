@@ -190,13 +190,6 @@ def test_values_by_epoch():
     assert read_by_epoch("0:1, 30:2", "0:1,30:2", int) == {0: 1, 30: 2}
 
 
-@pytest.mark.parametrize("passes", [0, -1, 1.0, "2", None, True])
-def test_wrong_passes(passes: Any):
-    with pytest.raises(ValueError, match=r"backward_passes_per_step must be an integer of at least 1, got"):
-        check_passes(passes)
-    check_passes(3)
-
-
 AVERAGE, SUM, ADASUM = 0, 1, 2
 
 
@@ -204,20 +197,26 @@ def test_scales():
     assert scales(AVERAGE, AVERAGE, SUM, 1.0, 4) == (1.0, 0.25)
     assert scales(AVERAGE, AVERAGE, SUM, 8.0, 4) == (0.125, 2.0)
     assert scales(SUM, AVERAGE, SUM, 1.0, 4) == (1.0, 1.0)
+    check_passes(3)
 
 
-@pytest.mark.parametrize("op", [ADASUM, None, "average"])
-def test_wrong_op(op: Any):
-    with pytest.raises(ValueError, match=r"op=.* does not go with partial allreduce.*take hvd\.Average or hvd\.Sum"):
-        scales(op, AVERAGE, SUM, 1.0, 4)
+PASSES = "backward_passes_per_step must be an integer of at least 1, got"
+OP = r"op=.* does not go with partial allreduce.*take hvd\.Average or hvd\.Sum"
+PREDIVIDE = "gradient_predivide_factor must be a finite number above 0, got"
 
 
-@pytest.mark.parametrize("predivide", [0, -1.0, float("inf"), float("nan"), "2", None, True])
-def test_wrong_predivide(predivide: Any):
-    with pytest.raises(ValueError, match=r"gradient_predivide_factor must be a finite number above 0, got"):
-        scales(AVERAGE, AVERAGE, SUM, predivide, 4)
-
-
-def test_predivide_does_not_go_with_sum():
-    with pytest.raises(ValueError, match="leave it out with Sum"):
-        scales(SUM, AVERAGE, SUM, 2.0, 4)
+@pytest.mark.parametrize(
+    ("call", "arguments", "hint"),
+    [
+        *((check_passes, (value,), PASSES) for value in (0, -1, 1.0, "2", None, True)),
+        *((scales, (op, AVERAGE, SUM, 1.0, 4), OP) for op in (ADASUM, None, "average")),
+        *(
+            (scales, (AVERAGE, AVERAGE, SUM, value, 4), PREDIVIDE)
+            for value in (0, -1.0, float("inf"), float("nan"), "2", None, True)
+        ),
+        (scales, (SUM, AVERAGE, SUM, 2.0, 4), "leave it out with Sum"),
+    ],
+)
+def test_wrong_arguments_of_horovods_optimizers(call: Any, arguments: tuple[Any, ...], hint: str):
+    with pytest.raises(ValueError, match=hint):
+        call(*arguments)

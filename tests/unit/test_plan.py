@@ -16,9 +16,8 @@ from hvd_async.algorithms import registry
 from hvd_async.algorithms.gossip.plan import ALGORITHMS, algorithms_of, make_plan
 from hvd_async.topology import Topology
 from tests.conftest import examples
+from tests.unit.test_topology import SYMMETRIC
 
-SYMMETRIC = {"bipartite-exponential", "bipartite-linear", "ring", "symmetric-exponential", "mesh", "star", "complete"}
-SYMMETRIC |= {"base", "random-pairs"}
 DOUBLY = ("dpsgd", "exact-diffusion", "noloco")
 GOSSIPS = [name for name, algorithm in ALGORITHMS.items() if algorithm.has_graph]
 OUTER = [name for name, algorithm in ALGORITHMS.items() if algorithm.outer is not None]
@@ -117,9 +116,10 @@ def test_other_weights_are_another_graph():
 def test_networkx_graphs():
     petersen = make_plan(10, "dpsgd", networkx.petersen_graph())
     assert petersen.topology.symmetric
+    assert petersen.topology.regular
     assert {len(petersen.out_edges(place, 1)) for place in range(10)} == {3}
     assert petersen.max_messages == 3
-    one_way = networkx.DiGraph([(0, 1), (1, 2), (2, 0)])
+    one_way = networkx.DiGraph([(0, 1), (1, 2), (2, 0), (2, 2)])
     assert [make_plan(3, "osgp", one_way).out_edges(place, 1)[0][0] for place in range(3)] == [1, 2, 0]
     with pytest.raises(ValueError, match="rank 0 sends to rank 1 at step 0 and gets no answer; adpsgd needs"):
         make_plan(3, "adpsgd", one_way)

@@ -20,29 +20,25 @@ from hvd_async.algorithms.leader.rank import StepReports
 from hvd_async.algorithms.leader.selection import ALL_RANKS, NO_LEADER
 from hvd_async.errors import EngineError, ProtocolError
 from hvd_async.runtime.protocol import (
-    Accepted,
     Command,
     Drained,
     Finished,
     OptimizerDeleted,
     OptimizerEvent,
-    Registered,
     Resumed,
 )
 from tests.conftest import examples
 from tests.machines.driver import snapshot
 from tests.machines.test_orders import leader_configs as configs
+from tests.unit.moves import registered
 
 PAIRS = LeaderConfig("lsgd", [[0, 1], [2, 3]], 2, 4, "")
 TRIO = LeaderConfig("lsgd", [[0], [1], [2]], 1, 2, "")
 
 
 def opened(config: LeaderConfig = PAIRS, size: int = 4) -> LeaderStateMachine:
-    """A machine whose ranks have all opened."""
-    machine = LeaderStateMachine(7, range(size))
-    commands = [c for rank in range(size) for c in machine.handle(rank, Registered(7, config, ["w"], [1]), 0.0)]
-    assert commands == [Accepted(7)]
-    return machine
+    """A machine whose ranks have all registered."""
+    return registered(LeaderStateMachine(7, range(size)), config)
 
 
 def play(machine: LeaderStateMachine, *moves: tuple[int, OptimizerEvent | float | None]) -> list[Command]:

@@ -48,12 +48,20 @@ def test_counts_of_gossip():
 
 def test_counts_of_leaders():
     first = LeaderStats(
-        pulls=1, led={0: 1}, distance=2.0, distances=2, pull_s=1.0, mean_loss=3.0, history=((1.0, 0, 0),)
-    )
-    later = LeaderStats(pulls=3, led={0: 2, 1: 1}, distance=4.0, distances=2, pull_s=3.0, history=((2.0, -1, 1),))
-    assert first + later == LeaderStats(
-        pulls=4, led={0: 3, 1: 1}, distance=3.0, distances=4, pull_s=2.5, history=((1.0, 0, 0), (2.0, -1, 1))
-    )
+        steps=10, pulls=1, led={0: 1}, led_group={0: 1, 1: 1}, distance=2.0, distances=2, pull_s=1.0, mean_loss=3.0,
+        bytes_received=300, wait_s=1.5, history=((1.0, 0, 0),),
+    )  # fmt: skip
+    later = LeaderStats(
+        steps=5, pulls=3, led={0: 2, 1: 1}, distance=4.0, distances=2, pull_s=3.0, mean_loss=0.5, bytes_received=100,
+        wait_s=0.5, history=((2.0, -1, 1),),
+    )  # fmt: skip
+    both = LeaderStats(
+        steps=15, pulls=4, led={0: 3, 1: 1}, led_group={0: 1, 1: 1}, distance=3.0, distances=4, pull_s=2.5,
+        mean_loss=0.5, bytes_received=400, wait_s=2.0, history=((1.0, 0, 0), (2.0, -1, 1)),
+    )  # fmt: skip
+    assert first + later == both
+    assert LeaderStats() + first == first
+    assert LeaderStats() + LeaderStats() == LeaderStats()
 
 
 def test_printed_counts_say_which_rank_is_the_straggler_and_that_nothing_is_lost():
