@@ -517,14 +517,14 @@ class Drive(abc.ABC):
         events = self.illegal(rank)
         if not events:
             return
-        before = snapshot(self.machine)
+        before = copy.deepcopy(state_of(self.machine))
         with pytest.raises(ProtocolError, match=f"rank {rank.rank}"):
             self.machine.handle(rank.rank, self.random.choice(events), self.now + 1e6)
-        assert snapshot(self.machine) == before
+        assert state_of(self.machine) == before
         self.illegal_tried += 1
 
 
-def snapshot(machine: StateMachine[Any]) -> dict[str, Any]:
+def state_of(machine: StateMachine[Any]) -> dict[str, Any]:
     """Return a state machine's state, for comparison."""
-    state, parts = copy.deepcopy(vars(machine)), AutoQuorum | Grace
-    return {key: vars(value) if isinstance(value, parts) else value for key, value in state.items()}
+    parts = AutoQuorum | Grace
+    return {key: vars(value) if isinstance(value, parts) else value for key, value in vars(machine).items()}

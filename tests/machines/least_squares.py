@@ -19,6 +19,7 @@ from hvd_async.algorithms.gossip.plan import ALGORITHMS, GossipPlan, make_plan
 from hvd_async.algorithms.gossip.rank import PushSumWorker
 from hvd_async.runtime.interfaces import Program, RankRuntime
 from hvd_async.runtime.process_sets import RankGroup
+from hvd_async.runtime.protocol import OptimizerEvent
 from hvd_async.stats import GossipStats
 from tests.conformance.cases import Case
 from tests.conformance.exact_diffusion_reference import exact_diffusion
@@ -261,6 +262,9 @@ class ReferenceDrive(GossipDrive):
     def records(self) -> list[Record]:
         """Return what has become of the ranks."""
         return [training.record for training in self.trainings]
+
+    def illegal(self, rank: Rank) -> list[OptimizerEvent]:
+        return []  # (other jobs try them)
 
     def over(self) -> None:
         super().over()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from itertools import cycle, product
 from typing import Any
 
 import networkx
@@ -21,18 +20,16 @@ from hypothesis import strategies as st
 from hvd_async import mixing, topology
 from hvd_async.algorithms.gossip.config import ALGORITHMS, COMPRESSIONS
 from hvd_async.algorithms.gossip.error_feedback import SHARED, SavedState
-from hvd_async.algorithms.gossip.outer import Rhythm
-from hvd_async.algorithms.gossip.outer_worker import OuterWorker
 from hvd_async.algorithms.gossip.rank import PushSumWorker
 from hvd_async.runtime.interfaces import Wait
 from hvd_async.topology import Topology
 from tests.conformance.cases import CASES
 from tests.conformance.exact_diffusion_reference import exact_diffusion, published
 from tests.conformance.gossip_reference import dpsgd, least_squares, on_time
-from tests.conformance.outer_reference import Outer, TwoStages, due, of_config, train
+from tests.conformance.outer_reference import TwoStages, of_config, train
 from tests.conftest import LONG_RUN, examples
 from tests.covering import covering
-from tests.machines.least_squares import EXACT, MOMENTUM, Job, Segment, compress_of, job, run
+from tests.machines.least_squares import EXACT, MOMENTUM, Job, Record, compress_of, job, run
 
 OUTER = [name for name, algorithm in ALGORITHMS.items() if algorithm.outer is not None]
 KINDS: list[tuple[str, Any, int]] = [
@@ -55,6 +52,9 @@ ENDS: dict[str, tuple[list[tuple[int, ...]], frozenset[int]]] = {
     "uneven": ([(5, 0, 3, 11)], frozenset()),
     "drains": ([(0,), (6, 2, 2, 1), (0, 3, 0, 0)], frozenset()),
     "cuts": ([(4,), (5, 0, 3, 8), (2, 6, 1), (6, 6, 2, 2, 4)], frozenset({0, 1})),
+    "often cut": ([(1,)] * 7, frozenset(range(7))),
+    "resumed": ([(5,), (9,)], frozenset({0})),
+    "resumed, uneven": ([(3, 6, 4, 0, 13), (9,)], frozenset({0})),
 }
 """Steps of the ranks before each end, repeated for further ranks, and which ends are cuts."""
 
@@ -107,7 +107,7 @@ def crossed(
         local_size=local,
         elements=7,
         cuts=cuts,
-        saves=local == 1,
+        saves=local == 1 or ends == ENDS["resumed"],  # (messages of other hosts may wait for the next step)
         **more,
     )
     if outer or (local == 1 and not found.pairs):
@@ -127,7 +127,7 @@ def options(number: int) -> tuple[Any, ...]:
 def table() -> list[Any]:
     """Return cells in which any two of algorithm, ranks and ends meet, and each algorithm meets all options."""
     rows = covering((KINDS, RANKS, tuple(ENDS)), 3 if LONG_RUN else 2)
-    rows += covering((HOSTED, HOSTS, tuple(ENDS)), 3 if LONG_RUN else 2)
+    rows += covering((HOSTED, HOSTS, tuple(ENDS)[:-1]), 3 if LONG_RUN else 2)
     seen = Counter[Any]()
     cells = []
     for kind, ranks, ends in rows:
@@ -142,8 +142,31 @@ def test_every_step_equals_the_reference(kind: Any, ranks: tuple[int, int], ends
     one, more = crossed(kind, ranks, ENDS[ends], *chosen)
     for seed in range(10) if LONG_RUN else [sum(map(ord, str((kind, ranks, ends))))]:
         records = run(one, seed, **more)
+        if kind[0] in ("osgp", "adpsgd"):
+            continue  # what is mixed when depends on the order
         if kind[0] in ("sgp", "dpsgd") and ends == "even" and ranks[1] == 1:
             assert all(set(record.stats.staleness) <= {0} for record in records), "something is left to chance"
+        if ends == "often cut" and (kind[0], chosen[0]) != ("dpsgd", "int8"):  # (what none takes is in estimates)
+            once = dataclasses.replace(one, steps=(tuple(map(sum, zip(*one.steps, strict=True))),))
+            assert list(map(path, records)) == list(map(path, run(once, seed + 1, **more)))
+        if ends.startswith("resumed"):
+            check_resumed(one, records, seed + 1, more)
+
+
+def path(record: Record, first: int = 0) -> list[bytes]:
+    """Return what a rank's model held after each step, and after the last end."""
+    segments = record.segments[first:]
+    return [z.tobytes() for segment in segments for z in segment.path] + [segments[-1].z.tobytes()]
+
+
+def check_resumed(one: Job, records: list[Record], seed: int, more: dict[str, Any]) -> None:
+    """Check that a job that is resumed after its first end, a cut, continues as if it had not stopped."""
+    saved = [record.saved[0] for record in records]
+    rest = run(dataclasses.replace(one, steps=one.steps[1:], cuts=frozenset()), seed, resumed=saved, **more)
+    assert [path(record, 1) for record in records] == list(map(path, rest))
+    assert all(record.saved == [None] for record in rest), "after a drain there is nothing but the weights"
+    if ALGORITHMS[one.plan.config.algorithm].outer is not None:
+        assert len({each.kept.copies["outer anchor"].tobytes() for each in saved if each is not None}) == 1
 
 
 SEGMENTS = st.lists(st.tuples(*[st.integers(0, 9)] * 5), min_size=1, max_size=3)
@@ -232,17 +255,6 @@ def test_a_rank_that_no_rank_gives_to_any_more_does_not_give_itself_away(graph: 
 # -- outer optimizers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("late", [0, 2, None])
-@pytest.mark.parametrize("fragments", [1, 3, 4])
-def test_averages_are_taken_as_late_as_agreed(late: int | None, fragments: int) -> None:
-    one = job([(13,) * 3], "local", None, average_every=4, max_staleness=late, fragments=fragments)
-    rhythm = Rhythm(4, fragments)
-    for record in run(one):
-        taken = [(step, number) for step, number in record.segments[0].log if step < 13]
-        assert taken
-        assert all(step - rhythm.step(number) == one.plan.config.max_staleness for step, number in taken)
-
-
 @pytest.mark.parametrize("compression", ["fp16", "bf16", "int8"])
 def test_several_chunks_and_parts_that_are_not_full_equal_the_reference(compression: str) -> None:
     """A rank finishes early and still adds up its part."""
@@ -283,16 +295,8 @@ def test_slow_momentum_is_in_units_of_a_whole_periods_gradients() -> None:
         problem = problem.after(outcome)
     resumed = run(job((7,) * 3, "slowmo", None, **more), tweak=tweak, resumed=[record.saved[0] for record in records])
     for record, again in zip(records, resumed, strict=True):
-        assert paths([record.segments[1]]) == paths(again.segments)
+        assert [z.tobytes() for z in record.segments[1].path] == [z.tobytes() for z in again.segments[0].path]
     assert np.abs(outer.momentum_of).max() < 1e3
-
-
-@given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 60))
-def test_averages_have_numbers_in_the_order_of_their_steps(every: int, fragments: int, until: int) -> None:
-    rhythm = Rhythm(every, min(every, fragments))
-    outer = Outer("local", every, 0, rhythm.fragments)
-    expected = [(step, fragment) for step in range(1, until + 1) for fragment in due(outer, step)]
-    assert [(rhythm.step(n), rhythm.fragment(n)) for n in range(rhythm.until(until))] == expected
 
 
 def test_bytes_are_those_of_two_stages() -> None:
@@ -301,39 +305,6 @@ def test_bytes_are_those_of_two_stages() -> None:
         for record in run(job((8, 8, 8), "local", None, average_every=4, compression=compression)):
             assert record.stats.bytes_sent == 2 * 2 * 2 * (part + (16 if compression != "none" else 0))
             assert record.stats.averagings == 2
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "late", "fragments", "cut"),
-    [(name, *rhythm, cut) for name, rhythm, cut in covering((OUTER, ((2, 1), (2, 3), (0, 1)), (False, True)), 2)],
-)
-def test_averages_do_not_pile_up_on_a_rank_that_has_finished(
-    algorithm: str, late: int, fragments: int, cut: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What comes out is as if it took all last; it has taken all but those that a rank that continues may have under
-    way."""
-    more = {"average_every": 4, "max_staleness": late, "fragments": fragments}
-    one = job(((4, 40, 40), (9, 9, 9)), algorithm, None, cuts=frozenset({0} if cut else ()), **more)
-    followed: list[int] = []
-
-    def tweak(worker: Any) -> None:
-        gather = worker.gather_program
-
-        def watched(weights: Any, flush: bool) -> Any:
-            if worker._place == 0:
-                followed.append(len(worker._averages.results()))
-            return (yield from gather(weights, flush))
-
-        worker.gather_program = watched
-
-    records = run(one, tweak=tweak)
-    most = one.plan.config.fragments * (1 + (one.plan.config.max_staleness > 0))
-    assert followed[0] <= most, "averages pile up on a rank that has finished"
-    monkeypatch.setattr(OuterWorker, "_follows", False)
-    for record, last in zip(records, run(one), strict=True):
-        for segment, other in zip(record.segments, last.segments, strict=True):
-            np.testing.assert_allclose(np.array(segment.path), np.array(other.path), **EXACT)
-            np.testing.assert_allclose(segment.z, other.z, **EXACT)
 
 
 # -- exact diffusion ---------------------------------------------------------------------------------------------------
@@ -374,93 +345,3 @@ def test_a_state_with_a_push_sum_weight_is_refused() -> None:
     assert any(isinstance(each.kept, SavedState) and each.kept.weight != 1.0 for each in saved if each is not None)
     with pytest.raises(ValueError, match=r"push-sum weight .*, which exact-diffusion does not support"):
         run(job([2] * 3, "exact-diffusion", "ring"), resumed=saved)
-
-
-# -- cuts --------------------------------------------------------------------------------------------------------------
-
-EVEN, UNEVEN = (5, 5, 5, 5), (3, 6, 4, 5)
-PUSHES = [("sgp", "star"), ("sgp", "exponential"), ("dpsgd", "ring")]
-MESSAGES: list[dict[str, Any]] = [
-    {"average_every": 4},
-    {"average_every": 4, "compression": "fp16"},
-    {"compression": "int8"},
-    {"local_size": 2},
-    {"local_size": 2, "compression": "int8"},
-    {"local_size": 2, "compression": "bf16", "average_every": 4},
-]
-DIFFUSED: list[dict[str, Any]] = [
-    {}, {"average_every": 4}, {"compression": "fp16"}, {"compression": "int8"}, {"gossip_every": 3},
-]  # fmt: skip
-AVERAGED = {"average_every": 4, "max_staleness": 3, "fragments": 2, "elements": 11}
-RESUMED: list[tuple[str, str | None, tuple[int, ...], dict[str, Any]]] = [
-    *((*push, first, more) for (push, more), first in zip(product(PUSHES, MESSAGES), cycle((EVEN, UNEVEN, UNEVEN)))),
-    *(("exact-diffusion", "ring", first, more) for first, more in zip(cycle((EVEN, UNEVEN, (7, 7, 2, 7))), DIFFUSED)),
-    ("noloco", "random-pairs", EVEN, {"gossip_every": 2}),
-    ("noloco", "random-pairs", UNEVEN, {"gossip_every": 2, "compression": "bf16"}),
-    *(
-        (name, None, first, {**AVERAGED, "compression": compression})
-        for name in OUTER
-        for first, compression in (((6, 6, 6), "none"), ((3, 9, 5), "int8"), ((0, 13, 1), "bf16"))
-    ),
-]
-"""Algorithm, graph, steps before the cut, and options."""
-
-
-def paths(segments: Sequence[Segment]) -> list[bytes]:
-    """Return what a rank's model held after each step."""
-    return [z.tobytes() for segment in segments for z in segment.path]
-
-
-@pytest.mark.parametrize(("algorithm", "graph", "first", "more"), RESUMED, ids=str)
-def test_a_job_that_is_resumed_after_a_cut_continues_as_if_it_had_not_stopped(
-    algorithm: str, graph: str | None, first: tuple[int, ...], more: dict[str, Any]
-) -> None:
-    if "local_size" in more and len(set(first)) > 1:
-        more = {**more, "local_size": 4}  # with other hosts, whose messages wait, there is nothing to save
-    rest = (9,) * len(first)
-    whole = run(job((first, rest), algorithm, graph, cuts=frozenset({0}), **more))
-    resumed = run(job(rest, algorithm, graph, **more), seed=1, resumed=[record.saved[0] for record in whole])
-    for before, after in zip(whole, resumed, strict=True):
-        assert paths(before.segments[1:]) == paths(after.segments)
-        np.testing.assert_array_equal(before.segments[1].z, after.segments[0].z)
-        assert after.saved == [None]  # after a drain: nothing but the weights
-    if algorithm in OUTER:
-        assert len({saved.kept.copies["outer anchor"].tobytes() for record in whole if (saved := record.saved[0])}) == 1
-
-
-UNCHANGED: list[tuple[int, str, str | None, dict[str, Any]]] = [
-    *((5, "sgp", "exponential", more) for more in ({}, {"compression": "int8"}, {"average_every": 3})),
-    (5, "sgp", "exponential", {"gossip_every": 3}),
-    *((8, "sgp", "exponential", {"local_size": 2, **more}) for more in ({}, {"gossip_every": 3})),
-    (8, "sgp", "exponential", {"local_size": 2, "compression": "int8", "average_every": 3}),
-    *((5, "dpsgd", "complete", more) for more in ({}, {"gossip_every": 2})),
-    (5, "allreduce", None, {"average_every": 4}),
-    *((5, "exact-diffusion", "ring", more) for more in ({}, {"average_every": 3}, *DIFFUSED[3:])),
-    (5, "noloco", "random-pairs", {"gossip_every": 3}),
-    *((3, name, None, {"average_every": 4, "max_staleness": 0}) for name in OUTER),
-    *((3, name, None, {"average_every": 4, "max_staleness": 3, "fragments": 3}) for name in OUTER),
-    *((3, name, None, {"average_every": 4, "compression": "int8"}) for name in OUTER),
-]
-"""Ranks, algorithm, graph and options."""
-
-
-@pytest.mark.parametrize(("size", "algorithm", "graph", "more"), UNCHANGED, ids=str)
-def test_cuts_change_nothing(size: int, algorithm: str, graph: str | None, more: dict[str, Any]) -> None:
-    """A graph of several phases does not begin again, nor what is counted for ``average_every``."""
-    steps, own = 11 if algorithm in OUTER else 7, {"cuts": frozenset(range(11)), **more}
-    often = run(job(((1,) * size,) * steps, algorithm, graph, **own))
-    once = run(job(((steps,) * size,), algorithm, graph, **own), seed=1)
-    assert [paths(record.segments) for record in often] == [paths(record.segments) for record in once]
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "graph", "more"), [("exact-diffusion", "ring", {}), ("noloco", "random-pairs", {"gossip_every": 2})]
-)
-def test_what_was_saved_does_not_change_afterwards(algorithm: str, graph: str, more: dict[str, Any]) -> None:
-    one = job(((4,) * 3, (4,) * 3), algorithm, graph, cuts=frozenset({0}), **more)
-    whole, first = (run(each)[0].saved[0] for each in (one, dataclasses.replace(one, steps=one.steps[:1])))
-    assert whole is not None
-    assert first is not None
-    assert whole.kept.copies.keys() == first.kept.copies.keys() != set()
-    for name, copy in whole.kept.copies.items():
-        np.testing.assert_array_equal(copy, first.kept.copies[name])
