@@ -94,7 +94,7 @@ JOBS: Mapping[str, Mapping[str, Job]] = {
             "6 drain 4 drain", "2 leave", "6 drain 4 drain", **{**LATER, "fragments": 2, "compression": "bf16"}
         ),
         "one finishes much sooner": gossip("1 drain", "9 drain", **LATER),
-        "one leaves after a cut": gossip("1 cut 2 cut 1 drain", "1 cut leave", "1 cut 2 cut 2 drain"),
+        "one leaves after a cut": gossip("cut 1 cut 1 cut 1 drain", "leave", "cut 1 cut 1 cut 1 drain"),
         "one leaves exact diffusion": gossip(
             "2 cut 2 cut 1 drain", "2 cut leave", "2 cut 2 cut 2 drain", algorithm="exact-diffusion"
         ),

@@ -398,6 +398,12 @@ GOSSIP: Mapping[str, Mutant] = {
     "what a rank that is gone has sent is in an average": Mutant(
         "one is in an average and leaves", Averages, "submit", counted_in_any_case
     ),
+    "a rank that is gone adds up no part of an average": Mutant(
+        "one leaves averages in two stages",
+        Averages,
+        "submit",
+        lambda real, averages, command: None if averages._discards else real(averages, command),
+    ),
     "what a rank learns meanwhile is dropped": Mutant(
         "compared local", outer, "merged", lambda real, anchor, weights, sent: anchor + 0
     ),
