@@ -103,6 +103,18 @@ class Landing(NamedTuple):
     result: Vector
 
 
+class InPlace(RankCollectives):
+    """Collectives whose sums are in place, as Horovod's: what was handed over is gone, unless it is to be kept."""
+
+    def allreduce_sum(
+        self, vector: Vector, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
+    ) -> Part:
+        part = super().allreduce_sum(vector + 0, name, process_set, keep, scale)
+        if not keep:
+            vector[:] = np.nan
+        return part
+
+
 class Rank:
     """The ``RankRuntime`` of one rank, and its training thread.
 
@@ -125,7 +137,7 @@ class Rank:
     def __init__(self, place: int, drive: Drive) -> None:
         self.place, self.rank, self.size = place, drive.numbers[place], max(drive.numbers) + 1
         self.random = random.Random(f"{drive.job.seed} {place}")
-        self.collectives: Any = RankCollectives(self.rank, self.size, drive)  # type: ignore[arg-type]
+        self.collectives: Any = InPlace(self.rank, self.size, drive)  # type: ignore[arg-type]
         self.collectives.in_order = drive.in_order
         self._order = CollectiveOrder() if drive.in_order else None
         self.changed = Unlocked()

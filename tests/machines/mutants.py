@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
@@ -37,6 +38,7 @@ from hvd_async.algorithms.leader.machine import LeaderStateMachine
 from hvd_async.algorithms.leader.selection import ALL_RANKS
 from hvd_async.runtime.carrier import Carrier
 from hvd_async.runtime.machine import StateMachine
+from tests.machines.driver import InPlace
 
 Fault = Callable[..., Any]
 
@@ -243,6 +245,20 @@ EAGER: Mapping[str, Mutant] = {
     ),
     "what was restored is forgotten": Mutant("an earlier run", RoundsInFlight, "restore", instead()),
     "the state after a cut is what is pending later": Mutant("cut", RoundsInFlight, "keep_for_cut", instead()),
+    "rounds of nothing are counted as applied": Mutant(
+        "empty buckets",
+        EagerWorker,
+        "stats",
+        after(lambda got, worker, *_: dataclasses.replace(got, rounds_applied=got.rounds)),
+    ),
+    "what is handed over without a gradient is not kept": Mutant(
+        "steps that differ",
+        InPlace,
+        "allreduce_sum",
+        lambda real, plane, vector, name, process_set, keep, scale: real(
+            plane, vector, name, process_set, False, scale
+        ),
+    ),
     "an empty bucket counts as a gradient": Mutant(
         "empty buckets",
         RoundsInFlight,
