@@ -35,6 +35,7 @@ from hvd_async.algorithms.gossip.rank import GossipWorker, MessageExchange, Push
 from hvd_async.algorithms.leader import machine as leader
 from hvd_async.algorithms.leader.config import PullDone
 from hvd_async.algorithms.leader.machine import LeaderStateMachine
+from hvd_async.algorithms.leader.rank import PullExecutor
 from hvd_async.algorithms.leader.selection import ALL_RANKS
 from hvd_async.runtime.carrier import Carrier
 from hvd_async.runtime.machine import StateMachine
@@ -104,6 +105,12 @@ def keeping(name: str) -> Fault:
         return result
 
     return fault
+
+
+def without_turn(real: Any, carrier: Any, *arguments: Any) -> None:
+    """Carry a collective without a turn."""
+    with mock.patch.multiple(carrier._engine, turn=lambda: None):
+        real(carrier, *arguments)
 
 
 # -- partial allreduce -------------------------------------------------------------------------------------------------
@@ -267,6 +274,10 @@ EAGER: Mapping[str, Mutant] = {
             rounds, number, step, [one._replace(vector=rounds._wire.zeros(one.bucket) + 1) for one in taken], *more
         ),
     ),
+    "a cut sends what is pending": Mutant(
+        "cut", EagerStateMachine, "_on_all_finished", meanwhile(_flush=lambda _: True)
+    ),
+    "a round that waits has no turn": Mutant("announced", Carrier, "carry", without_turn),
     "no rank wakes when a grace ends": Mutant("grace", EagerStateMachine, "deadline", instead()),
 }
 
@@ -280,13 +291,6 @@ def any_first(real: Any, carrier: Any, lane: Any) -> None:
         lane.remove(ready[0])
         lane.appendleft(ready[0])
         real(carrier, lane)
-
-
-def means_without_turn(real: Any, carrier: Any, lane: Any, *arguments: Any) -> None:
-    """Carry a collective; the second stage of an average without a turn."""
-    turn = {"turn": lambda: None} if lane == "means" else {}
-    with mock.patch.multiple(carrier._engine, **turn) if turn else contextlib.nullcontext():
-        real(carrier, lane, *arguments)
 
 
 def announce_in_any_case(real: Any, exchanges: Any, optimizer: int, key: int) -> None:
@@ -469,7 +473,7 @@ GOSSIP: Mapping[str, Mutant] = {
     "second stages of averages begin in another order": Mutant(
         "averages in two stages", Carrier, "_start_lane", any_first
     ),
-    "second stages of averages have no turn": Mutant("averages in two stages", Carrier, "carry", means_without_turn),
+    "second stages of averages have no turn": Mutant("averages in two stages", Carrier, "carry", without_turn),
     "an exchange starts while a rank is in a drain": Mutant(
         "sgp, cuts", GossipStateMachine, "_advance", meanwhile(_resuming=lambda _: ())
     ),
@@ -580,6 +584,8 @@ LEADER: Mapping[str, Mutant] = {
     "a pull starts although this rank has not seen the group's last one": Mutant(
         "lsgd", Carrier, "_may_start", meanwhile(_in_flight=lambda _: {})
     ),
+    "results of pulls are taken twice": Mutant("lsgd", PullExecutor, "on_step", keeping("_fresh")),
+    "results of pulls outlive a drain": Mutant("lsgd", PullExecutor, "start_from", keeping("_fresh")),
     "two pulls of a group at once": Mutant(
         "lsgd", leader._Group, "is_due", lambda real, group: 0 < group.needed <= group.steps
     ),
