@@ -397,7 +397,7 @@ GOSSIP: Mapping[str, Mutant] = {
         "_decode_discarded",
         before(lambda worker, *_: worker._place or worker._known.forget_edges()),
     ),
-    "phases begin anew at a cut": Mutant(
+    "phases begin again at a cut": Mutant(
         "compared sgp, cuts", PushSumWorker, "_restart", before(lambda worker: setattr(worker, "_base", 0))
     ),
     "a rank that is gone is given messages": Mutant(

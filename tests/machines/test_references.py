@@ -52,7 +52,7 @@ ENDS: dict[str, tuple[list[tuple[int, ...]], frozenset[int]]] = {
     "uneven": ([(5, 0, 3, 11)], frozenset()),
     "drains": ([(0,), (6, 2, 2, 1), (0, 3, 0, 0)], frozenset()),
     "cuts": ([(4,), (5, 0, 3, 8), (2, 6, 1), (6, 6, 2, 2, 4)], frozenset({0, 1})),
-    "often cut": ([(1,)] * 7, frozenset(range(7))),
+    "often cut": ([(1,)] * 7, frozenset(range(6))),
     "resumed": ([(5,), (9,)], frozenset({0})),
     "resumed, uneven": ([(3, 6, 4, 0, 13), (9,)], frozenset({0})),
 }
@@ -147,7 +147,7 @@ def test_every_step_equals_the_reference(kind: Any, ranks: tuple[int, int], ends
         if kind[0] in ("sgp", "dpsgd") and ends == "even" and ranks[1] == 1:
             assert all(set(record.stats.staleness) <= {0} for record in records), "something is left to chance"
         if ends == "often cut" and (kind[0], chosen[0]) != ("dpsgd", "int8"):  # (what none takes is in estimates)
-            once = dataclasses.replace(one, steps=(tuple(map(sum, zip(*one.steps, strict=True))),))
+            once = dataclasses.replace(one, steps=((7,) * one.size,), cuts=frozenset())
             assert list(map(path, records)) == list(map(path, run(once, seed + 1, **more)))
         if ends.startswith("resumed"):
             check_resumed(one, records, seed + 1, more)
