@@ -104,6 +104,18 @@ class Landing(NamedTuple):
     result: Vector
 
 
+class InPlace(RankCollectives):
+    """Collectives whose sums are in place, as Horovod's: what was handed over is gone, unless it is to be kept."""
+
+    def allreduce_sum(
+        self, vector: Vector, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
+    ) -> Part:
+        part = super().allreduce_sum(vector + 0, name, process_set, keep, scale)
+        if not keep:
+            vector[:] = np.nan
+        return part
+
+
 class Rank:
     """The ``RankRuntime`` of one rank, and its training thread.
 
@@ -126,7 +138,7 @@ class Rank:
     def __init__(self, place: int, drive: Drive) -> None:
         self.place, self.rank, self.size = place, drive.numbers[place], max(drive.numbers) + 1
         self.random = random.Random(f"{drive.job.seed} {place}")
-        self.collectives: Any = RankCollectives(self.rank, self.size, drive)  # type: ignore[arg-type]
+        self.collectives: Any = InPlace(self.rank, self.size, drive)  # type: ignore[arg-type]
         self.collectives.in_order = drive.in_order
         self._order = CollectiveOrder() if drive.in_order else None
         self.changed = Unlocked()
@@ -518,14 +530,14 @@ class Drive(abc.ABC):
         events = self.illegal(rank)
         if not events:
             return
-        before = snapshot(self.machine)
+        before = copy.deepcopy(state_of(self.machine))
         with pytest.raises(ProtocolError, match=f"rank {rank.rank}"):
             self.machine.handle(rank.rank, self.random.choice(events), self.now + 1e6)
-        assert snapshot(self.machine) == before
+        assert state_of(self.machine) == before
         self.illegal_tried += 1
 
 
-def snapshot(machine: StateMachine[Any]) -> dict[str, Any]:
+def state_of(machine: StateMachine[Any]) -> dict[str, Any]:
     """Return a state machine's state, for comparison."""
-    state, parts = copy.deepcopy(vars(machine)), AutoQuorum | Grace
-    return {key: vars(value) if isinstance(value, parts) else value for key, value in state.items()}
+    parts = AutoQuorum | Grace
+    return {key: vars(value) if isinstance(value, parts) else value for key, value in vars(machine).items()}

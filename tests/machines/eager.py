@@ -80,6 +80,8 @@ class EagerDrive(Drive):
         self.ledger = Ledger(job.config, job.numbers)
         self.produced: list[list[tuple[int, int]]] = [[] for _ in range(self.config.buckets)]
         self.rounds: dict[int, ReducedRound] = {}
+        self.skipped: set[tuple[int, int]] = set()
+        """Steps (place, step) in which a bucket was empty."""
         hosts = job.config.local_size > 1
         self.plain = not hosts and not any({"leave", "sum"} & set(program) for program in job.programs)
         """Whether the ledger knows all that ranks do: it knows neither hosts nor ranks that leave."""
@@ -88,8 +90,9 @@ class EagerDrive(Drive):
     def worker(self, rank: Rank) -> EagerWorker:
         group, buckets = self.group(rank), self.config.buckets
         length = self.size * MOST + 1
+        empty = np.zeros(length)
         wire = GradientFormat(
-            zeros=lambda bucket: np.zeros(length),
+            zeros=lambda bucket: empty,  # (always the same one, as bindings have it)
             nbytes=(8 * length,) * buckets,
             process_set=group.process_set,
             members=group.members,
@@ -149,7 +152,10 @@ class EagerDrive(Drive):
             yield PAUSE
 
     def _handed(self, rank: Rank, bucket: int) -> Any:
-        return None if rank.random.random() < self.job.empty else self._gradient(rank, bucket, rank.steps)
+        if rank.random.random() < self.job.empty:
+            self.skipped.add((rank.place, rank.steps))
+            return None
+        return self._gradient(rank, bucket, rank.steps)
 
     def _apply(self, rank: Rank, round_: ReducedRound) -> None:
         """Apply a round: the same on all ranks, to the bit."""
@@ -185,6 +191,18 @@ class EagerDrive(Drive):
     def over(self) -> None:
         late = self.staleness
         assert max(late, default=0) <= self.config.max_staleness, f"gradients were {dict(late)} rounds late"
+        for rank in self.ranks if self.plain else ():
+            self._check_stats(rank)
+
+    def _check_stats(self, rank: Rank) -> None:
+        """Check what a rank has counted."""
+        stats = rank.worker.stats()
+        made = [sum(place == rank.place for place, _ in own) for own in self.produced]
+        assert (stats.steps, stats.gradients_produced) == (rank.steps, max(made))
+        assert stats.gradients_skipped == sum(place == rank.place for place, _ in self.skipped)
+        assert stats.rounds_applied == sum(max(round_.counts) > 0 for round_ in self.rounds.values())
+        if self.drains[-1].flushed:
+            assert sum(stats.staleness.values()) == made[0]
 
     @property
     def staleness(self) -> Counter[int]:

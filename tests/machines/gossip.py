@@ -23,6 +23,7 @@ from hvd_async.algorithms.gossip.config import (
 )
 from hvd_async.algorithms.gossip.machine import GossipStateMachine
 from hvd_async.algorithms.gossip.message_format import NumpyMessageFormat
+from hvd_async.algorithms.gossip.outer_worker import OuterWorker
 from hvd_async.algorithms.gossip.plan import GossipPlan, make_plan
 from hvd_async.algorithms.gossip.rank import GossipWorker, PushSumWorker
 from hvd_async.runtime.interfaces import Program, Wait
@@ -63,6 +64,8 @@ class GossipDrive(Drive):
         self.whole = not any("leave" in program for program in job.programs)
         self.cuts: dict[int, dict[int, Any]] = {}
         """What each rank held at a cut: its weights times its push-sum weight."""
+        self.rest: dict[int, dict[int, tuple[Any, float]]] = {}
+        """The same, and the push-sum weight, of each rank that has not left, after each end."""
         super().__init__(job, GossipStateMachine(0, job.numbers), quick)
 
     def worker(self, rank: Rank) -> GossipWorker:
@@ -93,6 +96,14 @@ class GossipDrive(Drive):
         worker.publish(rank.applied)
         rank.applied = rank.applied + 0
 
+    def begin(self, rank: Rank) -> Generator[Wait, None, None]:
+        """Break a step off where it waits for others."""
+        before = rank.applied * rank.worker.weight
+        step = rank.worker.mix_program(before, before + np.eye(len(before))[rank.place])
+        next(wait for wait in step if not wait.ready())
+        step.close()
+        yield PAUSE
+
     def _gather(self, rank: Rank, flush: bool) -> Program[None]:
         rank.applied = (yield from rank.worker.gather_program(rank.applied + 0, flush)) + 0
 
@@ -106,6 +117,33 @@ class GossipDrive(Drive):
             if len(held) == len(steps):
                 total = sum(held.values())
                 np.testing.assert_allclose(total, steps, rtol=1e-9, atol=1e-9, err_msg="lost or twice in a cut")
+        if not self.whole and self.config.local_size == 1:
+            self._check_rest(rank, drained)
+
+    def _check_rest(self, rank: Rank, drained: Drained[Any]) -> None:
+        """Check the ranks that have not left. Between two ends without the same ranks, the sum of their weights moves
+        by their steps alone."""
+        held, outer = self.rest.setdefault(rank.ends, {}), self.kind.outer is not None
+        held[rank.rank] = rank.applied * rank.worker.weight, rank.worker.weight
+        if drained.flushed:
+            assert (rank.applied == next(iter(held.values()))[0]).all(), "drained, and not the same everywhere"
+        steps, last = (
+            np.array([self.programs_steps(place, end) if end >= 0 else 0 for place in range(len(self.numbers))])
+            for end in (rank.ends, rank.ends - 1)
+        )
+        if self.config.algorithm == "allreduce":  # (elsewhere the shares of a rank that has left are lost)
+            assert rank.applied.sum() <= steps.max() * (1 + 1e-9), "more than the steps of any rank"
+        before = self.rest.get(rank.ends - 1, {})
+        if held.keys() != before.keys() or held.keys() != set(self.numbers) - set(drained.gone):
+            return
+        if self.config.algorithm not in (*MIXING, "local"):
+            return
+        even = len({(steps - last)[self.numbers.index(number)] for number in held}) == 1
+        if outer and not (even and all(end.flushed for end in self.drains)):
+            return  # (a rank that has finished follows the others, and averages may be under way at a cut)
+        total, weight = (sum(parts) for parts in zip(*before.values(), strict=True))
+        found = rank.applied * weight if drained.flushed else sum(x for x, _ in held.values())
+        np.testing.assert_allclose(found, total + steps - last, rtol=1e-9, atol=1e-9, err_msg="lost or twice")
 
     def programs_steps(self, place: int, end: int) -> int:
         """Return the steps of a rank until an end."""
@@ -126,11 +164,17 @@ class GossipDrive(Drive):
         if move[0] == "train" and isinstance(rank.worker, PushSumWorker):
             unsent = rank.worker._offered - rank.worker._exchanges.own_sent
             assert unsent <= (1 if self.config.max_staleness else 2), f"messages of {unsent} steps are unsent"
+        if isinstance(rank.worker, OuterWorker) and rank.worker._announced and not rank.until():
+            waiting = len(rank.worker._averages.results())
+            most = self.config.fragments * (2 if self.config.max_staleness else 1)
+            assert waiting <= most, f"{waiting} averages pile up on a rank that has finished"
 
     def over(self) -> None:
         if self.plain:
             self.ledger.check_end()
-        for rank in self.ranks if not self.kind.pairs and self.kind.outer is None else ():
+        hosts_cut = self.config.local_size > 1 and any("cut" in program for program in self.job.programs)
+        in_time = not self.kind.pairs and self.kind.outer is None and not hosts_cut  # (after a cut hosts are apart)
+        for rank in self.ranks if in_time else ():
             late = rank.worker.stats().staleness
             assert max(late, default=0) <= self.config.max_staleness, f"messages were {dict(late)} steps late"
         if self.drains and self.drains[-1].flushed and self.plain:

@@ -12,8 +12,17 @@ from tests.machines.driver import Drive, Job
 from tests.machines.eager import EagerDrive, EagerJob, eager
 from tests.machines.gossip import GossipDrive, GossipJob, gossip
 from tests.machines.leader import LeaderDrive, LeaderJob, leader
+from tests.machines.least_squares import ReferenceDrive, ReferenceJob, job, reference
 
 LATER = {"algorithm": "local", "average_every": 2, "max_staleness": 1}
+EVEN, UNEVEN = ((4, 4, 4), (3, 3, 3)), ((4, 4, 4), (3, 1, 2))
+
+
+def compared(steps: tuple[tuple[int, ...], ...], algorithm: str, graph: str | None = None, **options: Any) -> Job:
+    """Return a job whose steps are compared with the reference."""
+    return reference(job(steps, algorithm, graph, **options))
+
+
 JOBS: Mapping[str, Mapping[str, Job]] = {
     "eager": {
         "opening": eager("1 drain", "drain"),
@@ -41,6 +50,8 @@ JOBS: Mapping[str, Mapping[str, Job]] = {
         "three ranks": eager("2 drain", "2 drain", "1 drain"),
         "three ranks, two needed": eager("1 drain", "1 drain", "1 leave", quorum=2),
         "three ranks, grace": eager("1 drain 1 drain", "1 drain drain", "1 leave", grace=1.0, quorum=2),
+        "an earlier run": eager("drain 2 drain", "1 drain drain", loaded=frozenset({0, 1})),
+        "empty buckets": eager("3 drain 1 drain", "2 drain 1 drain", buckets=2, empty=0.4),
         "a host": eager("2 drain 1 drain", "2 drain 1 drain", local_size=2),
         "a host, uneven, cut": eager("2 cut 1 drain", "1 cut drain", local_size=2),
         "a host, two buckets": eager("1 drain 1 drain", "1 drain drain", buckets=2, local_size=2),
@@ -76,6 +87,35 @@ JOBS: Mapping[str, Mapping[str, Job]] = {
         "averages that ranks continue from": gossip("3 drain 2 drain", "2 cut 2 drain", **LATER),
         "averages in two stages": gossip("6 drain", "6 drain", **{**LATER, "fragments": 2, "compression": "int8"}),
         "one is in an average and finishes": gossip("2 drain", "1 drain", "2 leave", **LATER),
+        "one is in an average and leaves": gossip(
+            "2 drain", "begin leave", "2 drain", algorithm="allreduce", average_every=1
+        ),
+        "one leaves averages in two stages": gossip(
+            "6 drain 4 drain", "2 leave", "6 drain 4 drain", **{**LATER, "fragments": 2, "compression": "bf16"}
+        ),
+        "one finishes much sooner": gossip("1 drain", "9 drain", **LATER),
+        "one leaves after a cut": gossip("cut 1 cut 1 cut 1 drain", "leave", "cut 1 cut 1 cut 1 drain"),
+        "one leaves exact diffusion": gossip(
+            "2 cut 2 cut 1 drain", "2 cut leave", "2 cut 2 cut 2 drain", algorithm="exact-diffusion"
+        ),
+        "compared sgp": compared(UNEVEN, "sgp", "star", average_every=3),
+        "compared sgp, fp16": compared(UNEVEN, "sgp", "star", compression="fp16"),
+        "compared sgp, cuts": compared(
+            ((3,) * 5, (2,) * 5, (3,) * 5), "sgp", "exponential", compression="int8", cuts=frozenset({0, 1})
+        ),
+        "compared osgp": compared(((7, 7), (6, 4)), "osgp", "exponential"),
+        "compared dpsgd": compared(UNEVEN, "dpsgd", "ring", compression="int8"),
+        "compared exact diffusion": compared(UNEVEN, "exact-diffusion", "ring"),
+        "compared noloco": compared(UNEVEN, "noloco", "ring", gossip_every=2),
+        "compared adpsgd": compared(UNEVEN, "adpsgd", "ring", max_local_steps=1),
+        "compared local": compared(((5, 5), (7, 3)), "local", average_every=3, fragments=2, max_staleness=2),
+        "compared local, int8": compared(
+            ((5, 5, 5), (7, 3, 9)), "local", average_every=2, compression="int8", max_staleness=0, elements=12
+        ),
+        "compared diloco": compared(((5, 5), (7, 3)), "diloco", average_every=2, max_staleness=1),
+        "compared local, cuts": compared(
+            ((3, 3), (2, 2), (3, 3)), "local", average_every=2, max_staleness=1, cuts=frozenset({0, 1})
+        ),
         "hosts": gossip(*("2 drain", "1 drain", "2 drain", "2 drain"), local_size=2),
         "hosts with local steps": gossip(*("3 drain 1 drain", "2 drain 2 drain") * 2, local_size=2, **LATER),
         "hosts with local steps, cut": gossip(*["2 cut 1 drain"] * 2, *["1 cut 2 drain"] * 2, local_size=2, **LATER),
@@ -100,7 +140,12 @@ SPEEDS = (0.02, 0.3, 1.0, 1.0, 5.0)
 
 def drive_of(job: Job, quick: bool = False) -> Drive:
     """Return the drive of a job."""
-    kinds: Mapping[type[Job], Any] = {EagerJob: EagerDrive, GossipJob: GossipDrive, LeaderJob: LeaderDrive}
+    kinds: Mapping[type[Job], Any] = {
+        EagerJob: EagerDrive,
+        GossipJob: GossipDrive,
+        ReferenceJob: ReferenceDrive,
+        LeaderJob: LeaderDrive,
+    }
     found: Drive = kinds[type(job)](job, quick)
     return found
 

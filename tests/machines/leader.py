@@ -99,6 +99,7 @@ class LeaderDrive(Drive):
             assert all(entry[1] <= drained.rounds for entry in before if entry[0] == "sent"), (
                 "a pull is before its drain"
             )
+            check_taken(rank.worker.log)
             rank.worker.log.clear()
 
     def over(self) -> None:
@@ -137,6 +138,21 @@ class LeaderDrive(Drive):
         if number in ledger.done:
             moves.append(Finished(0, [10**6]))
         return moves
+
+
+def check_taken(log: list[Any]) -> None:
+    """Check that each step takes the results of the pulls since the last one, and a drain drops the rest."""
+    landed: set[int] = set()
+    for kind, *more in log:
+        if kind == "landed":
+            landed.add(more[0])
+        elif kind == "taken":
+            taken = {number for number, _ in more[1].values()}
+            assert taken <= landed, "results of a pull are taken twice, or after a drain"
+            assert bool(taken) == bool(landed), "results of a pull are not taken"
+            landed.clear()
+        elif kind == "drained":
+            landed.clear()
 
 
 def driven(job: LeaderJob, **changes: Any) -> LeaderDrive:

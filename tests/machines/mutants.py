@@ -8,28 +8,38 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from typing import Any, NamedTuple
 from unittest import mock
 
+import msgspec
 import pytest
 
 from hvd_async.algorithms.eager.config import HostSteps
+from hvd_async.algorithms.eager.gradient_format import GradientFormat
 from hvd_async.algorithms.eager.machine import EagerStateMachine, Gathering, Hosts, Positions, Steppers
 from hvd_async.algorithms.eager.rank import EagerWorker, RoundsInFlight
+from hvd_async.algorithms.gossip import outer
 from hvd_async.algorithms.gossip.adpsgd import Pairing
-from hvd_async.algorithms.gossip.config import MessageComing, RankFinished
+from hvd_async.algorithms.gossip.averages import Averages
+from hvd_async.algorithms.gossip.config import MessageComing, RankFinished, spans_of
+from hvd_async.algorithms.gossip.error_feedback import ErrorFeedback
+from hvd_async.algorithms.gossip.exact_diffusion import ExactDiffusionWorker
 from hvd_async.algorithms.gossip.hosts import HostWorker
 from hvd_async.algorithms.gossip.machine import GossipStateMachine, MessageQueues, PairRequests
-from hvd_async.algorithms.gossip.rank import MessageExchange, PushSumWorker
+from hvd_async.algorithms.gossip.outer_worker import OuterWorker
+from hvd_async.algorithms.gossip.rank import GossipWorker, MessageExchange, PushSumWorker, ReceiveBuffer
 from hvd_async.algorithms.leader import machine as leader
 from hvd_async.algorithms.leader.config import PullDone
 from hvd_async.algorithms.leader.machine import LeaderStateMachine
+from hvd_async.algorithms.leader.rank import PullExecutor
 from hvd_async.algorithms.leader.selection import ALL_RANKS
 from hvd_async.runtime.carrier import Carrier
 from hvd_async.runtime.machine import StateMachine
+from tests.machines.driver import InPlace
 
 Fault = Callable[..., Any]
 
@@ -95,6 +105,12 @@ def keeping(name: str) -> Fault:
         return result
 
     return fault
+
+
+def without_turn(real: Any, carrier: Any, *arguments: Any) -> None:
+    """Carry a collective without a turn."""
+    with mock.patch.multiple(carrier._engine, turn=lambda: None):
+        real(carrier, *arguments)
 
 
 # -- partial allreduce -------------------------------------------------------------------------------------------------
@@ -216,6 +232,52 @@ EAGER: Mapping[str, Mutant] = {
     "a step that is announced comes with the hyperparameters of another": Mutant(
         "announced", EagerWorker, "_hand_in", meanwhile(_announced_step=lambda _: 0)
     ),
+    "a late gradient replaces another": Mutant(
+        "staleness 2",
+        RoundsInFlight,
+        "add",
+        before(lambda rounds, bucket, vector, version: setattr(rounds._pending[bucket], "vector", None)),
+    ),
+    "a late gradient is dropped": Mutant(
+        "staleness 2",
+        RoundsInFlight,
+        "add",
+        lambda real, rounds, bucket, vector, version: (
+            None if rounds._next_ready > version + 1 else real(rounds, bucket, vector, version)
+        ),
+    ),
+    "what a round has taken stays pending": Mutant("staleness 2", RoundsInFlight, "_prepare", keeping("_pending")),
+    "a bucket's gradients are counted twice": Mutant(
+        "two buckets", GradientFormat, "tally", after(lambda got, *_: (2 * got[0], *got[1:]))
+    ),
+    "what was restored is forgotten": Mutant("an earlier run", RoundsInFlight, "restore", instead()),
+    "the state after a cut is what is pending later": Mutant("cut", RoundsInFlight, "keep_for_cut", instead()),
+    "rounds of nothing are counted as applied": Mutant(
+        "empty buckets",
+        EagerWorker,
+        "stats",
+        after(lambda got, worker, *_: dataclasses.replace(got, rounds_applied=got.rounds)),
+    ),
+    "what is handed over without a gradient is not kept": Mutant(
+        "steps that differ",
+        InPlace,
+        "allreduce_sum",
+        lambda real, plane, vector, name, process_set, keep, scale: real(
+            plane, vector, name, process_set, False, scale
+        ),
+    ),
+    "an empty bucket counts as a gradient": Mutant(
+        "empty buckets",
+        RoundsInFlight,
+        "_report",
+        lambda real, rounds, number, step, taken, *more: real(
+            rounds, number, step, [one._replace(vector=rounds._wire.zeros(one.bucket) + 1) for one in taken], *more
+        ),
+    ),
+    "a cut sends what is pending": Mutant(
+        "cut", EagerStateMachine, "_on_all_finished", meanwhile(_flush=lambda _: True)
+    ),
+    "a round that waits has no turn": Mutant("announced", Carrier, "carry", without_turn),
     "no rank wakes when a grace ends": Mutant("grace", EagerStateMachine, "deadline", instead()),
 }
 
@@ -229,13 +291,6 @@ def any_first(real: Any, carrier: Any, lane: Any) -> None:
         lane.remove(ready[0])
         lane.appendleft(ready[0])
         real(carrier, lane)
-
-
-def means_without_turn(real: Any, carrier: Any, lane: Any, *arguments: Any) -> None:
-    """Carry a collective; the second stage of an average without a turn."""
-    turn = {"turn": lambda: None} if lane == "means" else {}
-    with mock.patch.multiple(carrier._engine, **turn) if turn else contextlib.nullcontext():
-        real(carrier, lane, *arguments)
 
 
 def announce_in_any_case(real: Any, exchanges: Any, optimizer: int, key: int) -> None:
@@ -288,11 +343,137 @@ def also_without_a_rank(due: Any, machine: Any) -> Any:
     return due
 
 
+def own_weights(real: Any, worker: Any, x: Any, weights: list[float]) -> Any:
+    """Average, and keep this rank's push-sum weights."""
+    x, _ = yield from real(worker, x, weights)
+    return x, weights
+
+
+def counted_in_any_case(real: Any, averages: Any, command: Any) -> None:
+    """Add this rank's vector to an average, whether or not the rank is in it."""
+    own = {averages._engine.rank} if command.index in averages._contributed else set()
+    real(averages, msgspec.structs.replace(command, spans=spans_of(sorted({*command.ranks, *own}))))
+
+
+def as_before_a_drain(real: Any, worker: Any, weights: Any, flush: bool) -> Any:
+    """End, and keep the anchor."""
+    state = worker._state
+    weights = yield from real(worker, weights, flush)
+    worker._state = state
+    return weights
+
+
+def with_errors(real: Any, worker: Any, weights: Any, flush: bool) -> Any:
+    """End, and keep the errors of compression."""
+    error = worker._averages.error + 0
+    weights = yield from real(worker, weights, flush)
+    worker._averages.error = error
+    return weights
+
+
 GOSSIP: Mapping[str, Mutant] = {
+    "a message is later than was agreed": Mutant(
+        "compared osgp", ReceiveBuffer, "missing", meanwhile(_late=lambda buffer: buffer._late + 1)
+    ),
+    "D-PSGD sends what its update has made": Mutant(
+        "compared dpsgd",
+        PushSumWorker,
+        "mix_program",
+        lambda real, worker, weights, after: real(worker, after + 0, after),
+    ),
+    "averages leave push-sum weights out": Mutant(
+        "compared sgp",
+        PushSumWorker,
+        "_average",
+        lambda real, worker, x, weights: real(worker, x, [1.0] * len(weights)),
+    ),
+    "an average keeps own push-sum weights": Mutant("compared sgp", PushSumWorker, "_average", own_weights),
+    "a message carries other weights than it takes away": Mutant(
+        "compared sgp, fp16", ErrorFeedback, "encode", after(lambda got, known, edge, vector: (got[0], vector))
+    ),
+    "estimates of one end are lost at a cut": Mutant(
+        "compared sgp, cuts",
+        PushSumWorker,
+        "_decode_discarded",
+        before(lambda worker, *_: worker._place or worker._known.forget_edges()),
+    ),
+    "phases begin again at a cut": Mutant(
+        "compared sgp, cuts", PushSumWorker, "_restart", before(lambda worker: setattr(worker, "_base", 0))
+    ),
+    "a rank that is gone is given messages": Mutant(
+        "one leaves after a cut", ReceiveBuffer, "reset", lambda real, buffer, gone: real(buffer, ())
+    ),
+    "the share of a rank that is gone counts as lost": Mutant(
+        "one leaves for good",
+        GossipWorker,
+        "consensus_program",
+        before(lambda worker, x: setattr(worker, "_all_mass", True)),
+    ),
+    "corrections by a rank that is gone stay": Mutant(
+        "one leaves exact diffusion",
+        ExactDiffusionWorker,
+        "_without_edge",
+        lambda real, worker, x, place, last: x,
+    ),
+    "what a rank that is gone has sent is in an average": Mutant(
+        "one is in an average and leaves", Averages, "submit", counted_in_any_case
+    ),
+    "a rank that is gone adds up no part of an average": Mutant(
+        "one leaves averages in two stages",
+        Averages,
+        "submit",
+        lambda real, averages, command: None if averages._discards else real(averages, command),
+    ),
+    "what a rank learns meanwhile is dropped": Mutant(
+        "compared local", outer, "merged", lambda real, anchor, weights, sent: anchor + 0
+    ),
+    "a rank that is done does not follow averages": Mutant(
+        "compared local", OuterWorker, "_with_moves", lambda real, worker, weights: weights
+    ),
+    "averages pile up on a rank that is done": Mutant(
+        "one finishes much sooner", OuterWorker, "_follows", instead(False)
+    ),
+    "a rank that is done does not wake for averages": Mutant(
+        "one finishes much sooner", OuterWorker, "has_available", lambda real, worker: worker._is_complete()
+    ),
+    "errors of messages are lost": Mutant("compared local, int8", Averages, "_encoded", keeping("error")),
+    "errors of means are lost": Mutant("compared local, int8", Averages, "_send_mean", keeping("error")),
+    "a drain leaves errors out": Mutant(
+        "compared local, int8", Averages, "corrected", lambda real, averages, weights: weights
+    ),
+    "errors outlive a drain": Mutant("compared local, int8", OuterWorker, "gather_program", with_errors),
+    "an average is taken too early": Mutant(
+        "compared local", OuterWorker, "__init__", after(lambda got, worker, *_: setattr(worker, "_late", 1))
+    ),
+    "the anchor outlives a drain": Mutant("compared diloco", OuterWorker, "gather_program", as_before_a_drain),
+    "a drain does not wait for averages": Mutant(
+        "compared diloco",
+        OuterWorker,
+        "_is_complete",
+        lambda real, worker: worker._inbox.drained is not None,
+    ),
+    "fragments are averaged in another order": Mutant(
+        "compared local", outer.Rhythm, "fragment", lambda real, rhythm, average: average % rhythm.fragments
+    ),
+    "averages are counted from the last drain after a cut": Mutant(
+        "compared local, cuts", Averages, "restart", lambda real, averages, first: real(averages, 0)
+    ),
+    "Nesterov's term is left out": Mutant(
+        "compared diloco",
+        OuterWorker,
+        "__init__",
+        after(lambda got, worker, *_: setattr(worker, "_outer_step", outer.slowmo)),
+    ),
+    "outer steps have no momentum": Mutant(
+        "compared diloco",
+        OuterWorker,
+        "__init__",
+        after(lambda got, worker, *_: setattr(worker, "_constants", worker._constants._replace(momentum=0.0))),
+    ),
     "second stages of averages begin in another order": Mutant(
         "averages in two stages", Carrier, "_start_lane", any_first
     ),
-    "second stages of averages have no turn": Mutant("averages in two stages", Carrier, "carry", means_without_turn),
+    "second stages of averages have no turn": Mutant("averages in two stages", Carrier, "carry", without_turn),
     "an exchange starts while a rank is in a drain": Mutant(
         "sgp, cuts", GossipStateMachine, "_advance", meanwhile(_resuming=lambda _: ())
     ),
@@ -403,6 +584,8 @@ LEADER: Mapping[str, Mutant] = {
     "a pull starts although this rank has not seen the group's last one": Mutant(
         "lsgd", Carrier, "_may_start", meanwhile(_in_flight=lambda _: {})
     ),
+    "results of pulls are taken twice": Mutant("lsgd", PullExecutor, "on_step", keeping("_fresh")),
+    "results of pulls outlive a drain": Mutant("lsgd", PullExecutor, "start_from", keeping("_fresh")),
     "two pulls of a group at once": Mutant(
         "lsgd", leader._Group, "is_due", lambda real, group: 0 < group.needed <= group.steps
     ),

@@ -29,12 +29,6 @@ def at(slow: int, step: int, act: Callable[[PushSumWorker], None]) -> Callable[[
     return before_step
 
 
-def as_late_as_allowed(worker: Any) -> None:
-    """Have a host take in each message as many steps late as it may."""
-    with_others, late = worker._with_others, worker.config.max_staleness
-    worker._with_others = lambda total, number, until: with_others(total, number, min(until, number - late))
-
-
 class Watch:
     """Knows which training threads wait inside their workers, and lets others wait until they do."""
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from typing import Any
 
-import msgspec
 import pytest
 
-from hvd_async.algorithms.eager.config import StartRound
 from hvd_async.algorithms.eager.rank import EagerWorker, RoundsInFlight
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster
@@ -74,19 +71,6 @@ def _late(transit: RoundsInFlight, version: int) -> bool:
     return transit._next_ready > version + 1
 
 
-def _drops_one(worker: EagerWorker) -> None:
-    transit = worker._in_flight
-    original, dropped = transit.add, [False]
-
-    def add(bucket: int, vector, version: int) -> None:  # type: ignore[no-untyped-def]
-        if not dropped[0] and _late(transit, version):
-            dropped[0] = True
-        else:
-            original(bucket, vector, version)
-
-    transit.add = add  # type: ignore[method-assign]
-
-
 def _overwrites_values(worker: EagerWorker) -> None:
     """Do as the published code: the late gradient is zeroed; here even its count is kept, so only values tell."""
     transit = worker._in_flight
@@ -100,35 +84,16 @@ def _overwrites_values(worker: EagerWorker) -> None:
     transit.add = add  # type: ignore[method-assign]
 
 
-def _of_bucket(start: StartRound, bucket: int) -> StartRound:
-    """One of its buckets."""
-    return msgspec.structs.replace(start, buckets=[bucket], arrived=[start.arrived[start.buckets.index(bucket)]])
-
-
-def _sends_one_twice(worker: EagerWorker) -> None:
-    transit = worker._in_flight
-    original, sent = transit.go, [False]
-
-    def go(command: StartRound) -> None:
-        for bucket in command.buckets:
-            pending = transit._pending[bucket]
-            late = any(command.round - 1 > version for version in pending.versions)
-            kept = None if pending.vector is None else pending.vector.copy()
-            original(_of_bucket(command, bucket))
-            if late and not sent[0]:
-                sent[0] = True
-                transit._pending[bucket].vector = kept
-
-    transit.go = go  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("mutant", [_drops_one, _overwrites_values, _sends_one_twice])
-@pytest.mark.parametrize("bucket_count", [1, 2])
-def test_the_conservation_test_goes_red(mutant, bucket_count):
-    one = plan("solo", 2, [6, 6, 6], slow=1, buckets=bucket_count)
-    records: list[Record] = Cluster(3).run(work(one, mutant))
+def test_values_are_checked_and_not_counts_alone() -> None:
+    one = plan("solo", 2, [6, 6, 6], slow=1, buckets=2)
+    records: list[Record] = Cluster(3).run(work(one, _overwrites_values))
     with pytest.raises(AssertionError, match="lost or twice"):
         check_conservation(one, records)
-    if mutant is not _overwrites_values:
-        assert Counter(type(record.lost).__name__ for record in records) == {"GradientLossError": 3}
-        assert "were produced but" in str(records[0].lost)
+
+
+def test_gradients_that_are_lost_are_noticed_at_the_drain() -> None:
+    def drops(worker: EagerWorker) -> None:
+        worker._in_flight.add = lambda bucket, vector, version: None  # type: ignore[method-assign]
+
+    for record in Cluster(2).run(work(plan("all", 0, [2, 2]), drops)):
+        assert "were produced but" in str(record.lost)

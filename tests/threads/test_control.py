@@ -149,6 +149,7 @@ def test_a_server_with_another_key_is_not_trusted():
         made.channels.append(channel)
         channel.send(Hello("a", 1))
         assert made.hub.hear(0.3) is None
+        channel._uplink.close(0)  # (else it waits two seconds for its message to be accepted)
 
 
 def test_without_encryption_no_peer_is_heard():

@@ -52,7 +52,8 @@ def deaf() -> Iterator[tuple[str, int]]:
         yield full.getsockname()
 
 
-def test_silent_addresses_do_not_use_up_the_time():
+def test_silent_addresses_do_not_use_up_the_time(monkeypatch):
+    monkeypatch.setattr(addresses, "FIRST_PATIENCE", 0.02)
     with listener() as port:
         assert reachable([*SILENT, "127.0.0.1"], port, 20.0) == "127.0.0.1"
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from hvd_async.algorithms.registry import FAMILIES
+from hvd_async.runtime import coordinator
 from hvd_async.runtime.coordinator import Coordinator
 from hvd_async.runtime.interfaces import Gone
 from hvd_async.runtime.protocol import CallRoll, Command, Failed, Hello, JobFailed, Leaving, Present, RankLost, Welcome
@@ -99,6 +100,7 @@ def test_where_horovod_gives_up_sooner_the_rank_that_has_stopped_is_named(monkey
 
 
 def test_where_all_answer_no_rank_is_named(monkeypatch):
+    monkeypatch.setattr(coordinator, "SETTLE", 0.05)
     with job(monkeypatch, 20.0) as one:
         one.channel.send(TIMED_OUT)
         assert one.hear() == CallRoll()
@@ -108,6 +110,7 @@ def test_where_all_answer_no_rank_is_named(monkeypatch):
 
 
 def test_a_rank_that_is_ended_by_horovods_error_is_not_lost(monkeypatch):
+    monkeypatch.setattr(coordinator, "SETTLE", 0.05)
     with job(monkeypatch, 20.0) as one:
         one.other.send_signal(signal.SIGSTOP)  # (it answers later)
         one.channel.send(TIMED_OUT)
