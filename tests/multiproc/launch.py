@@ -312,14 +312,18 @@ def torchrun(server: ForkServer | None) -> list[str]:
 
 
 def forking(popen: Callable[..., Any], server: ForkServer) -> Callable[..., Any]:
-    """Return ``subprocess.Popen``, but that the ranks of a benchmark's job come from a fork server."""
+    """Return ``subprocess.Popen``, but that ranks that a launcher is to start as ``python -m MODULE`` are forked."""
 
     def start(command: Sequence[str], **options: Any) -> Any:
-        if "scripts.benchmarks.jobs" in command:
-            starts, module = command[1 : command.index(sys.executable)], command[-2:]
-            launcher = [sys.executable, str(Path(__file__).with_name("horovodrun.py")), *starts]
-            command = [*launcher, *rank_command("module.py", module, server)]
-        return popen(command, **options)
+        words = list(command)
+        last = max((place for place, word in enumerate(words) if word == "-m"), default=0)
+        forked = rank_command("module.py", words[last + 1 :], server)
+        if words[2:3] == ["torch.distributed.run"]:  # python -m torch.distributed.run ... -m MODULE ...
+            words = [*torchrun(server), *words[3:last], "--no-python", *forked]
+        elif last > 1:  # a launcher ... python -m MODULE ...
+            own = [sys.executable, str(Path(__file__).with_name("horovodrun.py"))]
+            words = [*(own if words[0].endswith("horovodrun") else words[:1]), *words[1 : last - 1], *forked]
+        return popen(words, **options)
 
     return start
 
