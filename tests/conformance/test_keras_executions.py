@@ -88,9 +88,17 @@ DATA: dict[str, tuple[Any, int, int | None]] = {
 
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
 @pytest.mark.parametrize("executed", [1, 3, 4, 8, 16])
-@pytest.mark.parametrize("data", DATA)
-def test_each_execution_has_the_rate_of_its_first_batch_and_what_follows_that_of_the_last(data, executed):
-    """A warm-up, a schedule by batches and one by epochs, each of one epoch with an epoch after it."""
+def test_each_execution_has_the_rate_of_its_first_batch_and_what_follows_that_of_the_last(executed):
+    """A warm-up, a schedule by batches and one by epochs, each of one epoch with an epoch after it; in one fit after
+    another of a model, which is traced once for all."""
+    with scripted_engine(1):
+        model = model_of_rates(executed)
+        for data in DATA:
+            model.set_weights([np.zeros((1, 1))])
+            check_rates(model, data, executed)
+
+
+def check_rates(model: keras.Model, data: str, executed: int) -> None:
     options, batches, given = DATA[data]
     schedules = [
         hvd.callbacks.LearningRateWarmupCallback(FULL, 1, steps_per_epoch=given),
@@ -100,18 +108,16 @@ def test_each_execution_has_the_rate_of_its_first_batch_and_what_follows_that_of
         hvd.callbacks.LearningRateScheduleCallback(FULL, lambda epoch: 1 / epoch, 4, 5),
     ]
     seen = Seen()
-    with scripted_engine(1):
-        model = model_of_rates(executed)
-        history = model.fit(**options(), epochs=EPOCHS, shuffle=False, verbose=0, callbacks=[*schedules, seen]).history
+    history = model.fit(**options(), epochs=EPOCHS, shuffle=False, verbose=0, callbacks=[*schedules, seen]).history
     begins = range(0, batches, executed)
     # (a data set that repeats continues where the epoch's last batch was)
     sizes = [executed if data == "steps_per_epoch" else min(executed, batches - begin) for begin in begins]
     for epoch, moved in enumerate(seen.moved):
         expected = [rate(epoch, begin) * size for begin, size in zip(begins, sizes, strict=True)]
-        assert moved == pytest.approx(expected, rel=1e-4), epoch
+        assert moved == pytest.approx(expected, rel=1e-4), (data, epoch)
         # (Keras announces one more where it does not know the size)
         lasts = (begins[-1], begins[-1] + executed)
-        assert history["lr"][epoch] in [pytest.approx(rate(epoch, last)) for last in lasts], epoch
+        assert history["lr"][epoch] in [pytest.approx(rate(epoch, last)) for last in lasts], (data, epoch)
 
 
 def test_a_callback_of_two_fits_counts_the_steps_of_each():

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.errors import ReplicaStateError
+from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster
 from tests.conformance.keras_ranks import LOSS, Scalar, Watch, batch, conv_model, flat
 from tests.conformance.leader_drive import wait_for_pulls
@@ -312,20 +313,26 @@ def test_moving_averages_after_a_drain_are_the_leaders_or_the_mean(options, agre
 
 @each_algorithm
 def test_moving_averages_that_a_slower_rank_puts_in_place_later_are_where_all_continue_from(algorithm):
-    """No rank is pulled while ranks are at different weights, and the center is the same everywhere."""
-    ahead = threading.Event()
+    """No rank is pulled while ranks are at different weights, and the center is the same everywhere. Rank 1 puts its
+    averages in place when rank 0, which has done so, waits for it: rank 0 would have been pulled by then."""
+    ahead, engines = threading.Event(), list[Any]()
 
     class Late(sgd):
         def finalize_variable_values(self, var_list: Any) -> None:
-            if ahead.is_set():
-                time.sleep(0.3)  # the other rank would be pulled by then if anybody were
-            ahead.set()
+            late = local_engine() is not engines[0]
+            if late:
+                assert ahead.wait(60.0)
+                deadline = time.monotonic() + 60.0
+                while not engines[0]._waits and time.monotonic() < deadline:
+                    time.sleep(0.001)
             super().finalize_variable_values(var_list)
+            if not late:
+                ahead.set()
 
     def train(rank: int) -> list[float]:
         options = {"group": 1, "global_pull": 0.5} if algorithm == "lsgd" else {"algorithm": "easgd", "beta": 0.5}
         one = Scalar(leader(Late(1.0, use_ema=True, ema_momentum=0.5), global_period=1, **options))
-        one.opt._async.worker_now()
+        engines.insert(rank, one.opt._async.worker_now().engine)
         for steps in (3, 4):
             for _ in range(steps):
                 one.step(1.0 + rank, 1.0)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from launch import PLANE, ForkServer, Job, RunJob, run_job
+from launch import FRAMEWORKS, PLANE, SERVERS, ForkServer, Job, RunJob, run_job
 from settings import Setting
 
 
@@ -21,8 +21,13 @@ def server() -> Iterator[Callable[..., ForkServer]]:
         def start(kind: str, transport: str = "") -> ForkServer:
             transport = transport or ("torch" if kind == PLANE == "torch" else "gloo")
             if (kind, transport) not in servers:
-                servers[kind, transport] = ForkServer(kind, transport)
-                stack.callback(servers[kind, transport].close)
+                if kind in FRAMEWORKS:
+                    made = ForkServer(FRAMEWORKS[kind], transport)
+                else:
+                    framework, modules = SERVERS[kind]
+                    made = ForkServer(modules, transport, start(framework, "gloo"))
+                servers[kind, transport] = made
+                stack.callback(made.close)
             return servers[kind, transport]
 
         yield start

@@ -1,10 +1,11 @@
-"""Forks ranks from a process that has imported a framework once: ``fork_server.py LISTENER MODULE...``.
+"""Forks ranks from a process that has imported a framework once: ``fork_server.py MODULE... LISTENER``.
 
 A client connects to the socket with that descriptor and sends one rank: what it runs, and its standard files. It
-receives the process id, then the exit status. A rank whose client goes away is killed.
+receives the process id, then the exit status. A rank whose client goes away is killed. A rank may be a fork server,
+which imports more; further files of a rank follow its arguments, as descriptors.
 
-A rank is a process of its own, with its own session, output, Horovod and end; what it does not repeat is the import,
-which takes longer than most of these jobs.
+A rank is a process of its own, with its own session, output and Horovod. It repeats neither the import, which takes
+longer than most of these jobs, nor, unless its script is one of ``TO_THE_END``, takes down at its end what is imported.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ import tempfile
 import types
 from typing import NamedTuple
 
-STANDARD = 3
-"""Standard input, output and error."""
+import quick_end
+
+STANDARD, MOST = 3, 4
+"""Standard input, output and error; files that a rank may have."""
+TO_THE_END = ("ends.py", "lifetimes.py", "several.py", "timeline.py")
+"""Scripts that show how processes end, which end as the interpreter does; others by ``quick_end``."""
 
 
 class Rank(NamedTuple):
@@ -65,7 +70,7 @@ class Server:
     def _fork(self) -> Rank | None:
         client = self._listener.accept()[0]
         client.settimeout(30.0)  # (it sends at once)
-        message, files, _, _ = socket.recv_fds(client, 1 << 20, STANDARD)
+        message, files, _, _ = socket.recv_fds(client, 1 << 20, MOST)
         pid = os.fork()
         if pid == 0:
             for each in (client, self._listener, *self._clients.values()):
@@ -101,26 +106,31 @@ def become(rank: Rank) -> str:
     os.chdir(rank.folder)
     os.environ.clear()
     os.environ.update(rank.environment)
-    for own, file in enumerate(rank.files):
+    for own, file in enumerate(rank.files[:STANDARD]):
         os.dup2(file, own)
         os.close(file)
     tempfile.tempdir = None  # (the server's own, if an import has asked for it)
-    sys.argv = rank.command
+    sys.argv = [*rank.command, *map(str, rank.files[STANDARD:])]
     sys.path[0] = os.path.dirname(rank.command[0])
     return rank.command[0]
 
 
 if __name__ == "__main__":
-    for module in sys.argv[2:]:
+    for module in sys.argv[1:-1]:
         importlib.import_module(module)
     gc.freeze()  # else every rank looks at all that was imported once more when it ends, for a second
-    with socket.socket(fileno=int(sys.argv[1])) as listener:
+    with socket.socket(fileno=int(sys.argv[-1])) as listener:
         forked = Server(listener).serve()
-    if forked is not None:
+    if forked is None:
+        os._exit(0)
+    else:
         script = become(forked)
-        # As the interpreter runs a script: nothing of this file is on the stack when it ends.
         main = sys.modules["__main__"] = types.ModuleType("__main__")
         main.__file__ = script
         with open(script, encoding="utf-8") as source:
             code = compile(source.read(), script, "exec", dont_inherit=True)
-        exec(code, vars(main))
+        if os.path.basename(script) in (*TO_THE_END, os.path.basename(__file__)):
+            # As the interpreter runs a script: nothing of this file is on the stack when it ends.
+            exec(code, vars(main))
+        else:
+            quick_end.run(code, vars(main))

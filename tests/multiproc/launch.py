@@ -19,7 +19,7 @@ import tempfile
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,16 +45,20 @@ GOODBYE = 10.0
 """Seconds that processes may take to end once the launcher (or every rank) has."""
 STACKS = 2.0
 """Seconds that ranks have to print where they are, when a job has run out of time."""
-RUNNERS = ("sklearn.datasets", "PIL.Image", "tensorboard.summary.writer.event_file_writer")
-"""Modules that the runners import besides."""
+RUNNERS = (
+    *("sklearn.datasets", "sklearn.model_selection", "PIL.Image"),
+    *("tensorboard.summary.writer.event_file_writer", "psutil"),
+)
+"""Modules that the runners, the examples and many jobs import besides."""
+FRAMEWORKS = {"torch alone": ("torch._dynamo", *RUNNERS), "tensorflow alone": ("keras", *RUNNERS)}
+"""Modules of the fork servers that import a framework. (Torch's first optimizer imports ``torch._dynamo``.)"""
 SERVERS = {
-    "torch": ("torch._dynamo", "hvd_async.torch", *RUNNERS),  # (torch's first optimizer imports it)
-    "tensorflow": ("keras", "horovod.tensorflow.keras", "hvd_async.tensorflow.keras", *RUNNERS),
-    "torch alone": ("torch._dynamo",),
-    "plain torch": ("torch._dynamo", "horovod.torch"),
-    "plain tensorflow": ("keras", "horovod.tensorflow.keras"),
+    "torch": ("torch alone", ("hvd_async.torch",)),
+    "tensorflow": ("tensorflow alone", ("horovod.tensorflow.keras", "hvd_async.tensorflow.keras")),
+    "plain torch": ("torch alone", ("horovod.torch",)),
+    "plain tensorflow": ("tensorflow alone", ("horovod.tensorflow.keras",)),
 }
-"""Modules that a fork server imports: a framework and ours, or one and Horovod alone, or neither."""
+"""The others: the server that each is forked from, and modules that it imports besides: ours, or Horovod alone."""
 
 
 @dataclass
@@ -153,12 +157,12 @@ class _Folder:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def processes_of(job: str, spared: int | None = None) -> list[psutil.Process]:
+def processes_of(job: str, spared: Collection[int] = ()) -> list[psutil.Process]:
     """Every process of this machine except ``spared`` and zombies whose environment carries the job id."""
     found = []
     for process in psutil.process_iter():
         try:
-            if process.pid != spared and process.environ().get(JOB_VARIABLE) == job:
+            if process.pid not in spared and process.environ().get(JOB_VARIABLE) == job:
                 found.append(process)
         except psutil.Error:  # it has ended, or is a zombie, or not ours
             continue
@@ -186,7 +190,7 @@ def _dump_stacks(job: str, script: str) -> None:
     psutil.wait_procs(ranks, timeout=STACKS)
 
 
-def sweep(job: str, patience: float, spared: int | None = None) -> list[str]:
+def sweep(job: str, patience: float, spared: Collection[int] = ()) -> list[str]:
     """Wait for the job's processes to end, kill those still running, and return them; ``spared`` is left alone."""
     deadline = time.monotonic() + patience
     while (alive := processes_of(job, spared)) and (left := deadline - time.monotonic()) > 0:
@@ -226,8 +230,8 @@ def run_job(
     """
     folder = _Folder(ranks)
     if transport == "torch":
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        return _run(folder, [*command, "--no-python"], f"{ranks} ranks, torchrun", script, args, env, timeout, server)
+        command = [*torchrun(server), "--standalone", "--nproc-per-node", str(ranks), "--no-python"]
+        return _run(folder, command, f"{ranks} ranks, torchrun", script, args, env, timeout, server)
     command = [sys.executable, str(Path(__file__).with_name("horovodrun.py")), "-np", str(ranks), f"--{transport}"]
     env = {**HOROVODS, **(env or {})}
     if transport == "mpi":
@@ -237,10 +241,15 @@ def run_job(
 
 
 def run_alone(
-    script: str, *, args: Sequence[str] = (), env: Mapping[str, str] | None = None, timeout: float = 150.0
+    script: str,
+    *,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    timeout: float = 150.0,
+    server: ForkServer | None = None,
 ) -> Job:
     """Run a script that starts its ranks itself, and wait for its end. Arguments as of ``run_job``."""
-    return _run(_Folder(0), [], "on its own", script, args, env, timeout)
+    return _run(_Folder(0), [], "on its own", script, args, env, timeout, server)
 
 
 def _run(
@@ -295,15 +304,26 @@ def rank_command(script: str, args: Sequence[str], server: ForkServer | None) ->
     return [sys.executable, *forks, str(JOBS / script), *args]
 
 
+def torchrun(server: ForkServer | None) -> list[str]:
+    """Return torchrun's command, without arguments: it is forked like the ranks."""
+    if server is None:
+        return [sys.executable, "-m", "torch.distributed.run"]
+    return rank_command("module.py", ["torch.distributed.run"], server)
+
+
 def forking(popen: Callable[..., Any], server: ForkServer) -> Callable[..., Any]:
-    """Return ``subprocess.Popen``, but that the ranks of a benchmark's job come from a fork server."""
+    """Return ``subprocess.Popen``, but that ranks that a launcher is to start as ``python -m MODULE`` are forked."""
 
     def start(command: Sequence[str], **options: Any) -> Any:
-        if "scripts.benchmarks.jobs" in command:
-            starts, job = command[1 : command.index(sys.executable)], command[-1]
-            launcher = [sys.executable, str(Path(__file__).with_name("horovodrun.py")), *starts]
-            command = [*launcher, *rank_command("benchmark.py", [job], server)]
-        return popen(command, **options)
+        words = list(command)
+        last = max((place for place, word in enumerate(words) if word == "-m"), default=0)
+        forked = rank_command("module.py", words[last + 1 :], server)
+        if words[2:3] == ["torch.distributed.run"]:  # python -m torch.distributed.run ... -m MODULE ...
+            words = [*torchrun(server), *words[3:last], "--no-python", *forked]
+        elif last > 1:  # a launcher ... python -m MODULE ...
+            own = [sys.executable, str(Path(__file__).with_name("horovodrun.py"))]
+            words = [*(own if words[0].endswith("horovodrun") else words[:1]), *words[1 : last - 1], *forked]
+        return popen(words, **options)
 
     return start
 
@@ -369,31 +389,45 @@ class ForkServer:
     """Forks ranks from a process that has imported a framework: those of launchers, and of jobs without one.
 
     Args:
-        kind: which modules it imports (``SERVERS``).
+        modules: it imports them.
         transport: "gloo", of Horovod, or "torch": without Horovod, with the environment that torchrun gives.
-        env: added to the server's environment.
+        parent: the server that it is forked from; None: it is a new process.
 
     Attributes:
         path: its socket.
     """
 
-    def __init__(self, kind: str, transport: str = "gloo", env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, modules: Sequence[str], transport: str = "gloo", parent: ForkServer | None = None) -> None:
         self._folder = _Folder(0)
-        self._plane = {**(env or {}), **({"HVD_ASYNC_TRANSPORT": "torch"} if transport == "torch" else HOROVODS)}
+        self._plane = {"HVD_ASYNC_TRANSPORT": "torch"} if transport == "torch" else HOROVODS
         self._as_torchrun = transport == "torch"
         self.path = str(self._folder.path / "socket")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        self._job: str = self._folder.job if parent is None else parent._job
+        self._servers: set[int] = set() if parent is None else parent._servers
+        command = [str(Path(__file__).with_name("fork_server.py")), *modules]
+        environment = self._folder.environment(self._plane)
+        self._process: subprocess.Popen[bytes] | None = None
+        with contextlib.ExitStack() as given:
+            reading, self._lives = os.pipe()
+            given.callback(os.close, reading)
+            listener = given.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             listener.bind(self.path)
             listener.listen(64)  # (ranks may come while it imports)
-            script = str(Path(__file__).with_name("fork_server.py"))
-            self._process = subprocess.Popen(
-                [sys.executable, script, str(listener.fileno()), *SERVERS[kind]],
-                cwd=REPOSITORY,
-                env=self._folder.environment(self._plane),
-                stdin=subprocess.PIPE,
-                pass_fds=[listener.fileno()],
-                start_new_session=True,
-            )
+            if parent is None:
+                self._process = subprocess.Popen(
+                    [sys.executable, *command, str(listener.fileno())],
+                    cwd=REPOSITORY,
+                    env=environment,
+                    stdin=reading,
+                    pass_fds=[listener.fileno()],
+                    start_new_session=True,
+                )
+                self._pid = self._process.pid
+            else:
+                files = [reading, 1, 2, listener.fileno()]
+                self._client = connect(parent.path, command, environment, str(REPOSITORY), files)
+                self._pid = read(self._client)
+        self._servers.add(self._pid)
 
     def run(
         self,
@@ -439,14 +473,19 @@ class ForkServer:
             folder.remove()
 
     def sweep(self, patience: float) -> list[str]:
-        """``sweep`` of all that it has forked."""
-        return sweep(self._folder.job, patience, spared=self._process.pid)
+        """``sweep`` of all that it, and servers of the same framework, have forked."""
+        return sweep(self._job, patience, spared=self._servers)
 
     def close(self) -> None:
-        """End the server, and with it whatever it has left."""
-        self._process.kill()
-        self._process.communicate(timeout=10.0)
-        sweep(self._folder.job, 0.0)
+        """End the server; the one that has imported the framework, last, with whatever ranks have left."""
+        os.close(self._lives)
+        self._servers.remove(self._pid)
+        if self._process is None:
+            read(self._client)
+            self._client.close()
+        else:
+            self._process.wait(timeout=10.0)
+            sweep(self._job, 0.0)
         self._folder.remove()
 
 

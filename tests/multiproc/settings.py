@@ -68,14 +68,12 @@ TORCH_MPI = Setting("torch", 2, "mpi", TORCH.topics if LONG_RUN else ("torch_equ
 TORCHRUN = Setting("torch", 3, "torch", TORCH.topics, share="few")
 TORCHRUN_4 = Setting("torch", 4, "torch", ("gossip", "leaders", "hosts"), "few", "static", launched=False)
 """Without Horovod: every family, hosts, and process sets that ``hvd.init()`` is given."""
-TENSORFLOW = Setting(
-    "tensorflow", 3, "gloo", ("tf_equality", "promises", "gossip", "leaders", "tf_fits"), "some", "static", False
-)
+TENSORFLOW = Setting("tensorflow", 3, "gloo", ("promises", "gossip", "leaders", "tf_fits"), "some", "static", False)
 TENSORFLOW_4 = Setting("tensorflow", 4, "gloo", ("gossip", "hosts"), "few", launched=False)
 MPI = [TORCH_MPI]
 """Ranks that Open MPI starts import their framework each: an ordinary run has one job of torch with one topic."""
 if LONG_RUN:
-    MPI.append(Setting("tensorflow", 2, "mpi", ("tf_equality", "gossip"), "few"))
+    MPI.append(Setting("tensorflow", 2, "mpi", ("promises", "gossip"), "few"))
 MPI_LATER = MPI if LONG_RUN else []
 """Those of ``MPI`` whose jobs have other topics than equality with Horovod."""
 ALONE = [Setting("torch", 1, topics=TORCH.topics, share="few")] if DEVICE == "cuda" else []

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launch import REPOSITORY, RunJob
+from launch import REPOSITORY, ForkServer, RunJob, forking
 from test_virtual_cluster import have_namespaces
 
+from hvd_async.cli.main import main
 from hvd_async.doctor import programs
 from hvd_async.doctor.findings import Verdict
 from hvd_async.doctor.programs import Outcome, launch_command, run_job
@@ -36,12 +38,16 @@ def test_torch_trains_over_gloo_too(forked: RunJob) -> None:
     assert found.values["rounds"] >= 20
 
 
-def test_the_command_measures_between_hosts_that_are_named(tmp_path: Path) -> None:
+def test_the_command_measures_between_hosts_that_are_named(
+    server: Callable[[str], ForkServer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     file = tmp_path / "network.json"
-    command = [sys.executable, "-m", "hvd_async", "doctor", "--hosts", "localhost:2", "--network", str(file)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "localhost[0] -> localhost[1]" in done.stdout
+    monkeypatch.setattr(programs.subprocess, "Popen", forking(subprocess.Popen, server("torch alone")))
+    assert main(["doctor", "--hosts", "localhost:2", "--network", str(file)]) == 0
+    assert "localhost[0] -> localhost[1]" in capsys.readouterr().out
     value = json.loads(file.read_text())
     assert value["ranks"] == 2
     assert value["latency_s"] > 0

@@ -78,7 +78,7 @@ def test_a_death_at_any_point_without_horovod_is_named(
     forked: RunJob, launched: RunJob, launcher: str, point: str, victim: int
 ) -> None:
     args = (*ends("torch", "sigkill", victim, "all" if point == "waiting" else "solo"), "--point", point)
-    env = {"HVD_ASYNC_INIT_TIMEOUT": "6"} if point == "init" else {}
+    env = {"HVD_ASYNC_INIT_TIMEOUT": "3"} if point == "init" else {}
     run = launched if launcher else forked
     job = run("torch", "ends.py", 3, transport="torch", args=args, env=env, timeout=PROMISED).check_clean()
     assert job.returncode not in (0, None), str(job)
@@ -233,7 +233,7 @@ def test_a_forked_child_ends_on_its_own_and_its_error_says_that_it_cannot_train(
 
 @pytest.mark.parametrize(
     "env",
-    [{"HVD_ASYNC_DEAD_AFTER": "2"}, {"HVD_ASYNC_DEAD_AFTER": "5", "HOROVOD_GLOO_TIMEOUT_SECONDS": "1"}],
+    [{"HVD_ASYNC_DEAD_AFTER": "2"}, {"HVD_ASYNC_DEAD_AFTER": "3", "HOROVOD_GLOO_TIMEOUT_SECONDS": "1"}],
     ids=["heartbeats", "gloo"],
 )
 def test_a_rank_that_stands_still_is_named_whichever_rank_gives_up_first(forked: RunJob, env: dict[str, str]) -> None:

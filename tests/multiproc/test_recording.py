@@ -5,15 +5,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from jobs.torchrun_training import COMPUTE
-from launch import JOBS, REPOSITORY, run_job
+from launch import JOBS, REPOSITORY, ForkServer, forking, run_job
 
 from hvd_async.advisor.advice import advise
 from hvd_async.cli.main import main
+from hvd_async.doctor import programs
 from hvd_async.traces.format import Trace, read_trace
 from tests.conftest import LONG_RUN
 
@@ -103,7 +106,13 @@ def test_a_job_that_trains_with_no_other_rank_is_not_recorded(tmp_path: Path) ->
     assert "none stepped after torch.distributed.init_process_group" in job.output
 
 
-def test_the_demo_compares_three_modes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_compares_three_modes(
+    server: Callable[[str], ForkServer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(programs.subprocess, "Popen", forking(subprocess.Popen, server("torch alone")))
     plot = ["--plot", str(tmp_path / "demo.png")] if importlib.util.find_spec("matplotlib") else []
     assert main(["demo", "--steps", "12", *plot]) == 0
     text = capsys.readouterr().out

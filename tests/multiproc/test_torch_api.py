@@ -8,12 +8,11 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launch import REPOSITORY, ForkServer, Job, RunJob, rank_command
+from launch import REPOSITORY, ForkServer, Job, RunJob, rank_command, run_alone, torchrun
 
 from tests.conftest import LONG_RUN
 
@@ -77,14 +76,13 @@ STARTS = [("fork", ""), ("fork", "torch"), *([("spawn", "")] if LONG_RUN else []
 
 
 @pytest.mark.parametrize(("start", "transport"), STARTS)
-def test_ranks_that_a_script_makes_are_one_job(start: str, transport: str) -> None:
+def test_ranks_that_a_script_makes_are_one_job(server: Callable[..., ForkServer], start: str, transport: str) -> None:
     """Whether Horovod is installed or not."""
     ways = WAYS if start == "fork" else {"by_variables": ""}
-    command = [sys.executable, str(Path(__file__).with_name("jobs") / "spawned.py"), start, *ways]
-    env = {**os.environ, "HVD_ASYNC_TRANSPORT": transport, "PYTHONPATH": str(REPOSITORY)}
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
-    found = {way: answers for way, *answers in map(json.loads, ended.stdout.splitlines())}
-    assert found.keys() == ways.keys(), ended.stderr
+    script = server("torch", transport) if start == "fork" else None
+    job = run_alone("spawned.py", args=(start, *ways), env={"HVD_ASYNC_TRANSPORT": transport}, server=script).check()
+    found = {way: json.loads(answers) for way, answers in job.kept.items()}
+    assert found.keys() == ways.keys(), str(job)
     for way, error in ways.items():
         if error:
             assert all(error in text for _, text in found[way])
@@ -109,14 +107,16 @@ def test_two_containers_of_one_host_name_are_two_hosts(
         port = free.getsockname()[1]
     script = tmp_path / "node.py"
     script.write_text(NODE)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--no-python"]
-    rank = rank_command(str(script), [group], server("torch alone"))
-    where = ["--master-addr=127.0.0.1", f"--master-port={port}", *rank]
+    forks = server("torch alone")
+    where = ["--nnodes=2", "--nproc-per-node=1", "--no-python", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    rank = rank_command(str(script), [group], forks)
     with contextlib.ExitStack() as nodes:
         env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
         started = [
             nodes.enter_context(
-                subprocess.Popen([*torchrun, f"--node-rank={node}", *where], env=env, stdout=subprocess.PIPE, text=True)
+                subprocess.Popen(
+                    [*torchrun(forks), f"--node-rank={node}", *where, *rank], env=env, stdout=subprocess.PIPE, text=True
+                )
             )
             for node in range(2)
         ]

@@ -162,11 +162,10 @@ def raised(call: Callable[[], object]) -> dict[str, str]:
     return {"kind": "", "text": ""}
 
 
-def arguments(*extra: str) -> argparse.Namespace:
-    """``--cases a,b`` (which to run; all without it), and one string option for each name in ``extra``."""
+def arguments(*names: str) -> argparse.Namespace:
+    """One string option for each name."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--cases", default="")
-    for name in extra:
+    for name in names:
         parser.add_argument(f"--{name}", default="")
     return parser.parse_args()
 

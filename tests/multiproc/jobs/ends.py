@@ -14,11 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
-from common import Report, integers
+from common import Baton, Report, integers
 
 from hvd_async.errors import EngineError
 
@@ -43,7 +44,7 @@ AT_ENDS = ("drain", "checkpoint", "end")
 "backward" and "waiting" (in one), "call" and "call before" (while the others wait in a collective of the script's, in
 training and before the first step)."""
 HEAD_START = 0.5
-"""Seconds by which the victim waits earlier than the others; it is killed in the middle."""
+"""Seconds that the victim lives on where the others begin to wait for it in a call that does not show that they do."""
 SHAPE = (6,)
 
 
@@ -109,6 +110,21 @@ def await_errors(ranks: Collection[int]) -> None:
     deadline = time.monotonic() + HOLDS
     while not all("error" in Report.of(rank) for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.05)
+
+
+def await_warnings() -> None:
+    """Wait until rank 0 has warned twice that a rank is slow, for ``HOLDS`` seconds at most."""
+    output, deadline = Path(os.environ["HVD_ASYNC_TEST_OUT"]) / "output.0", time.monotonic() + HOLDS
+    while output.read_text().count(" for rank(s) ") < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def die_waiting(manner: str, engine: Any, waits: Baton) -> None:
+    """End this process in a manner when its training thread waits for other ranks, which ``waits`` tells them."""
+    while not engine._waits:
+        time.sleep(0.001)
+    waits.lay()
+    die(manner)
 
 
 def stand_still(others: Collection[int]) -> None:
@@ -210,10 +226,13 @@ def main() -> None:
 
     def wait_with_the_victim() -> None:
         """Let the victim, which is about to wait for the others, wait first, and die meanwhile."""
+        waits = Baton("victim")
         if is_victim:
-            threading.Timer(HEAD_START / 2, die, [manner]).start()
+            threading.Thread(
+                target=die_waiting, args=(manner, optimizer._async.worker.engine, waits), daemon=True
+            ).start()
         else:
-            time.sleep(HEAD_START)
+            waits.wait()
 
     def step_or_call(step: int) -> None:
         if point.startswith("call") and step == (1 if point == "call before" else STEPS):
@@ -230,7 +249,7 @@ def main() -> None:
             elif point == "waiting":
                 wait_with_the_victim()
             if is_victim and manner == "slow":
-                time.sleep(2.5)
+                await_warnings()
         try:
             step_or_call(step)
         except Exception as error:
@@ -249,7 +268,7 @@ def main() -> None:
         optimizer.cut()
     if point in ("checkpoint", "end"):
         if is_victim:
-            time.sleep(HEAD_START)  # (as if it wrote a file; the others wait)
+            time.sleep(HEAD_START)  # (as if it wrote a file, meanwhile the others wait)
             die(manner)
         framework.hvd.barrier() if point == "checkpoint" else framework.hvd.shutdown()
     report.put("last step")

@@ -104,8 +104,3 @@ def equalities(share: Share) -> tuple[Equality, ...]:
     """The ones that a job tries."""
     names = {"sgd", "adam in buckets", "three passes", "fp16 in buckets"}
     return tuple(case for case in EQUALITIES if share == "all" or case.name in names)
-
-
-def keras_equalities(share: Share) -> tuple[str, ...]:
-    """The optimizer that a Keras job tries."""
-    return ("adam",) if share == "few" else ("nesterov",)

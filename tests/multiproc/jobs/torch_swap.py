@@ -11,7 +11,7 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
-from common import Baton, Report, Straggler, arguments
+from common import Baton, Report, Straggler
 from horovod.torch import broadcast_optimizer_state as by_name
 from horovod.torch import join as join_by_name
 from torch_common import crc, state_tensors
@@ -328,25 +328,19 @@ def imagenet(report: Report, quorum: str) -> None:
 
 
 def main() -> None:
-    chosen = arguments().cases
     hvd.init()
     warnings.simplefilter("error", UserWarning)
     report = Report(hvd.rank())
-
-    def case(name: str, run: Callable[[], None]) -> None:
-        if not chosen or name in chosen.split(","):
-            run()
-
-    case("by name", lambda: imported_by_name(report))
-    case("unnamed", lambda: unnamed(report))
+    imported_by_name(report)
+    unnamed(report)
     for family in FAMILIES:
         for kind in KINDS[family]:
-            case(family, lambda family=family, kind=kind: script(report, family, kind))  # type: ignore[misc]
-        case("elastic", lambda family=family: elastic_state(report, family))  # type: ignore[misc]
+            script(report, family, kind)
+        elastic_state(report, family)
     for kind in SPARSE:
-        case("sparse", lambda kind=kind: sparse(report, kind))  # type: ignore[misc]
+        sparse(report, kind)
     for quorum in ("all", "solo"):
-        case("imagenet", lambda quorum=quorum: imagenet(report, quorum))  # type: ignore[misc]
+        imagenet(report, quorum)
     # Rounds are on their way when Horovod's own shutdown() comes: it has to drain.
     model = classifier(seed=70)
     optimizer = hvd_async.EagerOptimizer(plain("momentum", model, 0.01), model.named_parameters())
