@@ -17,13 +17,11 @@ from typing import Any
 
 import pytest
 
-from hvd_async.errors import ReplicaStateError
-from hvd_async.testing import Cluster
 from tests.conformance.crossings import bindings, judge, torch_script
 from tests.conformance.crossings.table import ARMS, FEW, Cell
 from tests.conftest import LONG_RUN
 
-FEW_OF = {"torch": FEW, "keras": bindings.KERAS_FEW, "keras-graph": bindings.GRAPH_FEW}
+FEW_OF = {"torch": FEW, "keras": bindings.KERAS_FEW, "keras-graph": bindings.KERAS_FEW}
 """Arms of an ordinary run, by binding."""
 
 
@@ -43,9 +41,7 @@ CELLS = (
     if LONG_RUN
     else [
         *bindings.cells("torch", 2, FEW),
-        *bindings.cells("keras", 1, bindings.KERAS_FEW, ()),
-        *bindings.cells("keras-graph", 1, bindings.GRAPH_FEW, (), bindings.GRAPH_FACTORS),
-        *(Cell("keras", arm, {"weights": "non-neg" if ARMS[arm].mixes else "unit-norm"}) for arm in bindings.KERAS_FEW),
+        *bindings.cells("keras-mixed", 1, bindings.KERAS_FEW, (), bindings.BEGUN),
     ]
 )
 
@@ -90,23 +86,3 @@ def test_a_gradient_that_is_clipped_on_its_way_is_refused(name):
     assert all(
         "a gradient was changed after backward() and before step()" in one or "plain run" in one for one in problems
     )
-
-
-@pytest.mark.parametrize("call", ["drain", "step"])
-@pytest.mark.parametrize("name", ARMS if LONG_RUN else FEW)
-def test_the_model_is_left_alone_in_consensus(name, call):
-    """There it holds the consensus, and the rank's own weights afterwards."""
-
-    def work(rank: int) -> bool:
-        run = torch_script.Run(Cell("torch", name), rank)
-        run.make_optimizer()
-        run.take_step()
-        with run.opt.consensus():
-            run.opt.zero_grad()
-            run.loss().backward()
-            with pytest.raises(ReplicaStateError, match="consensus"):
-                getattr(run.opt, call)()
-        run.opt.drain()
-        return True
-
-    assert Cluster(ARMS[name].ranks, wrap=judge.like_horovod).run(work) == [True] * ARMS[name].ranks

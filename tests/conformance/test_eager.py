@@ -21,25 +21,31 @@ from tests.conftest import LONG_RUN
 
 EVERY_SCRIPT = Script("all", tuple(step for script in SCRIPTS for step in script.steps))
 NESTEROV = CASES[5]
+AHEAD = (1, 2, 3)
+"""``weight_prediction`` of the cases, by turns."""
 
 
-def by_case(binding: Binding, name: str, cases: list[Case]) -> list[Any]:
-    return [pytest.param(binding, case, id=f"{name}-{case.name}") for case in cases]
+def by_case(binding: Binding, name: str, cases: list[Case], first: int) -> list[Any]:
+    rows = [(case, AHEAD[(first + place) % len(AHEAD)]) for place, case in enumerate(cases)]
+    return [pytest.param(binding, case, ahead, id=f"{name}-{case.name}-{ahead}") for case, ahead in rows]
 
 
 @pytest.mark.parametrize(
-    ("binding", "case"),
-    by_case(TORCH, "torch", CASES) + by_case(KERAS, "keras", CASES) + by_case(KERAS_GRAPH, "keras-graph", CASES[5::2]),
+    ("binding", "case", "ahead"),
+    by_case(TORCH, "torch", CASES, 0)
+    + by_case(KERAS, "keras", CASES, 1)
+    + by_case(KERAS_GRAPH, "keras-graph", CASES[5::2], 2),
 )
-def test_scripted_rounds(binding, case):
-    """None, one or several rounds a step, empty ones among them: these move neither weights nor momentum."""
-    trainer, worker = binding.scripted(case, EVERY_SCRIPT, 4)
+def test_scripted_rounds(binding, case, ahead):
+    """None, one or several rounds a step, empty ones among them: these move neither weights nor momentum. The model
+    holds extrapolated weights."""
+    trainer, worker = binding.scripted(case, EVERY_SCRIPT, 4, weight_prediction=ahead)
     before = trainer.weights()
     for step in range(len(EVERY_SCRIPT.steps)):
         gradient = trainer.gradient(0, step)
         trainer.step()
         assert worker.handed[-1].tolist() == [*gradient, 1.0]
-        expected = replay(binding.framework, case, before, worker.applied, 4, ahead=2)
+        expected = replay(binding.framework, case, before, worker.applied, 4, ahead)
         np.testing.assert_allclose(trainer.weights(), expected, rtol=0, atol=1e-5)
         if binding is TORCH:
             assert flat(p.grad for p in trainer.parameters).tolist() == gradient.tolist(), "not put back"

@@ -118,16 +118,16 @@ def test_what_is_counted():
         weights.view(-1).add_(1)
         weights.clone()
         torch._foreach_copy_([weights[:1288]], [weights[1288:]])
-        [bool(weights[0] > 1), weights.tolist()]
+        [bool(weights[0] > 1), weights.tolist(), torch.equal(weights, weights)]
 
     with (operators := Operators()):
         step()
     (calls := Calls()).measure(step)
     counts = mean_counts([(operators, calls)])
     assert operators.calls == {"aten::add_": 1, "aten::clone": 1, "aten::_foreach_copy_": 1, "aten::gt": 1} | {
-        "aten::_local_scalar_dense": 1
-    }
-    assert (counts.host_waits, counts.copies, counts.python_calls) == (2, 3, 1)
+        "aten::_local_scalar_dense": 1, "aten::equal": 1
+    }  # fmt: skip
+    assert (counts.host_waits, counts.copies, counts.python_calls) == (3, 3, 1)
     assert calls.c.keys() >= {"view", "add_", "clone", "_foreach_copy_", "tolist"}
     assert calls.c["setprofile"] == 0
 

@@ -15,6 +15,9 @@ import hvd_async.tensorflow.keras as keras_hvd
 import hvd_async.torch as torch_hvd
 from hvd_async.testing import Cluster
 from hvd_async.torch.tensors import NamedBuffers
+from tests.conformance.leader_drive import in_step
+from tests.conformance.leader_reference import Following, several
+from tests.conformance.weight_ranks import SGD, TorchRank
 from tests.conftest import LONG_RUN
 
 WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -57,10 +60,9 @@ def step(model: torch.nn.Module, optimizer: Any, rank: int, number: int = 0) -> 
     """One step on this rank's own data."""
     draw = torch.Generator().manual_seed(10 * rank + number)
     optimizer.zero_grad()
-    loss = (model(torch.randn(8, 2, generator=draw) * (1 + rank)) - 1).square().mean()
-    loss.backward()
+    (model(torch.randn(8, 2, generator=draw) * (1 + rank)) - 1).square().mean().backward()
     if hasattr(optimizer, "record_loss"):
-        optimizer.record_loss(loss)
+        optimizer.record_loss(-float(rank))  # (the last rank leads)
     optimizer.step()
 
 
@@ -161,7 +163,7 @@ class KerasModel:
 
     def _step(self) -> None:
         if hasattr(self.opt, "record_loss"):
-            self.opt.record_loss(float(self.rank))
+            self.opt.record_loss(-float(self.rank))
         self.opt.apply([tf.ones(v.shape) * (1.0 + self.rank) for v in self.opt._trainable_variables])
 
     def assign(self, mean: Any, variance: Any) -> None:
@@ -204,14 +206,45 @@ def test_statistics_are_averaged_and_others_become_rank_0s(made, wrapper):
 
 
 @both
-@pytest.mark.parametrize(("policy", "means"), [("root", [1.0, 1.0, 1.0]), ("local", [1.0, 2.0, 3.0])])
-def test_statistics_may_be_rank_0s_or_each_ranks_own(made, policy, means):
-    def train(rank: int) -> float:
-        one = made("eager", rank, buffers=policy)
-        one.opt.drain()
-        return one.statistics()[0][0]
+@pytest.mark.parametrize(
+    ("wrapper", "policy", "means"),
+    [
+        ("eager", "root", [1.0, 1.0, 1.0]),
+        ("eager", "local", [1.0, 2.0, 3.0]),
+        ("lsgd", "local", [3.0, 3.0, 3.0]),
+        ("easgd", "local", [1.0, 2.0, 3.0]),
+    ],
+)
+def test_statistics_may_be_rank_0s_or_the_leaders_or_each_ranks_own(made, wrapper, policy, means):
+    """In ``consensus()`` too, which puts back what was there."""
 
-    assert Cluster(3).run(train) == means
+    def train(rank: int) -> list[float]:
+        one, seen = made(wrapper, rank, buffers=policy), list[float]()
+        own = one.statistics()
+        with one.opt.consensus():
+            seen.append(one.statistics()[0][0])
+        assert wrapper == "eager" or one.statistics() == own
+        one.opt.drain()
+        return [*seen, one.statistics()[0][0]]
+
+    assert Cluster(3).run(train) == [[mean] * 2 for mean in means]
+
+
+def test_counters_of_batches_are_the_ranks_own_until_the_leaders_are_taken():
+    following = Following("lsgd", several(2, 2), 1, 1, loss_of=lambda z, own, step: 1.0 - own)
+
+    def train(rank: int) -> list[int]:
+        count = torch.tensor(5 + rank)
+        one = TorchRank(TorchRank.least_squares(2, SGD), rank, following, named_buffers=[("n", count)], buffers="local")
+        in_step(one, 2)
+        seen = [int(count)]
+        with one.opt.consensus():
+            seen.append(int(count))
+        seen.append(int(count))
+        one.opt.drain()
+        return [*seen, int(count)]
+
+    assert Cluster(2).run(train) == [[5, 6, 5, 6], [6, 6, 6, 6]]
 
 
 @both

@@ -59,7 +59,7 @@ def cleared_by_the_model(model: torch.nn.Module, opt: Any, step: int) -> None:
     """And clipped: nothing has left early."""
     model.zero_grad()
     loss(model, 0, step).backward()
-    clip(list(model.parameters()))
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     opt.step()
 
 
@@ -191,26 +191,15 @@ def test_a_second_backward_is_refused_with_what_allows_it(cap):
     Cluster(1).run(train)
 
 
-def halve(parameters: list[torch.Tensor]) -> None:
-    for parameter in parameters:
-        parameter.grad = parameter.grad * 0.5
+def test_a_gradient_that_is_replaced_when_it_is_gone_is_an_error_that_says_what_to_do():
+    """(Changes in place: ``test_torch_left_from_ddp``, ``test_torch_lost_changes``.)"""
 
-
-def halve_in_place(parameters: list[torch.Tensor]) -> None:
-    parameters[0].grad.mul_(0.5)
-
-
-def clip(parameters: list[torch.Tensor]) -> None:
-    torch.nn.utils.clip_grad_norm_(parameters, 1e-3)
-
-
-@pytest.mark.parametrize("change", [halve, halve_in_place, clip])
-def test_a_gradient_that_is_changed_when_it_is_gone_is_an_error_that_says_what_to_do(change):
     def train(rank: int) -> None:
         trainer = TorchTrainer(MOMENTUM)
         trainer.opt._async.worker_now()
         trainer.gradient(rank, 0)
-        change(list(trainer.model.parameters()))
+        for parameter in trainer.model.parameters():
+            parameter.grad = parameter.grad * 0.5
         with pytest.raises(ReplicaStateError, match=r"round_transform=.*skip_synchronize.*backward_passes_per_step="):
             trainer.opt.step()
         with pytest.raises(

@@ -122,10 +122,11 @@ def test_a_script_that_reads_its_loss_waits_under_plain_torch_too():
     assert plain.step_ms > measured(Setup("plain"))[0].step_ms + 1.0
 
 
-@pytest.mark.parametrize("mode", ["plain", "all", "solo", "sgp", "adpsgd", "lsgd"])
+@pytest.mark.parametrize("mode", ["plain", "all", "sgp", "lsgd"])
 def test_a_gradient_scaler_waits_once_unless_the_optimizer_takes_overflows(mode):
+    """(Of each family one: quorums are asked in ``test_torch_precision`` too, by operators.)"""
     assert measured(Setup(mode, scaler=True, fused=True))[0].waits == 0
-    assert measured(Setup(mode, scaler=True))[0].waits == (mode not in ("all", "solo"))
+    assert measured(Setup(mode, scaler=True))[0].waits == (mode != "all")
 
 
 # -- planted faults ----------------------------------------------------------------------------------------------------
@@ -133,10 +134,6 @@ def test_a_gradient_scaler_waits_once_unless_the_optimizer_takes_overflows(mode)
 
 def read_a_number() -> None:
     torch.ones(1).item()
-
-
-def compare_two_tensors() -> None:
-    torch.equal(torch.ones(1), torch.ones(1))
 
 
 def work() -> None:
@@ -161,9 +158,8 @@ def planted(patch: pytest.MonkeyPatch, kind: type, name: str, fault: object, mod
     return sound, cost
 
 
-@pytest.mark.parametrize("fault", [read_a_number, compare_two_tensors])
-def test_a_wait_in_step_is_found(fault, monkeypatch):
-    sound, cost = planted(monkeypatch, GradientReplica, "handed_over", fault, "all")
+def test_a_wait_in_step_is_found(monkeypatch):
+    sound, cost = planted(monkeypatch, GradientReplica, "handed_over", read_a_number, "all")
     assert cost.waits == sound.waits + 1
     assert cost.step_ms > sound.step_ms  # (by little: the step has waited before)
 

@@ -205,7 +205,7 @@ def problems(cell: Cell, make: Callable[[Cell, int | None], Any], equivalent: Ca
             found.append("a frozen parameter is the ranks' mean after a drain: it has moved")
     if cell.refuses_checkpoints and not any(one.refused for one in runs):
         found.append("no rank refuses a checkpoint while messages of other hosts are on their way")
-    undisturbed = cell["travel"] == cell["middle"] == "none"
+    undisturbed = cell["travel"] == cell["middle"] == cell["looks"] == "none"
     if cell["training"] == "freeze" and arm.algorithm in ("exact-diffusion", "noloco") and undisturbed:
         held = np.array([one.frozen[0] for one in runs])
         low, high = held.min(axis=0) - 1e-5, held.max(axis=0) + 1e-5

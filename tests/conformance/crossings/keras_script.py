@@ -1,12 +1,12 @@
 """The training script of a Keras cell, run by our optimizers and by the plain one. As ``torch_script``.
 
-A step is taken eagerly or, on ranks of a "keras-graph" cell, as a ``tf.function`` with forward and backward pass. The
-plain run is always eager: tracing takes most of a cell's time.
+A step is taken eagerly or, on ranks of a "keras-graph" cell and on one rank of a "keras-mixed" one, as a
+``tf.function`` with forward and backward pass. The plain run is always eager: tracing takes most of a cell's time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import keras
@@ -49,24 +49,25 @@ BUFFERS: Mapping[str, tuple[str, Any]] = {
     "bfloat16": ("bfloat16", np.linspace(0, 1, 7)),
     "float16": ("float16", np.linspace(0, 1, 7)),
 }
-"""Variables that are neither trained nor statistics, used together with batch norm: dtype and values."""
+"""Variables that are neither trained nor statistics, used together with batch norm: dtype and values of each."""
 
 
 class Gain(keras.layers.Layer):
-    """A factor for each unit, and a variable that is not trained."""
+    """A factor for each unit, and some variables that are not trained."""
 
-    def __init__(self, kind: str, **options: Any) -> None:
+    def __init__(self, kinds: Collection[str], **options: Any) -> None:
         super().__init__(**options)
-        self._kind = kind
+        self._kinds = kinds
 
     def build(self, shape: Any) -> None:
         """Make the variables."""
         self.gain = self.add_weight(shape=(4,), initializer="ones", name="gain")
-        if self._kind in BUFFERS:
-            dtype, values = BUFFERS[self._kind]
-            self.extra = self.add_weight(
-                shape=values.shape, dtype=dtype, initializer=lambda *_, **__: tf.cast(values, dtype), trainable=False
-            )
+        self.extras = []
+        for kind in self._kinds:
+            dtype, values = BUFFERS[kind]
+            extra = self.add_weight(shape=values.shape, dtype=dtype, initializer="zeros", trainable=False, name=kind)
+            extra.assign(tf.cast(values, dtype))
+            self.extras.append(extra)
 
     def call(self, inputs: Any, with_gain: bool = True) -> Any:
         """Multiply."""
@@ -83,7 +84,7 @@ class Net(keras.Model):
         constraint = CONSTRAINTS.get(weights, lambda: None)()
         self.first = keras.layers.Dense(4, name="first", dtype=dtype, kernel_constraint=constraint)
         self.second = keras.layers.Dense(2, name="second", dtype=dtype)
-        self.scale = Gain(kind, name="scale", dtype=dtype)
+        self.scale = Gain(BUFFERS if kind == "many" else (), name="scale", dtype=dtype)
         self.norm = None if kind in ("none", "dropout") else keras.layers.BatchNormalization(name="norm", dtype=dtype)
         self.drop = keras.layers.Dropout(1e-9, seed=3, name="drop") if kind == "dropout" else None
         self(np.zeros((2, 3), "float32"), training=False)
@@ -239,11 +240,9 @@ class Run(Script):
     def middle(self) -> None:
         """Do what the script does in its middle."""
         level = self.cell["middle"]
-        if level == "drain":
+        if self.cell["looks"] == "drain":
             self.drain()
-        elif level == "switch" and self.ours:
-            self.opt.switch(**switched(self.cell, back=self.t != MIDDLE[0]))
-        elif level == "consensus" and self.ours:
+        elif self.cell["looks"] == "consensus" and self.ours:
             own = self.weights()
             with self.opt.consensus():
                 self.look()
@@ -253,6 +252,8 @@ class Run(Script):
             if not (self.arm.late or np.allclose(own, self.weights(), rtol=0.0, atol=slack)):
                 self.report("after consensus() weights are the rank's own: others")
             self.opt.consensus_distance()
+        if level == "switch" and self.ours:
+            self.opt.switch(**switched(self.cell, back=self.t != MIDDLE[0]))
         elif level in ("resume", "cut"):
             if level == "resume":
                 self.drain()
@@ -328,8 +329,13 @@ class Run(Script):
 
     def trace(self) -> None:
         """Let the next step be traced."""
-        in_graph = self.ours and self.cell.binding == "keras-graph"
-        self.step = tf.function(self.take, reduce_retracing=False) if in_graph else self.take
+        self.step = tf.function(self.take, reduce_retracing=False) if self.in_graph else self.take
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether a step is a graph: in mixed cells on rank 0 of some arms, and on rank 1 of others."""
+        mixed = self.cell.binding == "keras-mixed" and self.rank == len(self.cell.arm) % 2
+        return mixed or (self.ours and self.cell.binding == "keras-graph")
 
     def wrapped(self, plain: Any) -> Any:
         """Return this library's optimizer."""
@@ -364,7 +370,7 @@ class Run(Script):
 
     def constant_variables(self) -> list[Any]:
         """Return variables that no training changes."""
-        return [self.net.scale.extra] if hasattr(self.net.scale, "extra") else []
+        return list(self.net.scale.extras)
 
     def drain(self) -> None:
         """Drain, and look at what a drain leaves."""
@@ -411,15 +417,16 @@ LEVELS: Mapping[str, Mapping[str, Any]] = {
     "gradients": GRADIENTS,
     "training": dict.fromkeys(["freeze", "freeze-at-drain", "unused", "unused-on-a-rank"]),
     "rate": dict.fromkeys(["drop", "warm-up", "by-hand"]),
-    "buffers": dict.fromkeys(["norm", "dropout", *BUFFERS]),
+    "buffers": dict.fromkeys(["norm", "dropout", "many"]),
     "dtype": dict.fromkeys(["float64", "bfloat16"]),
     **{factor: dict.fromkeys(levels) for factor, levels in CONNECTED.items()},
-    "middle": dict.fromkeys(["drain", "consensus", "resume", "cut", "remade", "switch", "elastic"]),
+    "looks": dict.fromkeys(["drain", "consensus"]),
+    "middle": dict.fromkeys(["resume", "cut", "remade", "switch", "elastic"]),
 }
 """By factor and level."""
 IDLE: Mapping[str, Mapping[str, str]] = {
     "averages": {"ema": "none", "loop": "none"},
-    "buffers": {"dropout": "none", **dict.fromkeys(BUFFERS, "norm")},
+    "buffers": {"dropout": "none", "many": "norm"},
     "set": {"set": "none"},
 }
 """Levels that change no weights, and the level that does as much."""

@@ -273,7 +273,11 @@ def shrink(cell: Cell, fails: Callable[[Cell], bool]) -> Cell:
 
 
 def cover(
-    factors: Mapping[str, Sequence[str]], crossed: int, allowed: Callable[[Mapping[str, str]], bool], seed: int = 0
+    factors: Mapping[str, Sequence[str]],
+    crossed: int,
+    allowed: Callable[[Mapping[str, str]], bool],
+    seed: int = 0,
+    begun: Sequence[Mapping[str, str]] = (),
 ) -> list[dict[str, str]]:
     """Choose few combinations in which all levels of any ``crossed`` factors meet, where they are allowed to.
 
@@ -285,6 +289,7 @@ def cover(
         crossed: number of factors whose levels meet.
         allowed: whether some levels may meet; what it forbids, it must forbid of any combination with these levels.
         seed: of the order of factors and of the choice between levels that are as good.
+        begun: levels that must meet in addition, each in a combination of their own.
     """
     draw, names = random.Random(seed), list(factors)
     due = {
@@ -293,9 +298,9 @@ def cover(
         for meeting in itertools.product(*([(name, level) for level in factors[name]] for name in group))
         if allowed(dict(meeting))
     }
-    rows: list[dict[str, str]] = []
-    while due:
-        row = dict(next(iter(due)))
+    rows, beginnings = list[dict[str, str]](), list(begun)
+    while due or beginnings:
+        row = dict(beginnings.pop(0) if beginnings else next(iter(due)))
         for name in draw.sample(names, len(names)):
             if name in row:
                 continue

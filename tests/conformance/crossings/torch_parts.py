@@ -70,7 +70,9 @@ BUFFERS: Mapping[str, Callable[[], torch.Tensor]] = {
     "not-persistent": lambda: torch.linspace(-1, 1, 5),
     "empty": lambda: torch.zeros(0),
 }
-"""A buffer that is no statistic, used together with batch norm."""
+"""Buffers that are no statistics, by kind."""
+BUFFERS_OF = {"many": [kind for kind in BUFFERS if kind != "expanded"], "expanded": ["expanded"]}
+"""Kinds of buffers by level of ``buffers``, used together with batch norm."""
 
 
 class Part:
@@ -654,25 +656,27 @@ LEVELS: Mapping[str, Mapping[str, type[Part]]] = {
         "freeze-at-drain": FreezeAtDrain,
         "unused": Unused,
         "unused-on-a-rank": Unused,
+        "another-part": AnotherPart,
     },
     "rate": {"drop": Drop, "warm-up": WarmUp, "one-cycle": OneCycle, "by-hand": ByHand},
-    "buffers": dict.fromkeys(["norm", *BUFFERS, "reassigned"], Part),
+    "buffers": dict.fromkeys(["norm", *BUFFERS_OF, "reassigned"], Part),
     "dtype": dict.fromkeys(["float64", "bfloat16"], Part),
     "memory": {"convolution": Part, "channels-last": ChannelsLast},
     **{factor: dict.fromkeys(levels, Part) for factor, levels in CONNECTED.items()},
-    "middle": {
+    "looks": {
         "drain": Drain,
         "drain-inference": DrainInInference,
         "drain-first": Early,
         "consensus": Consensus,
         "consensus-inference": ConsensusInInference,
+        "ends-inference": EndsInInference,
+    },
+    "middle": {
         "resume": Resume,
         "cut": Cut,
         "remade": Remade,
         "zeroed": Zeroed,
         "zeroed-discarded": ZeroedAndDiscarded,
-        "another-part": AnotherPart,
-        "ends-inference": EndsInInference,
         "switch": Switch,
         "elastic": Part,
     },
@@ -686,10 +690,10 @@ IDLE: Mapping[str, Mapping[str, str]] = {
     "weights": {"reading": "none"},
     "averages": {"hook": "none", "loop": "none"},
     "gradients": {"synchronize-touch": "none", "transform-touch": "none"},
-    "buffers": dict.fromkeys([*BUFFERS, "reassigned"], "norm"),
+    "buffers": dict.fromkeys([*BUFFERS_OF, "reassigned"], "norm"),
     "memory": {"channels-last": "convolution"},
     "set": {"set": "none"},
-    "middle": {"drain-inference": "drain", "consensus-inference": "consensus"},
+    "looks": {"drain-inference": "drain", "consensus-inference": "consensus"},
 }
 """Levels that change no weights, and the level that does as much."""
 

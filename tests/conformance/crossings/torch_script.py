@@ -17,7 +17,15 @@ import torch
 import hvd_async.torch as hvd
 from tests.conformance.crossings.script import Script
 from tests.conformance.crossings.table import Cell, options_of
-from tests.conformance.crossings.torch_parts import BUFFERS, LEVELS, OPTIMIZERS, REFUSED, allowed, equivalent
+from tests.conformance.crossings.torch_parts import (
+    BUFFERS,
+    BUFFERS_OF,
+    LEVELS,
+    OPTIMIZERS,
+    REFUSED,
+    allowed,
+    equivalent,
+)
 from tests.conformance.reference import Array
 from tests.conformance.torch_ranks import ProcessSet
 
@@ -53,9 +61,8 @@ class Net(torch.nn.Module):
         kind = cell["buffers"]
         self.norm = torch.nn.Identity() if kind == "none" else Norm(4)
         self.norm.reassigns = kind == "reassigned"
-        made = BUFFERS.get(kind)
-        if made is not None:
-            self.register_buffer("extra", made(), persistent=kind != "not-persistent")
+        for extra in BUFFERS_OF.get(kind, ()):
+            self.register_buffer(f"extra-{extra}", BUFFERS[extra](), persistent=extra != "not-persistent")
         draw = np.random.default_rng(7)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -161,7 +168,7 @@ class Run(Script):
 
     def elsewhere(self, name: str) -> bool:
         """Return whether a parameter is another optimizer's."""
-        return self.cell["middle"] == "another-part" and name.startswith("second")
+        return self.cell["training"] == "another-part" and name.startswith("second")
 
     def wrapped(self, plain: torch.optim.Optimizer) -> Any:
         """Return this library's optimizer."""
@@ -197,7 +204,7 @@ class Run(Script):
 
     def constant_buffers(self) -> list[torch.Tensor]:
         """Return buffers that no training changes."""
-        return [buffer for name, buffer in self.net.named_buffers() if name == "extra"]
+        return [buffer for name, buffer in self.net.named_buffers() if name.startswith("extra")]
 
     def average_of_ranks(self) -> tuple[Array, ...]:
         """Return the batch-norm statistics."""
@@ -216,7 +223,7 @@ class Run(Script):
         with around():
             self.opt.drain()
         group = self.opt.param_groups[0]
-        if "k" in group and self.cell["middle"] in ("none", "drain"):
+        if "k" in group and self.cell["middle"] == "none" and self.cell["looks"] in ("none", "drain"):
             applied = self.opt.stats().rounds_applied if self.arm.eager else len(self.rates)
             if group["k"] != applied:
                 self.report(f"an optimizer counts its updates: {group['k']} of {applied}")
@@ -227,7 +234,7 @@ class Run(Script):
         )
         for before_, now in zip(self.constants, self.constant_buffers(), strict=True):
             if before_.dtype != now.dtype or before_.tolist() != now.tolist():
-                self.report("a buffer that is no statistic: changed")
+                self.report(f"a buffer that is no statistic: changed ({now.dtype})")
         states = [value for state in self.opt.state.values() for value in state.values() if torch.is_tensor(value)]
         if any(t.is_inference() for t in [*tensors, *states]):
             self.report("tensors: of inference mode are left in the model or the optimizer")
@@ -235,8 +242,7 @@ class Run(Script):
     def resumed_from(self, state: Mapping[str, Any], schedule: Any) -> None:
         """Make everything again, from a state."""
         self.net = Net(self.cell)
-        extra = [(name, buffer) for name, buffer in self.net.named_buffers() if name == "extra"]
-        self.net.load_state_dict(state["model"], strict=not extra)
+        self.net.load_state_dict(state["model"], strict=not self.constant_buffers())
         self.make_optimizer()
         self.opt.load_state_dict(state["opt"])
         if self.schedule is not None:
