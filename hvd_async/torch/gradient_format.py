@@ -276,6 +276,11 @@ class Compression(hvd.Compression):
     int8 = Int8Messages
 
 
+def wire_dtype(compression: Any, dtype: torch.dtype) -> str:
+    """Return the name of the dtype of a compressed vector of ``dtype``."""
+    return str(compression.compress(torch.zeros(1, dtype=dtype))[0].dtype).removeprefix("torch.")
+
+
 def slots(compression: Any, parameters: Sequence[torch.Tensor], size: int, max_staleness: int) -> int:
     """Return the number of counting elements that every bucket's vector needs.
 
@@ -284,7 +289,7 @@ def slots(compression: Any, parameters: Sequence[torch.Tensor], size: int, max_s
     """
     needed = 1
     for dtype in {torch.float64 if p.dtype == torch.float64 else torch.float32 for p in parameters}:
-        name = str(compression.compress(torch.zeros(1, dtype=dtype))[0].dtype).removeprefix("torch.")
+        name = wire_dtype(compression, dtype)
         try:
             needed = max(needed, count_slots(size, max_staleness, name))
         except KeyError:

@@ -770,7 +770,7 @@ class GradientReplica(eager.GradientReplica):
         members = [[place[id(p)] for p in bucket.parameters] for bucket in self.layout.buckets]
         buckets = f"{len(members)} buckets ({zlib.crc32(str(members).encode()):08x})"
         compression = self._given.compression
-        dtypes = (str(wire_dtype(compression, b.dtype)).removeprefix("torch.") for b in self.layout.buckets)
+        dtypes = (wire_dtype(compression, bucket.dtype) for bucket in self.layout.buckets)
         kind = (
             f"optimizer {optimizer._wrapped_class.__name__} with groups of {sizes}, {buckets}, "
             f"factors {self.before} and {self.after}, gradients as {eager.wire_label(compression, dtypes)}"
