@@ -46,7 +46,7 @@ class Arrivals:
             ahead: whether the marker will do, if it was recorded before the vector was made.
             action: what to call.
         """
-        event = None if vector is None else streams.event_of(vector)
+        event, _ = getattr(vector, streams.READY, (None, None))  # (None has no event either)
         if event is not None and ahead and self.marker is not None:
             event = self.marker
         self._last = self._last if event is None else event

@@ -174,7 +174,9 @@ class Overlap:
         """Hand over a bucket whose last expected gradient is there. (If a parameter was unfrozen since ``arm``, its
         gradient may still come: then the bucket is handed over in ``step()``.)"""
         hand_over = self._hand_over()
-        if self._armed and hand_over is not None and True not in [p.requires_grad for p in self._frozen[bucket]]:
+        frozen = self._frozen[bucket]
+        is_whole = not frozen or not any(p.requires_grad for p in frozen)
+        if self._armed and hand_over is not None and is_whole:
             hand_over(bucket)
             self._handed[bucket] = True
 
@@ -270,7 +272,8 @@ class Checks:
         found = []
         while self._sent and (wait or all(flags.is_ready() for flags, _ in self._sent[0])):
             step = self._sent.popleft()
-            found.append([bucket for flags, checked in step for bucket in checked if flags.numbers()[bucket]])
+            read = [(flags.numbers(), checked) for flags, checked in step]
+            found.append([bucket for numbers, checked in read for bucket in checked if numbers[bucket]])
         return found
 
 

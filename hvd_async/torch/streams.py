@@ -172,11 +172,6 @@ def record_ready(vector: torch.Tensor) -> torch.Tensor:
     return vector
 
 
-def event_of(vector: torch.Tensor) -> Any:
-    """Return the event after which a vector is computed; None if it is."""
-    return getattr(vector, READY, (None, None))[0]
-
-
 def record_received(tensor: torch.Tensor) -> torch.Tensor:
     """Mark a tensor as the result of a collective, to be used on this thread's stream; return it."""
     if gpu.holds(tensor):
