@@ -6,6 +6,7 @@ Tensors on a GPU travel by way of the CPU.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -170,7 +171,7 @@ def _waiting(function: Callable[..., Handle], doc: str) -> Callable[..., Any]:
     def call(*arguments: Any, **options: Any) -> Any:
         return synchronize(function(*arguments, **options))
 
-    return _named(call, function.__name__.replace("_async", ""), doc)
+    return _described(call, function.__name__.replace("_async", ""), doc, _parameters(function))
 
 
 def _single(function: Callable[..., Any], doc: str) -> Callable[..., Any]:
@@ -180,12 +181,21 @@ def _single(function: Callable[..., Any], doc: str) -> Callable[..., Any]:
         results = function([tensor], *arguments, **options)
         return results.mapped(_first) if isinstance(results, Handle) else results[0]
 
-    return _named(call, function.__name__.removeprefix("grouped_"), doc)
+    parameters = [*_parameters(call)[:1], *_parameters(function)[1:]]
+    return _described(call, function.__name__.removeprefix("grouped_"), doc, parameters)
 
 
-def _named(function: Callable[..., Any], name: str, doc: str) -> Callable[..., Any]:
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return [*inspect.signature(function).parameters.values()]
+
+
+def _described(
+    function: Callable[..., Any], name: str, doc: str, parameters: list[inspect.Parameter]
+) -> Callable[..., Any]:
+    """Let ``help()`` show a function under its own name and with these parameters; return it."""
     function.__name__ = function.__qualname__ = name
     function.__doc__ = doc
+    vars(function)["__signature__"] = inspect.Signature(parameters)
     return function
 
 
