@@ -1,4 +1,4 @@
-"""Commands of ``hvd_async``: for each a function that runs it, and its options in a table.
+"""Commands of ``hvd_async``: for each a function that adds its options, and one that runs it.
 
 A command imports what it needs when it runs: help needs no package, and a recorded script's process holds little else.
 """
@@ -14,7 +14,6 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import hvd_async
@@ -48,6 +47,8 @@ POSITIVE = _number(float, lambda value: value > 0, "a number above 0")
 NOT_NEGATIVE = _number(float, lambda value: value >= 0, "a number of at least 0")
 SHARE = _number(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
 SECONDS = _number(float, lambda value: 0 < value < 86400, "a number of seconds above 0 and below 86400")
+TRACE = "folder that `hvd_async record` or hvd_async.torch.record has written"
+SKIP = "steps at the start to leave out"
 EVERY = "every"
 """Default of --mode and --modes, ``hvd_async.advisor.prediction.EVERY``."""
 
@@ -59,6 +60,25 @@ def _print_json(value: Any) -> None:
 
 
 # -- doctor ------------------------------------------------------------------------------------------------------------
+
+
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``doctor``."""
+    add = parser.add_argument
+    trains = "train something tiny on two ranks, with each framework that is installed"
+    add("--self-test", action=argparse.BooleanOptionalAction, default=True, help=trains)
+    add("--local-ranks", type=COUNT, default=2, metavar="N", help="ranks planned on this machine")
+    add("--ranks", type=COUNT, default=64, metavar="N", help="ranks planned in the job")
+    add("--limit", type=SECONDS, default=120.0, metavar="S", help="seconds for each import or job")
+    measures = (
+        "measure the network between these hosts instead, with N ranks on each, such as node1:1,node2:1; "
+        "a rank that horovodrun or mpirun has started does so without it"
+    )
+    add("--hosts", metavar="H:N,...", help=measures)
+    options = "options for horovodrun with --hosts, as one word: --horovodrun='--ssh-port 2222'"
+    add("--horovodrun", metavar="OPTIONS", help=options)
+    add("--network", metavar="FILE", help="write the measurement as JSON, for hvd_async advise --network")
+    add("--json", metavar="FILE", help="write the findings as JSON; - for standard output")
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
@@ -131,6 +151,13 @@ def _write(value: Mapping[str, Any], target: str) -> None:
 # -- demo --------------------------------------------------------------------------------------------------------------
 
 
+def add_demo(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``demo``."""
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="picture to write: .png, .svg or .pdf")
+    parser.add_argument("--steps", type=COUNT, default=150, metavar="N", help="of each training")
+    parser.add_argument("--limit", type=SECONDS, default=120.0, metavar="S", help="seconds for the whole demo")
+
+
 def run_demo(arguments: argparse.Namespace) -> int:
     """Train a small network on two ranks of this machine, one of which is late in some steps, under three modes.
 
@@ -170,6 +197,16 @@ def run_demo(arguments: argparse.Namespace) -> int:
 
 
 # -- record ------------------------------------------------------------------------------------------------------------
+
+
+def add_record(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``record``."""
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the trace, for all ranks")
+    waits = "wait for the GPU before each mark; without it, times on CUDA are not meaningful"
+    parser.add_argument("--synchronize", action="store_true", help=waits)
+    parser.add_argument("-m", action="store_true", dest="module", help="the script is a module, as for python -m")
+    parser.add_argument("script", help="the training script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
 
 
 def run_record(arguments: argparse.Namespace) -> int:
@@ -216,6 +253,22 @@ def run_record(arguments: argparse.Namespace) -> int:
 # -- advise ------------------------------------------------------------------------------------------------------------
 
 
+def add_advise(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``advise``."""
+    add = parser.add_argument
+    add("trace", type=Path, help=TRACE)
+    add("--network", type=Path, metavar="FILE", help="JSON with latency_s and bandwidth_bytes_s")
+    add("--bandwidth", type=POSITIVE, metavar="MBIT", help="of a rank's link, in Mbit/s; over --network")
+    add("--latency", type=POSITIVE, metavar="MS", help="of a message, one way, in ms; over --network")
+    add("--modes", default=EVERY, metavar="NAMES", help="to try, separated by commas")
+    add("--skip", type=int, default=3, metavar="N", help=SKIP)
+    add("--steps", type=COUNT, metavar="N", help="of each simulated job; by default as in the trace, at most 200")
+    add("--resamples", type=COUNT, default=8, metavar="N", help="simulated jobs of each mode")
+    add("--seed", type=int, default=0, help="of the resampling")
+    add("--all", action="store_true", help="show every mode, and what the simulation does not know")
+    add("--json", action="store_true", help="print JSON, with every mode")
+
+
 def run_advise(arguments: argparse.Namespace) -> int:
     """Learn from a recorded run which ranks are stragglers, and how many steps per second each mode would reach.
 
@@ -251,6 +304,27 @@ def run_advise(arguments: argparse.Namespace) -> int:
 
 
 # -- simulate ----------------------------------------------------------------------------------------------------------
+
+
+def add_simulate(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``simulate``."""
+    add = parser.add_argument
+    add("--ranks", type=RANKS, default=8, metavar="N", help="of the job")
+    add("--per-host", type=COUNT, default=1, metavar="N", help="ranks of a host, a group under a leader")
+    add("--compute", type=POSITIVE, default=0.3, metavar="S", help="seconds of computation in a step")
+    add("--slow", type=POSITIVE, default=1.0, metavar="TIMES", help="how much slower the last rank is")
+    add("--late", type=NOT_NEGATIVE, default=0.0, metavar="S", help="seconds by which one random rank per step is late")
+    add("--vary", type=NOT_NEGATIVE, default=0.0, metavar="SD", help="log-normal deviation of each computation")
+    add("--stall", type=NOT_NEGATIVE, default=0.0, metavar="S", help="seconds of a random stall of a rank")
+    add("--stall-share", type=SHARE, default=0.01, metavar="P", help="probability of a stall in a step")
+    add("--mode", default=EVERY, metavar="NAMES", help="modes, separated by commas")
+    add("--megabytes", type=NOT_NEGATIVE, default=100.0, metavar="MB", help="of gradients, and of weights")
+    add("--bandwidth", type=POSITIVE, default=10_000.0, metavar="MBIT", help="of a rank's link, Mbit/s")
+    add("--latency", type=NOT_NEGATIVE, default=0.3, metavar="MS", help="of a message, one way, in ms")
+    add("--steps", type=COUNT, default=200, metavar="N", help="of each rank")
+    add("--repetitions", type=COUNT, default=3, metavar="N", help="jobs with different random draws")
+    add("--seed", type=int, default=0, help="of the random draws")
+    add("--json", action="store_true", help="print JSON")
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:
@@ -315,6 +389,15 @@ def _computation(arguments: argparse.Namespace, seed: int) -> Schedule:
 # -- plot --------------------------------------------------------------------------------------------------------------
 
 
+def add_plot(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``plot``."""
+    parser.add_argument("trace", type=Path, help=TRACE)
+    parser.add_argument("--out", type=Path, required=True, metavar="PNG", help="picture to write: .png, .svg or .pdf")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="first step to draw, after those left out")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="number of steps to draw")
+    parser.add_argument("--skip", type=int, default=3, metavar="N", help=SKIP)
+
+
 def run_plot(arguments: argparse.Namespace) -> int:
     """Draw a recorded run, a row per rank: when it computed, waited for others, updated its weights."""
     from hvd_async.cli.output import draw
@@ -328,135 +411,31 @@ def run_plot(arguments: argparse.Namespace) -> int:
 # -- the entry point ---------------------------------------------------------------------------------------------------
 
 
-class Flag(NamedTuple):
-    """An option of a command, as for ``ArgumentParser.add_argument``; of type bool it takes no value.
-
-    Attributes:
-        more: further arguments of ``add_argument``.
-    """
-
-    name: str
-    type: Callable[[str], Any]
-    default: Any
-    metavar: str | None
-    help: str
-    more: Mapping[str, Any] = MappingProxyType({})
-
-    def add_to(self, parser: argparse.ArgumentParser) -> None:
-        """Add the option to a command's parser."""
-        if self.type is bool:
-            action: Any = argparse.BooleanOptionalAction if self.default else "store_true"
-            parser.add_argument(self.name, action=action, default=self.default, help=self.help, **self.more)
-        else:
-            named = {"type": self.type, "default": self.default, "metavar": self.metavar, "help": self.help}
-            parser.add_argument(self.name, **named, **self.more)
-
-
 class Command(NamedTuple):
     """A command.
 
     Attributes:
         line: of ``hvd_async --help``.
+        add_arguments: adds its options to its parser.
         run: runs it and returns the exit status; the first paragraph of the docstring is its description.
-        flags: its options.
     """
 
     line: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
-    flags: Sequence[Flag]
 
 
-REQUIRED = {"required": True}
-TRACE = Flag("trace", Path, None, None, "folder that `hvd_async record` or hvd_async.torch.record has written")
-SKIP = Flag("--skip", int, 3, "N", "steps at the start to leave out")
-DOCTOR = (
-    Flag("--self-test", bool, True, None, "train something tiny on two ranks, with each framework that is installed"),
-    Flag("--local-ranks", COUNT, 2, "N", "ranks planned on this machine"),
-    Flag("--ranks", COUNT, 64, "N", "ranks planned in the job"),
-    Flag("--limit", SECONDS, 120.0, "S", "seconds for each import or job"),
-    Flag(
-        "--hosts",
-        str,
-        None,
-        "H:N,...",
-        "measure the network between these hosts instead, with N ranks on each, such as node1:1,node2:1; "
-        "a rank that horovodrun or mpirun has started does so without it",
-    ),
-    Flag(
-        "--horovodrun",
-        str,
-        None,
-        "OPTIONS",
-        "options for horovodrun with --hosts, as one word: --horovodrun='--ssh-port 2222'",
-    ),
-    Flag("--network", str, None, "FILE", "write the measurement as JSON, for hvd_async advise --network"),
-    Flag("--json", str, None, "FILE", "write the findings as JSON; - for standard output"),
-)
-DEMO = (
-    Flag("--plot", Path, None, "PNG", "picture to write: .png, .svg or .pdf"),
-    Flag("--steps", COUNT, 150, "N", "of each training"),
-    Flag("--limit", SECONDS, 120.0, "S", "seconds for the whole demo"),
-)
-RECORD = (
-    Flag("--out", Path, None, "DIR", "folder of the trace, for all ranks", REQUIRED),
-    Flag(
-        "--synchronize",
-        bool,
-        False,
-        None,
-        "wait for the GPU before each mark; without it, times on CUDA are not meaningful",
-    ),
-    Flag("-m", bool, False, None, "the script is a module, as for python -m", {"dest": "module"}),
-    Flag("script", str, None, None, "the training script"),
-    Flag("arguments", str, None, None, "its own arguments", {"nargs": argparse.REMAINDER}),
-)
-ADVISE = (
-    TRACE,
-    Flag("--network", Path, None, "FILE", "JSON with latency_s and bandwidth_bytes_s"),
-    Flag("--bandwidth", POSITIVE, None, "MBIT", "of a rank's link, in Mbit/s; over --network"),
-    Flag("--latency", POSITIVE, None, "MS", "of a message, one way, in ms; over --network"),
-    Flag("--modes", str, EVERY, "NAMES", "to try, separated by commas"),
-    SKIP,
-    Flag("--steps", COUNT, None, "N", "of each simulated job; by default as in the trace, at most 200"),
-    Flag("--resamples", COUNT, 8, "N", "simulated jobs of each mode"),
-    Flag("--seed", int, 0, None, "of the resampling"),
-    Flag("--all", bool, False, None, "show every mode, and what the simulation does not know"),
-    Flag("--json", bool, False, None, "print JSON, with every mode"),
-)
-SIMULATE = (
-    Flag("--ranks", RANKS, 8, "N", "of the job"),
-    Flag("--per-host", COUNT, 1, "N", "ranks of a host, a group under a leader"),
-    Flag("--compute", POSITIVE, 0.3, "S", "seconds of computation in a step"),
-    Flag("--slow", POSITIVE, 1.0, "TIMES", "how much slower the last rank is"),
-    Flag("--late", NOT_NEGATIVE, 0.0, "S", "seconds by which one random rank per step is late"),
-    Flag("--vary", NOT_NEGATIVE, 0.0, "SD", "log-normal deviation of each computation"),
-    Flag("--stall", NOT_NEGATIVE, 0.0, "S", "seconds of a random stall of a rank"),
-    Flag("--stall-share", SHARE, 0.01, "P", "probability of a stall in a step"),
-    Flag("--mode", str, EVERY, "NAMES", "modes, separated by commas"),
-    Flag("--megabytes", NOT_NEGATIVE, 100.0, "MB", "of gradients, and of weights"),
-    Flag("--bandwidth", POSITIVE, 10_000.0, "MBIT", "of a rank's link, Mbit/s"),
-    Flag("--latency", NOT_NEGATIVE, 0.3, "MS", "of a message, one way, in ms"),
-    Flag("--steps", COUNT, 200, "N", "of each rank"),
-    Flag("--repetitions", COUNT, 3, "N", "jobs with different random draws"),
-    Flag("--seed", int, 0, None, "of the random draws"),
-    Flag("--json", bool, False, None, "print JSON"),
-)
-PLOT = (
-    TRACE,
-    Flag("--out", Path, None, "PNG", "picture to write: .png, .svg or .pdf", REQUIRED),
-    Flag("--first", int, 0, "N", "first step to draw, after those left out"),
-    Flag("--steps", int, 20, "N", "number of steps to draw"),
-    SKIP,
-)
 COMMANDS = {
-    "doctor": Command("will hvd_async work on this machine, and how fast is its network?", run_doctor, DOCTOR),
-    "demo": Command("train on two ranks of this machine, one of them late, under three modes", run_demo, DEMO),
-    "record": Command("run a training script and record when each rank computes and when it waits", run_record, RECORD),
-    "advise": Command(
-        "learn from a recorded run which ranks are stragglers, and what each mode would bring", run_advise, ADVISE
+    "doctor": Command("will hvd_async work on this machine, and how fast is its network?", add_doctor, run_doctor),
+    "demo": Command("train on two ranks of this machine, one of them late, under three modes", add_demo, run_demo),
+    "record": Command(
+        "run a training script and record when each rank computes and when it waits", add_record, run_record
     ),
-    "simulate": Command("simulate a job under several modes", run_simulate, SIMULATE),
-    "plot": Command("draw a recorded run: when each rank computed, and when it waited", run_plot, PLOT),
+    "advise": Command(
+        "learn from a recorded run which ranks are stragglers, and what each mode would bring", add_advise, run_advise
+    ),
+    "simulate": Command("simulate a job under several modes", add_simulate, run_simulate),
+    "plot": Command("draw a recorded run: when each rank computed, and when it waited", add_plot, run_plot),
 }
 
 
@@ -472,8 +451,7 @@ def make_parser() -> argparse.ArgumentParser:
         description = (command.run.__doc__ or "").split("\n\n")[0]
         formatter = argparse.ArgumentDefaultsHelpFormatter
         own = several.add_parser(name, help=command.line, description=description, formatter_class=formatter)
-        for flag in command.flags:
-            flag.add_to(own)
+        command.add_arguments(own)
     return parser
 
 
