@@ -477,7 +477,9 @@ class EagerStateMachine(StateMachine[EagerConfig]):
 
     def take_notice(self) -> str | None:
         """Return a notice as the base does, or that another quorum was chosen, and why; None if there is none."""
-        return super().take_notice() or (None if self._auto is None else self._auto.take_notice())
+        if self._notice is not None:
+            return super().take_notice()
+        return None if self._auto is None else self._auto.take_notice()
 
     def _blocked_on(self) -> tuple[str, frozenset[int]] | None:
         config, active = self._config, self.computing
