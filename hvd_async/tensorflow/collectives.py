@@ -41,20 +41,11 @@ INLINE = -1
 the thread that completes the collective. (Threads of a pool spin before they sleep: 2 ms of CPU per collective.)"""
 
 
-class _Handle:
+class _Handle(Future[tf.Tensor]):
     """A Horovod op in a helper thread, which wakes the engine when it is done."""
 
     in_stages = False
     take = None
-
-    def __init__(self, future: Future[tf.Tensor]) -> None:
-        self._future = future
-
-    def done(self) -> bool:
-        return self._future.done()
-
-    def result(self) -> tf.Tensor:
-        return self._future.result()
 
     def seconds_to_poll(self) -> None:
         return None
@@ -65,20 +56,20 @@ class _Threads:
     process exits, which is when the last drain happens.)"""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Call, Future[tf.Tensor]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Call, _Handle] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads = self._busy = 0
         self.wake: Callable[[], None] = lambda: None
 
-    def run(self, call: Call) -> Future[tf.Tensor]:
-        future: Future[tf.Tensor] = Future()
+    def run(self, call: Call) -> _Handle:
+        handle = _Handle()
         with self._lock:
             self._busy += 1
             if self._busy > self._threads:
                 self._threads += 1
                 threading.Thread(target=self._serve, name="hvd_async-horovod-op", daemon=True).start()
-        self._calls.put((call, future))
-        return future
+        self._calls.put((call, handle))
+        return handle
 
     def stop(self) -> None:
         """End the threads when their calls return. If one has not, the process will run no C++ destructors."""
@@ -90,11 +81,11 @@ class _Threads:
 
     def _serve(self) -> None:
         while (item := self._calls.get()) is not None:
-            call, future = item
+            call, handle = item
             try:
-                future.set_result(call())
+                handle.set_result(call())
             except Exception as error:  # noqa: BLE001  raised by ``result()``
-                future.set_exception(horovod_error(error))
+                handle.set_exception(horovod_error(error))
             with self._lock:
                 self._busy -= 1
             self.wake()
@@ -213,7 +204,7 @@ class HorovodCollectives:
         self._graph.close()
 
     def _run(self, key: tuple[Any, ...], build: Callable[..., tf.Tensor], *given: Any) -> _Handle:
-        return _Handle(self._threads.run(lambda: self._graph.run(key, build, *given)))
+        return self._threads.run(lambda: self._graph.run(key, build, *given))
 
     def allreduce_sum(
         self, vector: Any, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -126,8 +125,10 @@ def take_step(optimizer: Any, grads: list[Any], trainable_variables: Any, scale:
     variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
     layout = replica.prepare(variables)
     gradients = _indexed(optimizer, grads, variables, scale)
-    frozen = [i for i, v in enumerate(optimizer._trainable_variables) if not v.trainable and not _among(v, variables)]
-    vectors = {b: layout.flatten(b, gradients) for b in range(len(layout)) if layout.has_any(b, gradients)}
+    known = {id(v) for v in variables}
+    frozen = [i for i, v in enumerate(optimizer._trainable_variables) if not v.trainable and id(v) not in known]
+    filled = [b for b, bucket in enumerate(layout.buckets) if not gradients.keys().isdisjoint(bucket.indices)]
+    vectors = {b: layout.flatten(b, gradients) for b in filled}
     update = replica.update
     assert update is not None
     if replica.sums_in_graph():
@@ -253,7 +254,3 @@ def _indexed(optimizer: Any, gradients: list[Any], variables: list[Any], scale: 
     if not indexed:
         raise ValueError("no variable has a gradient: does the loss depend on the model's weights?")
     return indexed
-
-
-def _among(variable: Any, variables: Sequence[Any]) -> bool:
-    return any(variable is one for one in variables)

@@ -106,10 +106,6 @@ class Layout:
         """Return a vector of a bucket that holds no gradient."""
         return tf.zeros([self.elements[bucket]], self.dtypes[bucket])
 
-    def has_any(self, bucket: int, gradients: Mapping[int, tf.Tensor]) -> bool:
-        """Return whether a variable of the bucket has a gradient."""
-        return any(index in gradients for index in self.buckets[bucket].indices)
-
     def flatten(self, bucket: int, gradients: Mapping[int, tf.Tensor]) -> tf.Tensor:
         """Return a bucket's gradients, given by the variable's index, copied once; a missing one counts as zero.
 

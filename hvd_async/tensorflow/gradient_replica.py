@@ -520,11 +520,7 @@ class GradientReplica(eager.GradientReplica):
                 pass
         if not self.waiting:
             return [constant(False, tf.bool), *update.nothing]
-        return [constant(True, tf.bool), *self.fetch(update)]
-
-    def fetch(self, update: Update) -> list[tf.Tensor]:
-        """Begin with the next round of this step; returns it as ``update`` takes it."""
         round_ = self.waiting.popleft()
         self.optimizer._async.worker.begin(round_)
         self.put_back = update.keep(round_)
-        return update.parts(round_)
+        return [constant(True, tf.bool), *update.parts(round_)]

@@ -74,7 +74,11 @@ class TorchState(elastic.WithoutRollBack, ObjectState):
             if id(value) in known:
                 setattr(self, name, value)
         plain = {name: value for name, value in given.items() if id(value) not in known}
-        super().__init__(bcast_object=_of_rank_0, get_rank=hvd.rank, **plain)
+        super().__init__(
+            bcast_object=lambda value: _Exchange().object_of(0, value, "hvd_async.elastic.commit"),
+            get_rank=hvd.rank,
+            **plain,
+        )
 
     def sync(self) -> None:
         """Agree with the present ranks on the state to continue from. A collective.
@@ -163,10 +167,6 @@ class _Exchange(elastic.Exchange):
 
     def put_hyperparameters(self, optimizer: Any, values: Any) -> None:
         hyperparameters.write(optimizer.param_groups, values)
-
-
-def _of_rank_0(value: Any) -> Any:
-    return _Exchange().object_of(0, value, "hvd_async.elastic.commit")
 
 
 def _result(handle: Handle) -> torch.Tensor:

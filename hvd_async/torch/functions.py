@@ -232,12 +232,10 @@ class _Library:
         @functools.wraps(function)
         def named(*arguments: Any) -> Any:
             # (names are bytes; an empty string means no name)
-            return function(*(self._name() if isinstance(argument, str) else argument for argument in arguments))
+            numbers = self._numbers
+            return function(*(f"unnamed.{next(numbers)}" if isinstance(one, str) else one for one in arguments))
 
         return named
-
-    def _name(self) -> str:
-        return f"unnamed.{next(self._numbers)}"
 
     def horovod_torch_join(self, output: torch.Tensor, device: int) -> int:
         """Drain wrapped optimizers if there are any, since this rank still takes part in rounds."""

@@ -500,7 +500,7 @@ class GradientReplica(eager.GradientReplica):
 
     def continue_from(self, before: GradientReplica) -> None:
         self.take_settings(before.settings_in_force())
-        self.extrapolation.leads = dict(before.extrapolation.leads)
+        self.extrapolation.leads = before.extrapolation.leads
         self.watch.writes = before.watch.writes
         for parameter in self.parameters:  # (an interrupted step has left half of its gradient there)
             parameter.grad = None

@@ -191,22 +191,21 @@ class TorchCollectives(TensorCollectives):
         """Return the process group of a collective's lane, on GPUs of all collectives; its ranks make it together."""
         key = ("" if on_gpu else lane_of(name), self._ranks(process_set), on_gpu)
         if key not in self._groups:
-            make = self._nccl_group if on_gpu else self._gloo_group
-            self._groups[key] = make(key, timedelta(seconds=time_limits.connect_timeout()))
+            name, ranks, _ = key
+            limit = timedelta(seconds=time_limits.connect_timeout())
+            made = self._nccl_group(ranks, limit) if on_gpu else self._world.group(f"engine.{name}", ranks, limit)
+            self._groups[key] = made
         return self._groups[key]
 
-    def _gloo_group(self, key: tuple[Any, ...], limit: timedelta) -> Any:
-        return self._world.group(f"engine.{key[0]}", list(key[1]), limit)
-
-    def _nccl_group(self, key: tuple[Any, ...], limit: timedelta) -> Any:
+    def _nccl_group(self, ranks: tuple[int, ...], limit: timedelta) -> Any:
         """Return a new NCCL process group, once its ranks are there: NCCL would wait for them without end."""
-        store = self._world.store_of("engine.nccl", key[1])
-        self._world.meet(store, key[1], limit)
+        store = self._world.store_of("engine.nccl", ranks)
+        self._world.meet(store, ranks, limit)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = FOREVER
         options.is_high_priority_stream = True
         with _unwatched():
-            return dist.ProcessGroupNCCL(store, key[1].index(self.rank), len(key[1]), options)
+            return dist.ProcessGroupNCCL(store, ranks.index(self.rank), len(ranks), options)
 
     def _start(
         self,

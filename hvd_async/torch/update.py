@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -144,23 +145,45 @@ class Extrapolation:
     Args:
         rounds: rounds to look ahead; 0: updates stay as they are, and the next one forgets the leads. May be set at any
             time.
-
-    Attributes:
-        leads: by how much each parameter is ahead of its updates. They are state of the optimizer, but not in its
-            ``state``, where wrapped optimizers and tools expect only their own entries.
     """
 
     def __init__(self, rounds: float = 0.0) -> None:
         self.rounds = rounds
-        self.leads: dict[torch.Tensor, torch.Tensor] = {}
-        self._spare: dict[torch.Tensor, torch.Tensor] = {}
-        """Buffer of the shape of each parameter that is extrapolated."""
+        self._resting: dict[torch.Tensor, torch.Tensor] = {}
+        """Leads of parameters that the last step did not move."""
+        self._moved: list[torch.Tensor] = []
+        """Parameters that the last step moved."""
+        self._factors: list[float] = []
+        """The factor of each group in the last step."""
+        self._extended: list[torch.Tensor] = []
+        """Parameters whose updates the last step extended; the next three lists are in their order."""
+        self._scales: list[float] = []
+        """Factor of the update of each, negative."""
+        self._leads: list[torch.Tensor | None] = []
+        """Lead of each; None before its first."""
+        self._before: list[torch.Tensor] = []
+        """Buffer of the shape of each: during a step, its weights before the update."""
+        self._have_state = False
+        """Whether the optimizer is known to have state for all of them."""
+
+    @property
+    def leads(self) -> dict[torch.Tensor, torch.Tensor]:
+        """By how much each parameter is ahead of its updates. Leads are state of the optimizer, but not in its
+        ``state``, where wrapped optimizers and tools expect only their own entries."""
+        pairs = zip(self._extended, self._leads, strict=True)
+        return {**self._resting, **{p: lead for p, lead in pairs if lead is not None}}
+
+    @leads.setter
+    def leads(self, leads: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        self._resting, self._moved = dict(leads), []
+        self._extended, self._scales, self._leads, self._before = [], [], [], []
 
     def saved(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the entry of ``state_dict()`` that ``load`` takes: copies of the leads; empty if there are none."""
-        if not self.leads:
+        leads = self.leads
+        if not leads:
             return {}
-        found = (self.leads.get(p) for group in optimizer.param_groups for p in group["params"])
+        found = (leads.get(p) for group in optimizer.param_groups for p in group["params"])
         return {LEADS: [None if lead is None else lead.clone() for lead in found]}
 
     def load(self, optimizer: torch.optim.Optimizer, saved: Sequence[torch.Tensor | None] | None) -> None:
@@ -172,29 +195,51 @@ class Extrapolation:
     @contextlib.contextmanager
     def around_update(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Extend the update that is made inside, by a step without hooks, with the hyperparameters in force."""
-        if not self.rounds:
-            self.leads, self._spare = {}, {}
-            yield
-            return
-        factors = [(group["params"], factor(momentum_of(group), self.rounds)) for group in optimizer.param_groups]
-        ahead = [(p, by) for group, by in factors for p in group if p.grad is not None and (by or p in self.leads)]
-        before = [self._spare[p] if p in self._spare else torch.empty_like(p) for p, _ in ahead]
-        if ahead:
-            with torch.no_grad():
-                torch._foreach_copy_(before, [p for p, _ in ahead])
+        if self.rounds:
+            self._find_moved(optimizer)
+            if self._extended:
+                with torch.no_grad():
+                    torch._foreach_copy_(self._before, self._extended)
+        elif self._extended or self._resting:
+            self.leads = {}
         yield
-        # (a parameter without state has no momentum)
-        moved = [(*own, start) for own, start in zip(ahead, before, strict=True) if optimizer.state.get(own[0])]
-        if moved:
-            self._extend(*map(list, zip(*moved, strict=True)))
+        if self._extended:
+            with torch.no_grad():
+                self._extend(optimizer.state)
 
-    @torch.no_grad()
-    def _extend(self, parameters: list[torch.Tensor], factors: list[float], before: list[torch.Tensor]) -> None:
-        """Extend the updates of parameters, by these factors, since they were as ``before``."""
-        leads = [self.leads[p] if p in self.leads else torch.zeros_like(p) for p in parameters]
+    def _find_moved(self, optimizer: torch.optim.Optimizer) -> None:
+        """List the parameters that the step is about to move, unless they are those of the last step."""
+        groups = optimizer.param_groups
+        factors = [factor(momentum_of(group), self.rounds) for group in groups]
+        moved = [p for group in groups for p in group["params"] if p.grad is not None]
+        known = len(moved) == len(self._moved) and all(map(operator.is_, moved, self._moved))
+        if known and factors == self._factors:
+            return
+        self.leads = leads = self.leads
+        for group, ahead in zip(groups, factors, strict=True):
+            for p in group["params"]:
+                if p.grad is not None and (ahead or p in leads):
+                    self._extended.append(p)
+                    self._scales.append(-ahead)
+                    self._leads.append(self._resting.pop(p, None))
+                    self._before.append(torch.empty_like(p))
+        self._moved, self._factors, self._have_state = moved, factors, False
+
+    def _extend(self, state: Mapping[torch.Tensor, Any]) -> None:
+        """Extend the updates that have been made since ``_before`` was filled.
+
+        Args:
+            state: of the wrapped optimizer. (A parameter without state has no momentum, and is not extended.)
+        """
+        places = [i for i, p in enumerate(self._extended) if self._have_state or state.get(p)]
+        self._have_state = len(places) == len(self._extended)
+        if not places:
+            return
+        parameters, before = [self._extended[i] for i in places], [self._before[i] for i in places]
+        leads = [torch.zeros_like(self._extended[i]) if (own := self._leads[i]) is None else own for i in places]
         torch._foreach_sub_(before, parameters)
-        torch._foreach_mul_(before, [-by for by in factors])  # now the new leads
+        torch._foreach_mul_(before, [self._scales[i] for i in places])  # now the new leads
         torch._foreach_sub_(leads, before)  # now the old ones less these
         torch._foreach_sub_(parameters, leads)
-        self.leads.update(zip(parameters, before, strict=True))
-        self._spare.update(zip(parameters, leads, strict=True))
+        for place, lead, spare in zip(places, before, leads, strict=True):
+            self._leads[place], self._before[place] = lead, spare
