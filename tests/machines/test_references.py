@@ -53,7 +53,7 @@ ENDS: dict[str, tuple[list[tuple[int, ...]], frozenset[int]]] = {
     "drains": ([(0,), (6, 2, 2, 1), (0, 3, 0, 0)], frozenset()),
     "cuts": ([(4,), (5, 0, 3, 8), (2, 6, 1), (6, 6, 2, 2, 4)], frozenset({0, 1})),
     "often cut": ([(1,)] * 7, frozenset(range(6))),
-    "resumed": ([(5,), (9,)], frozenset({0})),
+    "resumed": ([(9,), (7,)], frozenset({0})),
     "resumed, uneven": ([(3, 6, 4, 0, 13), (9,)], frozenset({0})),
 }
 """Steps of the ranks before each end, repeated for further ranks, and which ends are cuts."""
