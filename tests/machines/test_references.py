@@ -53,7 +53,7 @@ ENDS: dict[str, tuple[list[tuple[int, ...]], frozenset[int]]] = {
     "drains": ([(0,), (6, 2, 2, 1), (0, 3, 0, 0)], frozenset()),
     "cuts": ([(4,), (5, 0, 3, 8), (2, 6, 1), (6, 6, 2, 2, 4)], frozenset({0, 1})),
     "often cut": ([(1,)] * 7, frozenset(range(6))),
-    "resumed": ([(5,), (9,)], frozenset({0})),
+    "resumed": ([(9,), (7,)], frozenset({0})),
     "resumed, uneven": ([(3, 6, 4, 0, 13), (9,)], frozenset({0})),
 }
 """Steps of the ranks before each end, repeated for further ranks, and which ends are cuts."""
@@ -119,8 +119,8 @@ def crossed(
 
 
 def options(number: int) -> tuple[Any, ...]:
-    """Return a compression, ``average_every``, ``gossip_every`` (or the like) and ``max_staleness``; of 12 successive
-    numbers any two values of compression and period meet, of 10 each algorithm has seen all values."""
+    """Return a compression, ``average_every``, ``gossip_every`` (or the like) and ``max_staleness``: 7 successive
+    numbers have all values, 12 any two of compression and period."""
     return COMPRESSIONS[number % 4], (0, 3)[number // 4 % 2], (1, 2, 3)[number % 3], number // 3 % 3
 
 
@@ -140,7 +140,7 @@ def table() -> list[Any]:
 @pytest.mark.parametrize(("kind", "ranks", "ends", "chosen"), table())
 def test_every_step_equals_the_reference(kind: Any, ranks: tuple[int, int], ends: str, chosen: Any) -> None:
     one, more = crossed(kind, ranks, ENDS[ends], *chosen)
-    for seed in range(10) if LONG_RUN else [sum(map(ord, str((kind, ranks, ends))))]:
+    for seed in range(2) if LONG_RUN else [sum(map(ord, str((kind, ranks, ends))))]:
         records = run(one, seed, **more)
         if kind[0] in ("osgp", "adpsgd"):
             continue  # what is mixed when depends on the order

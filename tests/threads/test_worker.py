@@ -60,6 +60,7 @@ def test_a_bucket_is_handed_over_once_and_all_are():
         one.step({0: vector(1)}, HYPER, rounds.append)
         assert [round_.counts for round_ in rounds] == [(2, 2)]
         one.drain()
+        assert one.pending() == [PendingGradient(None, [])] * 2
 
     Cluster(2).run(train)
 
