@@ -135,8 +135,8 @@ def table(columns: Mapping[str, Mapping[str, House]]) -> str:
 # -- the walk of a gradient -------------------------------------------------------------------------------------------
 
 LIBRARY = ROOT / "hvd_async"
-STAND_IN = "testing.py"
-"""File of the library whose functions do not count: it takes the place of ZeroMQ and of Horovod."""
+STAND_IN = "testing.py", "in_memory.py"
+"""Files of the library whose functions do not count: they take the place of ZeroMQ and of Horovod."""
 STEPS = 6
 QUIET_S = 0.05
 """Seconds in which the threads of a job come to rest."""

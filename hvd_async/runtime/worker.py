@@ -383,7 +383,8 @@ class Worker(abc.ABC):
     def _check_drained(self) -> int:
         """Return the optimizer's number; raise if no step can be taken now."""
         number = self.number
-        self.check_outside_consensus("step()")
+        if self.in_consensus:
+            self.check_outside_consensus("step()")
         if self._announced:
             raise ReplicaStateError(
                 f"{self.label}: a drain() or cut() was interrupted: call it again before the next step"

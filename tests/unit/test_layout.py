@@ -42,7 +42,6 @@ PURE = {
     "quasi_global",
     "plan",
     "selection",
-    "rule",
     "lsgd",
     "easgd",
     "push_sum",

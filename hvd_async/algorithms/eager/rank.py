@@ -200,10 +200,10 @@ class RoundsInFlight:
 
     # -- any thread -------------------------------------------------------------------------------------------
 
-    def give(self, one: HandedOver | Entered) -> None:
-        """Append a bucket, or the place of a report, to the queue, from which the engine takes it by ``report``."""
-        if isinstance(one, HandedOver) and one.vector is not None:
-            self.count_bytes(self._wire.nbytes[one.bucket])
+    def give(self, one: HandedOver | Entered, nbytes: int = 0) -> None:
+        """Append a bucket of ``nbytes``, or the place of a report, to the queue, from which ``report`` takes it."""
+        if nbytes:
+            self.count_bytes(nbytes)
         self._queue.append(one)
         self.given += 1
 
@@ -883,7 +883,8 @@ class EagerWorker(Worker):
             self._lacks = self._lacks or vector is None
             self.produced[bucket] += vector is not None
         self._handed[bucket] = None
-        self._in_flight.give(HandedOver(bucket, vector, self.version, step))
+        nbytes = 0 if vector is None else self.wire.nbytes[bucket]
+        self._in_flight.give(HandedOver(bucket, vector, self.version, step), nbytes)
 
     # -- gradients that the device may not have computed when they are handed over (quorums on a GPU) -------------
     # A round may start as soon as a rank's gradient has arrived, and all ranks then wait for it. So it arrives when the

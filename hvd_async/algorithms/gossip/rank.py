@@ -921,8 +921,9 @@ class PushSumWorker(GossipWorker):
 
     def _note_received(self) -> None:
         """Log the messages received since the last call, if there is a log."""
-        self._note(self._step, self._noted)
-        self._noted = []
+        if self.log is not None:
+            self.log.append((self._step, self._noted))
+            self._noted = []
 
     def _average(self, x: Vector, weights: list[float]) -> Program[tuple[Vector, list[float]]]:
         """Return the mean of x and of each push-sum weight over the ranks that have not finished."""

@@ -11,8 +11,7 @@ import msgspec
 from hvd_async.algorithms.leader import selection
 from hvd_async.algorithms.leader.easgd import EASGD
 from hvd_async.algorithms.leader.lsgd import LSGD
-from hvd_async.algorithms.leader.rule import Rule
-from hvd_async.algorithms.leader.selection import SPREADS, Strength, Strengths
+from hvd_async.algorithms.leader.selection import SPREADS, Rule, Strength, Strengths
 from hvd_async.algorithms.option import BUFFERS, Real, Whole, check_one_of, option, options_of
 from hvd_async.runtime.protocol import Algorithm, Config, OptimizerCommand, OptimizerEvent
 

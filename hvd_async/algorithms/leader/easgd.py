@@ -12,8 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hvd_async.algorithms.leader.rule import Rule, Vector
-from hvd_async.algorithms.leader.selection import ALL_RANKS, Strengths
+from hvd_async.algorithms.leader.selection import ALL_RANKS, Rule, Strengths, Vector
 
 
 class State(NamedTuple):

@@ -16,8 +16,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from hvd_async.algorithms.leader.rule import Rule, Vector
-from hvd_async.algorithms.leader.selection import ALL_RANKS, Strengths
+from hvd_async.algorithms.leader.selection import ALL_RANKS, Rule, Strengths, Vector
 
 if TYPE_CHECKING:
     from hvd_async.algorithms.leader.config import LeaderConfig
