@@ -41,6 +41,8 @@ DEVICE = os.environ.get(DEVICE_VARIABLE, "cpu")
 """Where the torch jobs of gpu_check.sh have their tensors: one rank on NCCL, several by way of the CPU, or if
 ``HVD_ASYNC_TEST_NCCL`` is set on NCCL too."""
 STAGED = DEVICE == "cuda" and "HVD_ASYNC_TEST_NCCL" not in os.environ
+START = 150.0
+"""Seconds that a fork server may take to import a framework before it forks another server."""
 GOODBYE = 10.0
 """Seconds that processes may take to end once the launcher (or every rank) has."""
 STACKS = 2.0
@@ -426,6 +428,7 @@ class ForkServer:
             else:
                 files = [reading, 1, 2, listener.fileno()]
                 self._client = connect(parent.path, command, environment, str(REPOSITORY), files)
+                self._client.settimeout(START)
                 self._pid = read(self._client)
         self._servers.add(self._pid)
 

@@ -177,7 +177,7 @@ class Process:
                     state.alone += 1
                     if state.alone == ALONE + 1 and hvd.rank() == 0:
                         Hosts.replace(dead.read_text(), alias(number + 1))
-                time.sleep(0.01)
+                time.sleep(0.01)  # (stands for computation: no order depends on it)
                 if state.batch % COMMIT == 0:
                     state.commit()
             own.optimizer.drain()

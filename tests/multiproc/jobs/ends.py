@@ -258,7 +258,7 @@ def main() -> None:
         if step == 1:
             report.put("first step", serves=control_processes())
         if endless:
-            time.sleep(0.005)
+            time.sleep(0.005)  # (stands for computation: no order depends on it)
         if manner == "early" and step == STEPS:
             optimizer.drain()
     if point == "drain":
