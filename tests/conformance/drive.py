@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pytest
@@ -136,19 +136,31 @@ def scripted_engine(size: int, rank: int = 0) -> Iterator[None]:
         yield
 
 
+class Carried(NamedTuple):
+    """A round as a rank was about to apply it: each bucket's sum, without its tail, and its count of gradients."""
+
+    sums: list[Array]
+    counts: tuple[int, ...]
+
+
 @dataclass
 class Tape:
-    """Rounds as one worker returned them."""
+    """Rounds as one worker returned them.
 
+    Attributes:
+        carried: what was in each.
+        applied: the same, in the reference's form.
+        calls: how many each call of ``step`` returned; drain's are not in it.
+    """
+
+    carried: list[Carried] = field(default_factory=list)
     applied: list[Applied] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
-    """How many each call of ``step`` returned; drain's are not in it."""
-    rounds: list[ReducedRound] = field(default_factory=list)
 
 
-@pytest.fixture
-def tapes(monkeypatch: pytest.MonkeyPatch) -> dict[int, Tape]:
-    """Rank -> what its worker returned, in copies made before anybody changes them."""
+@contextlib.contextmanager
+def taped() -> Iterator[dict[int, Tape]]:
+    """Inside, note for each rank what its worker returns, in copies made before anybody changes them."""
     made: dict[int, Tape] = {}
     begin, step = EagerWorker.begin, EagerWorker.finish_step_program
 
@@ -159,10 +171,10 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> dict[int, Tape]:
         lr = group.get("lr", group.get("learning_rate", float("nan")))  # (a schedule is not in it)
         names = [NAME.format(self.number, bucket, 0) for bucket in range(self.config.buckets)]
         in_round = round_.sums or [self.engine.collectives.sums[name] for name in names]
-        sums = [np.asarray(s).astype(np.float64)[:-1] / self.wire.scale for s in in_round]
-        flat = np.concatenate([*sums, [round_.gradients]])
-        tape.applied.append(Applied(flat, lr))
-        tape.rounds.append(round_)
+        tail = len(self.wire.tail)
+        sums = [np.asarray(s).astype(np.float64)[:-tail] / self.wire.scale for s in in_round]
+        tape.carried.append(Carried(sums, round_.counts))
+        tape.applied.append(Applied(np.concatenate([*sums, [round_.gradients]]), lr))
         begin(self, round_)
 
     def taped_step(self: EagerWorker, *args: Any, **options: Any) -> Any:
@@ -170,9 +182,17 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> dict[int, Tape]:
         made.setdefault(self.engine.rank, Tape()).calls.append(len(rounds))
         return rounds
 
-    monkeypatch.setattr(EagerWorker, "begin", taped_begin)
-    monkeypatch.setattr(EagerWorker, "finish_step_program", taped_step)
-    return made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EagerWorker, "begin", taped_begin)
+        patch.setattr(EagerWorker, "finish_step_program", taped_step)
+        yield made
+
+
+@pytest.fixture
+def tapes() -> Iterator[dict[int, Tape]]:
+    """Rank -> what its worker returned."""
+    with taped() as made:
+        yield made
 
 
 @dataclass
@@ -207,6 +227,50 @@ def with_late_rank(schedule: Schedule, make: Callable[[int], Trainer]) -> list[O
         return Outcome(before, trainer.weights(), gradients, trainer.opt.stats())
 
     return Cluster(schedule.size).run(train)
+
+
+class End(NamedTuple):
+    """A rank's weights, what it saved, and its optimizer, at the end of a job."""
+
+    weights: list[float]
+    saved: Any
+    opt: Any
+
+
+def saved_at_the_end(
+    make: Callable[[int], Any],
+    take: Callable[[Any, int, int], None],
+    steps: Sequence[range],
+    states: Sequence[Any] = (),
+    end: str = "drain",
+    slow: int | None = None,
+) -> list[End]:
+    """Train on a cluster whose messages are held up at random.
+
+    Args:
+        make: makes a rank of given gradients.
+        take: has it take a step: the rank, its number and the step's.
+        steps: of each rank.
+        states: each rank's, to begin with.
+        end: how it ends.
+        slow: this rank takes its first step when all others have taken their last: its gradients are all late.
+    """
+    taken = [threading.Event() for _ in steps]
+
+    def train(rank: int) -> End:
+        one = make(rank)
+        if states:
+            one.load(states[rank])
+        one.opt._async.worker_now()
+        for other, event in enumerate(taken):
+            assert rank != slow or other == slow or event.wait(60)
+        for step in steps[rank]:
+            take(one, rank, step)
+        taken[rank].set()
+        getattr(one.opt, end)()
+        return End(one.weights().tolist(), one.saved(), one.opt)
+
+    return Cluster(len(steps), jitter=0.002).run(train)
 
 
 def wait_for_rounds(worker: EagerWorker, count: int) -> None:

@@ -6,19 +6,14 @@ knows what each round has carried, and the float64 reference needs nothing of th
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import pytest
 
-from hvd_async.algorithms.eager.gradient_format import ReducedRound
-from hvd_async.algorithms.eager.rank import EagerWorker
-from hvd_async.testing import Cluster
 from tests.conformance.cases import Case
+from tests.conformance.drive import Carried, End, saved_at_the_end
 from tests.conformance.eager_ranks import NAN, TINY, UNIT, Binding
 from tests.conformance.reference import Applied, Array, replay, weighted
 
@@ -57,45 +52,6 @@ class Plan:
         return np.append(named, np.random.default_rng([rank, step, vector]).normal(size=VALUES))
 
 
-class Carried(NamedTuple):
-    """A round as a rank was about to apply it: each vector's sum, without its tail, and its count of gradients."""
-
-    sums: list[Array]
-    counts: tuple[int, ...]
-
-
-@contextlib.contextmanager
-def taped() -> Iterator[dict[int, list[Carried]]]:
-    """Inside, note each rank's rounds, in copies made before anybody changes them."""
-    made: dict[int, list[Carried]] = {}
-    begin = EagerWorker.begin
-
-    def noted(self: EagerWorker, round_: ReducedRound) -> None:
-        tail = len(self.wire.tail)
-        sums = [np.asarray(s).astype(np.float64)[:-tail] / self.wire.scale for s in round_.sums]
-        made.setdefault(self.engine.rank, []).append(Carried(sums, round_.counts))
-        begin(self, round_)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EagerWorker, "begin", noted)
-        yield made
-
-
-@pytest.fixture
-def rounds() -> Iterator[dict[int, list[Carried]]]:
-    """Rank -> its rounds."""
-    with taped() as made:
-        yield made
-
-
-class End(NamedTuple):
-    """A rank's weights, what it saved, and its optimizer, at the end of a job."""
-
-    weights: list[float]
-    saved: Any
-    opt: Any
-
-
 def take(one: Any, plan: Plan, rank: int, step: int) -> None:
     """A step of a rank."""
     one.samples = plan.samples[rank][step]
@@ -113,34 +69,20 @@ def train(
     options: Callable[[int], dict[str, Any]] = lambda rank: {},
     step: Callable[[Any, Plan, int, int], None] = take,
 ) -> list[End]:
-    """Train on a cluster whose messages are held up at random.
+    """Train as ``saved_at_the_end`` does.
 
     Args:
         steps: of each rank; all of the plan's if there are none.
-        states: each rank's, to begin with.
-        end: how it ends.
-        slow: a rank that takes its first step when all others have taken their last.
         options: of a rank.
         step: takes one.
     """
-    ranges = steps or [range(len(own)) for own in plan.samples]
-    taken = [threading.Event() for _ in ranges]
 
-    def work(rank: int) -> End:
+    def make(rank: int) -> Any:
         given = {"weighting": "samples", "bucket_cap_mb": TINY, **options(rank)}
-        one = binding.vectors([plan.size] * VECTORS, case, **given)
-        if states:
-            one.load(states[rank])
-        one.opt._async.worker_now()
-        for other, event in enumerate(taken):
-            assert rank != slow or other == slow or event.wait(60)
-        for number in ranges[rank]:
-            step(one, plan, rank, number)
-        taken[rank].set()
-        getattr(one.opt, end)()
-        return End(one.weights().tolist(), one.saved(), one.opt)
+        return binding.vectors([plan.size] * VECTORS, case, **given)
 
-    return Cluster(len(ranges), jitter=0.002).run(work)
+    ranges = steps or [range(len(own)) for own in plan.samples]
+    return saved_at_the_end(make, lambda one, rank, number: step(one, plan, rank, number), ranges, states, end, slow)
 
 
 def check(

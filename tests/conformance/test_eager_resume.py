@@ -16,6 +16,7 @@ import pytest
 
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
 from hvd_async.testing import Cluster
+from tests.conformance.drive import End, saved_at_the_end
 from tests.conformance.eager_ranks import MOMENTUM, SGD, TINY, UNIT, Binding, both
 
 
@@ -76,28 +77,16 @@ def vectors(binding: Binding, **options: Any) -> Any:
 
 def whole_run(
     binding: Binding, steps: Sequence[range], states: Sequence[Any], end: str, slow: int | None = None, **options: Any
-) -> list[tuple[list[float], Any, Any]]:
-    """For each rank weights, what was saved, and its optimizer.
-
-    Args:
-        slow: this rank takes its first step when all others have taken their last: its gradients are all late.
-    """
-    taken = [threading.Event() for _ in steps]
-
-    def train(rank: int) -> tuple[list[float], Any, Any]:
-        one = vectors(binding, **options)
-        if states:
-            one.load(states[rank])
-        one.opt._async.worker_now()
-        for other, event in enumerate(taken):
-            assert rank != slow or other == slow or event.wait(60)
-        for step in steps[rank]:
-            one.take(*whole(rank, step))
-        taken[rank].set()
-        getattr(one.opt, end)()
-        return one.weights().tolist(), one.saved(), one.opt
-
-    return Cluster(len(steps), jitter=0.002).run(train)
+) -> list[End]:
+    """Train with these as ``saved_at_the_end`` does."""
+    return saved_at_the_end(
+        lambda rank: vectors(binding, **options),
+        lambda one, rank, step: one.take(*whole(rank, step)),
+        steps,
+        states,
+        end,
+        slow,
+    )
 
 
 def total(counts: Sequence[int]) -> list[float]:

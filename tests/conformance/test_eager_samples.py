@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from hvd_async.algorithms.eager.gradient_format import EXACT, SAMPLE_DIGITS, Tail, Tally, count_slots
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
-from tests.conformance.drive import scripted_engine
+from tests.conformance.drive import scripted_engine, taped
 from tests.conformance.eager_ranks import KERAS, NAN, TINY, TORCH, UNIT, Binding, all_modes, both
 from tests.conformance.reference import weighted
-from tests.conformance.sampled import VECTORS, Plan, taped, train
+from tests.conformance.sampled import VECTORS, Plan, train
 from tests.conftest import examples
 
 SAMPLES = (1, 0, 7)
@@ -102,7 +102,7 @@ def laws(binding: Binding, quorum: Any, samples: Sequence[Sequence[int]]) -> Non
         ends = train(binding, plan, options=lambda rank: {"quorum": quorum})
     assert all(end.weights == ends[0].weights for end in ends)
     for vector, own in enumerate(np.split(-np.array(ends[0].weights), VECTORS)):
-        for sums, counts in seen[0]:
+        for sums, counts in seen[0].carried:
             carried = np.flatnonzero(sums[VECTORS - 1 - vector][: len(plan.steps)])
             share = counts[VECTORS - 1 - vector] / size if len(carried) else 0.0
             assert own[carried].sum() == pytest.approx(share, rel=1e-6)

@@ -14,11 +14,9 @@ import torch
 from hvd_async.testing import InjectedError
 from tests.conformance.eager_ranks import INF, KERAS, KERAS_GRAPH, MOMENTUM, TORCH, Binding, both
 from tests.conformance.fake_gpu import FakeGpu
-from tests.conformance.sampled import VECTORS, Plan, check, rounds, train
+from tests.conformance.sampled import VECTORS, Plan, check, train
 from tests.conformance.torch_ranks import ProcessSet
 from tests.conftest import LONG_RUN
-
-__all__ = ["rounds"]  # a fixture
 
 EVEN = Plan(((3, 40, 1, 7), (8, 0, 250, 2), (1, 9, 5, 64), (30, 2, 0, 11)))
 UNEVEN = Plan(((3, 40, 1, 7), (), (8, 0)))
@@ -46,12 +44,12 @@ TURNS += [(TORCH, *JOBS[3]), (KERAS, *JOBS[2]), (KERAS_GRAPH, *JOBS[2])]
     TURNS if not LONG_RUN else [(binding, *job) for binding in (TORCH, KERAS) for job in JOBS],
     ids=lambda one: one.framework if isinstance(one, Binding) else str(one),
 )
-def test_each_round_is_the_references(binding, plan, slow, options, rounds):
+def test_each_round_is_the_references(binding, plan, slow, options, tapes):
     """Late gradients, hosts, ranks that end early or have no batch; momentum, which shows what moved in which round."""
     ends = train(binding, plan, slow=slow, case=MOMENTUM, options=lambda rank: options)
     for rank, (weights, _, opt) in enumerate(ends):
         assert weights == ends[0].weights, "replicas differ"
-        check(binding, plan, rounds[rank], weights, MOMENTUM, ahead=opt.settings["weight_prediction"])
+        check(binding, plan, tapes[rank].carried, weights, MOMENTUM, ahead=opt.settings["weight_prediction"])
         assert opt.stats().gradients_applied == opt.stats().total_produced == len(plan.steps)
     if slow is not None:
         assert max(ends[slow].opt.stats().staleness) > 0, "the example has lost its point"
@@ -59,26 +57,26 @@ def test_each_round_is_the_references(binding, plan, slow, options, rounds):
 
 @both
 @pytest.mark.parametrize("quorum", ["all", "solo"])
-def test_nan_leaves_out_its_bucket_and_its_samples(binding, quorum, rounds):
+def test_nan_leaves_out_its_bucket_and_its_samples(binding, quorum, tapes):
     """In one bucket, in both, in one of all ranks."""
     spoilt = {(0, 0, 1), (1, 2, 0), (1, 2, 1), *((rank, 3, 0) for rank in range(4))}
     plan = Plan(EVEN.samples, frozenset(spoilt))
     for rank, (weights, _, opt) in enumerate(train(binding, plan, case=MOMENTUM, options=lambda _: {"quorum": quorum})):
-        check(binding, plan, rounds[rank], weights, MOMENTUM, ahead=opt.settings["weight_prediction"])
+        check(binding, plan, tapes[rank].carried, weights, MOMENTUM, ahead=opt.settings["weight_prediction"])
         assert opt.stats().gradients_skipped == len({step for own, step, _ in spoilt if own == rank})
 
 
 @both
 @pytest.mark.parametrize("quorum", ["all", "solo"])
-def test_process_sets_are_weighted_separately(binding, quorum, rounds):
+def test_process_sets_are_weighted_separately(binding, quorum, tapes):
     sets = [ProcessSet(0, 2, number=1), ProcessSet(1, 3, number=2)]
     ends = train(binding, EVEN, options=lambda rank: {"quorum": quorum, "process_set": sets[rank % 2]})
     for rank, (weights, _, _) in enumerate(ends):
-        check(binding, EVEN, rounds[rank], weights, members=sets[rank % 2].ranks)
+        check(binding, EVEN, tapes[rank].carried, weights, members=sets[rank % 2].ranks)
 
 
 @both
-def test_a_cut_keeps_what_is_pending_with_its_samples(binding, rounds):
+def test_a_cut_keeps_what_is_pending_with_its_samples(binding, tapes):
     """Rank 1's two gradients are pending at the cut, and go with those of the resumed job."""
     plan = Plan(((3, 40, 1, 7, 2, 90), (8, 0, 250, 2, 6, 1), (1, 9, 5, 64, 2, 2)))
     steps = [range(4), range(2), range(4)]
@@ -86,7 +84,7 @@ def test_a_cut_keeps_what_is_pending_with_its_samples(binding, rounds):
     states = [end.saved for end in train(binding, plan, steps, (), "cut", 1, options=lambda rank: options)]
     again = [range(4, 6), range(2, 6), range(4, 6)]
     for rank, end in enumerate(train(binding, plan, again, states, options=lambda rank: options)):
-        check(binding, plan, rounds[rank], end.weights)
+        check(binding, plan, tapes[rank].carried, end.weights)
 
 
 @both
@@ -97,7 +95,7 @@ def test_a_state_with_gradients_pending_goes_to_the_same_weighting_only(binding)
         train(binding, EVEN, (), states, options=lambda rank: {"weighting": "ranks"})
 
 
-def test_synchronize_shows_the_weighted_round(rounds):
+def test_synchronize_shows_the_weighted_round(tapes):
     """Horovod's idiom in torch; what is shown is clipped by hand."""
 
     def step(one: Any, plan: Plan, rank: int, number: int) -> None:
@@ -109,7 +107,7 @@ def test_synchronize_shows_the_weighted_round(rounds):
             one.opt.step()
 
     for rank, end in enumerate(train(TORCH, EVEN, options=lambda rank: {"quorum": "all"}, step=step)):
-        check(TORCH, EVEN, rounds[rank], end.weights, change=lambda average: np.clip(average, -0.1, 0.1))
+        check(TORCH, EVEN, tapes[rank].carried, end.weights, change=lambda average: np.clip(average, -0.1, 0.1))
 
 
 # -- loss scaling ---------------------------------------------------------------------------------------------
@@ -120,7 +118,7 @@ SCALED = Plan(EVEN.samples, frozenset((*one, vector) for one in OVERFLOWS for ve
 
 
 @pytest.mark.parametrize(("quorum", "device"), [("all", "cpu"), ("solo", "cpu"), ("all", "gpu")])
-def test_an_overflow_under_a_grad_scaler_leaves_out_its_samples(quorum, device, rounds):
+def test_an_overflow_under_a_grad_scaler_leaves_out_its_samples(quorum, device, tapes):
     """The mean of nothing, which the scaler takes for an overflow, is an empty batch as usual."""
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0 ** (2 + rank), growth_interval=10**6) for rank in range(4)]
 
@@ -137,12 +135,12 @@ def test_an_overflow_under_a_grad_scaler_leaves_out_its_samples(quorum, device, 
     with FakeGpu().installed() if device == "gpu" else contextlib.nullcontext():
         ends = train(TORCH, SCALED, options=options.__getitem__, step=step)
     for rank, end in enumerate(ends):
-        check(TORCH, SCALED, rounds[rank], end.weights)
+        check(TORCH, SCALED, tapes[rank].carried, end.weights)
         assert end.opt.stats().gradients_skipped == rank % 2
 
 
 @pytest.mark.parametrize("quorum", ["all", "solo"])
-def test_an_overflow_under_a_loss_scale_optimizer_leaves_out_its_samples(quorum, rounds):
+def test_an_overflow_under_a_loss_scale_optimizer_leaves_out_its_samples(quorum, tapes):
     def scaled(variables: Any) -> Any:
         return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0)
 
@@ -155,6 +153,6 @@ def test_an_overflow_under_a_loss_scale_optimizer_leaves_out_its_samples(quorum,
 
     ends = train(KERAS, SCALED, case=scaled, options=lambda rank: {"quorum": quorum}, step=step)
     for rank, end in enumerate(ends):
-        check(KERAS, SCALED, rounds[rank], end.weights)
+        check(KERAS, SCALED, tapes[rank].carried, end.weights)
         assert end.opt.stats().gradients_skipped == rank % 2
         assert float(end.opt.dynamic_scale.numpy()) == (4.0 if rank % 2 else 8.0)
