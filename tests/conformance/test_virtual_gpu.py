@@ -122,11 +122,10 @@ def test_a_script_that_reads_its_loss_waits_under_plain_torch_too():
     assert plain.step_ms > measured(Setup("plain"))[0].step_ms + 1.0
 
 
-@pytest.mark.parametrize("mode", ["plain", "all", "sgp", "lsgd"])
+@pytest.mark.parametrize("mode", ["plain", "all", "solo", "sgp", "adpsgd", "lsgd"])
 def test_a_gradient_scaler_waits_once_unless_the_optimizer_takes_overflows(mode):
-    """(Of each family one: quorums are asked in ``test_torch_precision`` too, by operators.)"""
     assert measured(Setup(mode, scaler=True, fused=True))[0].waits == 0
-    assert measured(Setup(mode, scaler=True))[0].waits == (mode != "all")
+    assert measured(Setup(mode, scaler=True))[0].waits == (mode not in ("all", "solo"))
 
 
 # -- planted faults ----------------------------------------------------------------------------------------------------
@@ -134,6 +133,10 @@ def test_a_gradient_scaler_waits_once_unless_the_optimizer_takes_overflows(mode)
 
 def read_a_number() -> None:
     torch.ones(1).item()
+
+
+def compare_two_tensors() -> None:
+    torch.equal(torch.ones(1), torch.ones(1))
 
 
 def work() -> None:
@@ -158,8 +161,9 @@ def planted(patch: pytest.MonkeyPatch, kind: type, name: str, fault: object, mod
     return sound, cost
 
 
-def test_a_wait_in_step_is_found(monkeypatch):
-    sound, cost = planted(monkeypatch, GradientReplica, "handed_over", read_a_number, "all")
+@pytest.mark.parametrize("fault", [read_a_number, compare_two_tensors])
+def test_a_wait_in_step_is_found(fault, monkeypatch):
+    sound, cost = planted(monkeypatch, GradientReplica, "handed_over", fault, "all")
     assert cost.waits == sound.waits + 1
     assert cost.step_ms > sound.step_ms  # (by little: the step has waited before)
 
