@@ -334,7 +334,7 @@ class GradientReplica(eager.GradientReplica):
         return flat_double(self.optimizer._trainable_variables)
 
     def buffers(self) -> Buffers:
-        return buffers_of(self.model, self.optimizer)
+        return buffers_of(self.model)
 
     def apply(self, round_: ReducedRound) -> None:
         update = self.update

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
-import warnings
-import weakref
 import zlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -18,7 +15,6 @@ import tensorflow as tf
 from hvd_async.algorithms.gossip.message_format import vector_with_room
 from hvd_async.optimizers import agreement
 from hvd_async.optimizers.agreement import Buffers
-from hvd_async.runtime.log import users_line
 from hvd_async.runtime.memory import ALIGNMENT, ReusedBlocks
 
 Array = np.ndarray[Any, Any]
@@ -165,37 +161,14 @@ def refuse_overwritten(optimizer: Any, action: str) -> None:
         )
 
 
-def buffers_of(model: Any, optimizer: Any) -> Buffers:
+def buffers_of(model: Any) -> Buffers:
     """Return the variables of a model besides its weights, by position.
 
     Without a model there are none, and the rank still takes part in the comparison: another rank may know its model,
-    which Keras' callbacks set while it trains. Rank 0 warns if the optimizer's model has batch norm.
+    which Keras' callbacks set while it trains.
     """
-    if model is None:
-        _warn_of_statistics(optimizer)
     variables = [] if model is None else _other_variables(model)
     return Buffers([_KerasBuffer(str(place), v) for place, v in enumerate(variables)], lambda array: array)
-
-
-_looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Optimizers whose model is not known, and was looked for."""
-
-
-def _warn_of_statistics(optimizer: Any) -> None:
-    """Warn on one rank, once, if layers of an optimizer's variables have running statistics."""
-    driver = optimizer._async
-    if driver.size == 1 or driver.index or driver.buffers == "local" or optimizer in _looked_at:
-        return
-    _looked_at.add(optimizer)
-    trained = {id(raw(v)) for v in optimizer._trainable_variables}
-    layers = [one for one in gc.get_objects() if issubclass(type(one), keras.layers.BatchNormalization)]
-    if any(id(raw(v)) in trained for layer in layers for v in layer._trainable_variables):
-        warnings.warn(
-            "the model has batch norm, and each rank keeps its own moving means and variances, since the optimizer "
-            "does not know its model: pass model=model to the wrapper, or a callback of hvd.callbacks to fit(), so "
-            "that they agree after drain(); or buffers='local' if they are to differ",
-            stacklevel=users_line(),
-        )
 
 
 class _KerasBuffer(agreement.Buffer):

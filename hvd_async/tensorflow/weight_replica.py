@@ -268,7 +268,7 @@ class WeightReplica(replica.WeightReplica):
         self.velocities().add(correction, indices)
 
     def buffers(self) -> Buffers:
-        return buffers_of(self.model, self.optimizer)
+        return buffers_of(self.model)
 
     def number(self, loss: Any) -> float:
         return float(loss)

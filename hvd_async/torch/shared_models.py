@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_module_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -124,7 +124,7 @@ def _replaced(parameters: Sequence[torch.Tensor]) -> str | None:
     own = {id(parameter) for parameter in parameters if parameter.requires_grad and parameter.grad is None}
     if not distributed or not own:
         return None
-    modules = _modules()
+    modules = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
     held = [p for each in modules for p in vars(each).get("_parameters", {}).values()]
     sharded = any(_is_distributed(p) for p in held) or any(_kind(each) == AVERAGING[1] for each in modules)
     if not sharded or own.issubset(map(id, held)):
@@ -134,11 +134,6 @@ def _replaced(parameters: Sequence[torch.Tensor]) -> str | None:
         "no longer the model's. This optimizer needs the whole model on each rank: leave out fully_shard(), "
         "FullyShardedDataParallel(), parallelize_module() or distribute_module()"
     )
-
-
-def _modules() -> list[torch.nn.Module]:
-    """Return all modules of this process. (Some may not be initialized yet.)"""
-    return [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
 
 
 def _is_distributed(parameter: Any) -> bool:
@@ -297,19 +292,45 @@ def _look_at_buffers(optimizer: Any, own: _Watched) -> None:
             )
 
 
+_parents = weakref.WeakKeyDictionary[torch.nn.Module, tuple[weakref.ref[torch.nn.Module], str]]()
+"""The module that each module is a part of, and its name there; of several the last."""
+_with_buffers = weakref.WeakValueDictionary[int, torch.nn.Module]()
+"""Modules that have had a buffer since the import of this module, by id."""
+
+
+def _note_part(module: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
+    if part is not None:
+        _parents[part] = weakref.ref(module), name
+
+
+def _note_buffer(module: torch.nn.Module, name: str, buffer: torch.Tensor | None) -> None:
+    _with_buffers[id(module)] = module
+
+
+register_module_module_registration_hook(_note_part)
+register_module_buffer_registration_hook(_note_buffer)
+
+
 def _buffers_of(optimizer: torch.optim.Optimizer) -> list[_Buffer]:
-    """Return the floating-point buffers of the modules that have parameters of an optimizer, themselves or in parts."""
+    """Return the floating-point buffers of models that have parameters of an optimizer.
+
+    Models that were copied or unpickled are not known. (To search all objects is no way: one that another thread is
+    just making must have no further reference.)
+    """
     parameters = set(map(id, _parameters(optimizer)))
-    around = [each for each in _modules() if "_parameters" in vars(each)]
-    around = [each for each in around if not parameters.isdisjoint(map(id, each.parameters()))]
-    found = {
-        (id(module), name): _Buffer(weakref.ref(module), name, f"{prefix}.{name}".lstrip("."), checksum(buffer))
-        for each in sorted(around, key=lambda one: sum(1 for _ in one.modules()))
-        for prefix, module in each.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and not is_lazy(buffer) and buffer.is_floating_point() and is_plain(buffer)
-    }
-    return [*found.values()]
+    found = []
+    for reference in _with_buffers.valuerefs():
+        if (module := reference()) is None:
+            continue
+        whole, path = module, ""
+        while whole in _parents and (parent := _parents[whole][0]()) is not None:
+            path, whole = f"{_parents[whole][1]}.{path}", parent
+        if parameters.isdisjoint(map(id, whole.parameters())):
+            continue
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not is_lazy(buffer) and buffer.is_floating_point() and is_plain(buffer):
+                found.append(_Buffer(weakref.ref(module), name, f"{path}{name}", checksum(buffer)))
+    return found
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

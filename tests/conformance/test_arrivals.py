@@ -74,7 +74,7 @@ def test_a_rank_whose_device_is_behind_starts_no_round_and_holds_no_other():
         program = worker.finish_step_program({}, HYPER)
         wait = next(program)
         let_engine_work(worker)
-        assert len(worker._in_flight._later) == 2, "the bucket and the step are not reported"
+        assert len(worker._in_flight._queue) == 2, "the bucket and the step are not reported"
         assert not wait.ready()
         seen.append(list(worker._in_flight.started))
         device.comes_near()

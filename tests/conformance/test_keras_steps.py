@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
+from hvd_async.algorithms.eager.gradient_format import ReducedRound
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.tensorflow.ops import as_op
 from hvd_async.testing import Cluster
@@ -154,15 +155,15 @@ def test_a_round_that_was_not_begun_is_applied_by_the_next_step():
 
     def train(rank: int) -> tuple[list[float], int]:
         one = KerasVectors([1], UNIT)
-        fetch, strikes = one.opt._async.replica.fetch, iter([False, True, False, False])
+        one.take(1.0)
+        begin, strikes = one.opt._async.worker.begin, iter([True, False, False])
 
-        def fetch_or_not(*arguments: Any) -> Any:
+        def begin_or_not(round_: ReducedRound) -> None:
             if next(strikes):
                 raise KeyboardInterrupt
-            return fetch(*arguments)
+            begin(round_)
 
-        one.opt._async.replica.fetch = fetch_or_not
-        one.take(1.0)
+        one.opt._async.worker.begin = begin_or_not
         with pytest.raises(KeyboardInterrupt):
             one.take(10.0)
         assert one.weights().tolist() == [-1.0]

@@ -111,7 +111,7 @@ class InPlace(RankCollectives):
         self, vector: Vector, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
     ) -> Part:
         part = super().allreduce_sum(vector + 0, name, process_set, keep, scale)
-        if not keep:
+        if not keep and isinstance(vector, np.ndarray):  # (else it is a rank's zero)
             vector[:] = np.nan
         return part
 

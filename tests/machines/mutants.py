@@ -35,7 +35,7 @@ from hvd_async.algorithms.gossip.rank import GossipWorker, MessageExchange, Push
 from hvd_async.algorithms.leader import machine as leader
 from hvd_async.algorithms.leader.config import PullDone
 from hvd_async.algorithms.leader.machine import LeaderStateMachine
-from hvd_async.algorithms.leader.rank import PullExecutor
+from hvd_async.algorithms.leader.rank import LeaderWorker
 from hvd_async.algorithms.leader.selection import ALL_RANKS
 from hvd_async.runtime.carrier import Carrier
 from hvd_async.runtime.machine import StateMachine
@@ -269,9 +269,11 @@ EAGER: Mapping[str, Mutant] = {
     "an empty bucket counts as a gradient": Mutant(
         "empty buckets",
         RoundsInFlight,
-        "_report",
-        lambda real, rounds, number, step, taken, *more: real(
-            rounds, number, step, [one._replace(vector=rounds._wire.zeros(one.bucket) + 1) for one in taken], *more
+        "give",
+        lambda real, rounds, one, *nbytes: real(
+            rounds,
+            one._replace(vector=rounds._wire.zeros(one.bucket) + 1) if getattr(one, "vector", one) is None else one,
+            *nbytes,
         ),
     ),
     "a cut sends what is pending": Mutant(
@@ -450,7 +452,7 @@ GOSSIP: Mapping[str, Mutant] = {
         "compared diloco",
         OuterWorker,
         "_is_complete",
-        lambda real, worker: worker._inbox.drained is not None,
+        lambda real, worker: worker._drained is not None,
     ),
     "fragments are averaged in another order": Mutant(
         "compared local", outer.Rhythm, "fragment", lambda real, rhythm, average: average % rhythm.fragments
@@ -584,8 +586,8 @@ LEADER: Mapping[str, Mutant] = {
     "a pull starts although this rank has not seen the group's last one": Mutant(
         "lsgd", Carrier, "_may_start", meanwhile(_in_flight=lambda _: {})
     ),
-    "results of pulls are taken twice": Mutant("lsgd", PullExecutor, "on_step", keeping("_fresh")),
-    "results of pulls outlive a drain": Mutant("lsgd", PullExecutor, "start_from", keeping("_fresh")),
+    "results of pulls are taken twice": Mutant("lsgd", LeaderWorker, "mix", keeping("_fresh")),
+    "results of pulls outlive a drain": Mutant("lsgd", LeaderWorker, "start_from", keeping("_fresh")),
     "two pulls of a group at once": Mutant(
         "lsgd", leader._Group, "is_due", lambda real, group: 0 < group.needed <= group.steps
     ),

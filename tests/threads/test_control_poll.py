@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -54,8 +55,8 @@ def test_a_thread_that_waits_so_shortly_is_woken_too(monkeypatch, sleeper, selec
 
 
 def test_waking_an_awake_sleeper_makes_no_system_call_and_skips_its_next_sleep(sleeper):
-    sent: list[str] = []
-    sleeper._waker.wake = lambda: sent.append("byte")
+    sent: list[bytes] = []
+    sleeper._sender = SimpleNamespace(send=sent.append, close=sleeper._sender.close)
     sleeper._poller = poller = Poller()
     sleeper.wake()
     sleeper.wake()
@@ -64,7 +65,7 @@ def test_waking_an_awake_sleeper_makes_no_system_call_and_skips_its_next_sleep(s
     assert poller.asked == [0], "a wake was pending"
     poller.poll = lambda milliseconds: sleeper.wake() or []  # it sleeps
     assert not sleeper.wait(None)
-    assert sent == ["byte"]
+    assert sent == [b"!"]
 
 
 def test_sockets_are_asked_again_only_after_they_were_used(monkeypatch, sleeper):

@@ -5,6 +5,8 @@ Laws in any order of events are in ``tests/machines``.
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -27,7 +29,7 @@ from hvd_async.runtime.protocol import Command, Finished, OptimizerEvent, Regist
 from hvd_async.simulation.job import Setup
 from hvd_async.simulation.network import Network
 from scripts.benchmarks.support.schedule import job_of
-from tests.machines.driver import snapshot
+from tests.machines.driver import state_of
 from tests.unit.moves import registered
 
 SGP = make_plan(3).config
@@ -102,14 +104,14 @@ def test_an_average_goes_when_all_are_in_and_over_ones_that_are_left():
 def test_before_all_have_opened_and_for_strangers_every_move_is_illegal():
     machine = GossipStateMachine(7, (0, 2))
     machine.handle(0, Registered(7, SGP, ["w"], [1]), 0.0)
-    state = snapshot(machine)
+    state = copy.deepcopy(state_of(machine))
     for rank, hint in ((0, "before all ranks had registered"), (2, "before it registered"), (1, "does not share")):
         for event in (MessageQueued(7, 1), PairRequested(7), AverageEntered(7, 1, [1.0])):
             with pytest.raises(ProtocolError, match=hint):
                 machine.handle(rank, event, 0.0)
     with pytest.raises(ProtocolError, match="so far: 0"):
         machine.handle(0, ExchangeDone(7, 1), 0.0)
-    assert snapshot(machine) == state
+    assert state_of(machine) == state
     assert machine.deadline() is None
 
 

@@ -57,7 +57,7 @@ def test_strengths_of_a_step():
 
 def test_an_algorithms_own_option_need_not_be_a_strength():
     """Any rank that adds one reads it as an attribute; only what all algorithms have is looked up by step."""
-    strengths = Strengths.of({"global_pull": lambda step: 1 / (1 + step), "inner_steps": 20, "nesterov": None})
+    strengths = Strengths(global_pull=lambda step: 1 / (1 + step), inner_steps=20, nesterov=None)
     assert (strengths.inner_steps, strengths.nesterov) == (20, None)  # type: ignore[attr-defined]
     assert strengths.at(3) == {**Strengths().at(3), "global_pull": 0.25}
 

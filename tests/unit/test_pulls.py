@@ -5,6 +5,7 @@ Which pulls are due and which rank leads, in any order of events, is in ``tests/
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from hvd_async.runtime.protocol import (
     Resumed,
 )
 from tests.conftest import examples
-from tests.machines.driver import snapshot
+from tests.machines.driver import state_of
 from tests.machines.test_orders import leader_configs as configs
 from tests.unit.moves import registered
 
@@ -144,10 +145,10 @@ def outcome(machine: LeaderStateMachine, rank: int, events: list[OptimizerEvent]
 @pytest.mark.parametrize("steps", [0, -1])
 def test_an_event_of_no_step_is_illegal(steps):
     machine = opened(PAIRS)
-    before = snapshot(machine)
+    before = copy.deepcopy(state_of(machine))
     with pytest.raises(ProtocolError, match="rank 0"):
         machine.handle(0, StepTaken(7, 1.0, steps), 0.0)
-    assert snapshot(machine) == before
+    assert state_of(machine) == before
 
 
 class Engine:

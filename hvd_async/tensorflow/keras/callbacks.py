@@ -25,7 +25,7 @@ from hvd_async.optimizers.public_names import public_names
 from hvd_async.tensorflow.checkpoint import packed, take_share
 from hvd_async.tensorflow.eager_methods import EagerMethods
 from hvd_async.tensorflow.functions import broadcast_variables, notice_if_long
-from hvd_async.tensorflow.keras.fit import Draining, begun, drain, our_optimizer, our_optimizers, when_built
+from hvd_async.tensorflow.keras.fit import Draining, our_optimizer, our_optimizers, when_built
 from hvd_async.tensorflow.methods import WeightMethods
 from hvd_async.tensorflow.variables import raw
 
@@ -74,8 +74,7 @@ class BroadcastGlobalVariablesCallback(Draining):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
-        if earlier := begun():
-            drain(earlier)
+        self.drain_begun()
         when_built(self.model, self._broadcast)
 
     def _broadcast(self) -> None:

@@ -244,6 +244,11 @@ class Draining(keras.callbacks.Callback):
         drain(optimizers)
         return contextlib.nullcontext()
 
+    def drain_begun(self) -> None:
+        """Drain optimizers that have begun to train; a collective if there are any."""
+        if earlier := begun():
+            drain(earlier)
+
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._training, self._epoch = True, 0
         self._meeting.at = None

@@ -203,7 +203,9 @@ class Process:
         first = int(turn.read_text()) if turn.exists() else 0
         for number in range(first, len(self.cases)):
             if self.own.hvd.rank() == 0:
-                turn.write_text(str(number))
+                written = OUT / "case.new"
+                written.write_text(str(number))
+                written.replace(turn)  # (whole, for a rank that begins just now)
             self.case(number)
 
 

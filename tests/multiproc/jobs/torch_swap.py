@@ -330,6 +330,7 @@ def imagenet(report: Report, quorum: str) -> None:
 def main() -> None:
     hvd.init()
     warnings.simplefilter("error", UserWarning)
+    warnings.filterwarnings("ignore", "training changes buffers")  # (as Horovod's scripts, these give none)
     report = Report(hvd.rank())
     imported_by_name(report)
     unnamed(report)
