@@ -98,9 +98,9 @@ class Coordinator:
         """The group of each optimizer, by its number."""
         self._ended: set[int] = set()
         """Numbers of optimizers that no rank has any longer; engines may still report their last collectives."""
-        self._waits: dict[tuple[int, bool], tuple[Waiting | None, float, bool]] = {}
-        """By number of an optimizer, and whether it is a call: for what ranks wait, since when, and whether rank 0 has
-        said so."""
+        self._waits: dict[tuple[int | None, bool], tuple[Waiting | None, float, bool]] = {}
+        """By number of an optimizer, None for the job, and whether it is a call: for what ranks wait, since when, and
+        whether rank 0 has said so."""
         self._at_ends = min(AT_ENDS, warn_after)
         self._looked_at = float("-inf")
         self._stopping = threading.Event()
@@ -373,7 +373,7 @@ class Coordinator:
                 )
                 self._waits[key] = (waiting, now, True)
 
-    def _open_waits(self) -> Iterator[tuple[tuple[int, bool], Waiting | None]]:
+    def _open_waits(self) -> Iterator[tuple[tuple[int | None, bool], Waiting | None]]:
         """Yield the waits of each optimizer, and that of the job: keys of ``_waits``, and for what ranks wait.
 
         A call in progress is listed separately: ranks that have not made it continue to step, and wait for others.
@@ -387,7 +387,7 @@ class Coordinator:
             else:
                 yield (number, False), Waiting(f"{blocked[0]}{whose}", blocked[1], frozenset())
         missing = frozenset(range(self._size)) - self._left
-        yield (-1, False), Waiting("the job's end", missing, frozenset()) if self._left else None
+        yield (None, False), Waiting("the job's end", missing, frozenset()) if self._left else None
 
 
 # -- roll call ------------------------------------------------------------------------------------------------

@@ -292,15 +292,15 @@ def _look_at_buffers(optimizer: Any, own: _Watched) -> None:
             )
 
 
-_parents = weakref.WeakKeyDictionary[torch.nn.Module, tuple[weakref.ref[torch.nn.Module], str]]()
-"""The module that each module is a part of, and its name there; of several the last."""
+_wholes = weakref.WeakValueDictionary[int, torch.nn.Module]()
+"""The module that each module is a part of, by id (modules may compare as they like); of several the last."""
 _with_buffers = weakref.WeakValueDictionary[int, torch.nn.Module]()
 """Modules that have had a buffer since the import of this module, by id."""
 
 
 def _note_part(module: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
     if part is not None:
-        _parents[part] = weakref.ref(module), name
+        _wholes[id(part)] = module
 
 
 def _note_buffer(module: torch.nn.Module, name: str, buffer: torch.Tensor | None) -> None:
@@ -323,8 +323,11 @@ def _buffers_of(optimizer: torch.optim.Optimizer) -> list[_Buffer]:
         if (module := reference()) is None:
             continue
         whole, path = module, ""
-        while whole in _parents and (parent := _parents[whole][0]()) is not None:
-            path, whole = f"{_parents[whole][1]}.{path}", parent
+        while (larger := _wholes.get(id(whole))) is not None:
+            names = [name for name, part in larger._modules.items() if part is whole]
+            if not names:  # (it was taken out, or the id was another module's)
+                break
+            whole, path = larger, f"{names[0]}.{path}"
         if parameters.isdisjoint(map(id, whole.parameters())):
             continue
         for name, buffer in module._buffers.items():

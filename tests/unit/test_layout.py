@@ -85,7 +85,7 @@ def module_of(path: pathlib.Path) -> str:
 
 @functools.cache
 def tree(path: pathlib.Path) -> ast.Module:
-    """What a file holds."""
+    """Return the syntax tree of a file."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 

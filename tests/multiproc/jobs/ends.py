@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -105,24 +105,21 @@ class TensorflowRank:
         return [float(x) for x in self._variable.numpy()]
 
 
-def await_errors(ranks: Collection[int]) -> None:
-    """Wait until these ranks have reported an error, for ``HOLDS`` seconds at most."""
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Wait until a condition holds, for ``HOLDS`` seconds at most."""
     deadline = time.monotonic() + HOLDS
-    while not all("error" in Report.of(rank) for rank in ranks) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
-def await_warnings() -> None:
-    """Wait until rank 0 has warned twice that a rank is slow, for ``HOLDS`` seconds at most."""
-    output, deadline = Path(os.environ["HVD_ASYNC_TEST_OUT"]) / "output.0", time.monotonic() + HOLDS
-    while output.read_text().count(" for rank(s) ") < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
+def await_errors(ranks: Collection[int]) -> None:
+    """Wait until these ranks have reported an error."""
+    wait_until(lambda: all("error" in Report.of(rank) for rank in ranks))
 
 
 def die_waiting(manner: str, engine: Any, waits: Baton) -> None:
     """End this process in a manner when its training thread waits for other ranks, which ``waits`` tells them."""
-    while not engine._waits:
-        time.sleep(0.001)
+    wait_until(lambda: bool(engine._waits))
     waits.lay()
     die(manner)
 
@@ -239,6 +236,7 @@ def main() -> None:
             framework.hvd.allreduce(framework.ones(2), name="metric")
         framework.step(optimizer, integers(SHAPE, rank, step, 0))
 
+    output = Path(os.environ["HVD_ASYNC_TEST_OUT"]) / "output.0"
     for step in range(1, 10_000 if endless and point not in AT_ENDS else steps[rank] + 1):
         if step == (1 if point in ("registration", "call before") else STEPS):
             if is_victim and endless and point in ("registration", "step", "call before", "call"):
@@ -249,7 +247,7 @@ def main() -> None:
             elif point == "waiting":
                 wait_with_the_victim()
             if is_victim and manner == "slow":
-                await_warnings()
+                wait_until(lambda: output.read_text().count(" for rank(s) ") >= 2)  # (warned twice)
         try:
             step_or_call(step)
         except Exception as error:
