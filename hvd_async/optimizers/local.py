@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -12,12 +13,14 @@ from typing import Any, NamedTuple, TypeAlias
 from hvd_async.algorithms.gossip.rank import GossipWorker
 from hvd_async.algorithms.leader.rank import LeaderWorker
 from hvd_async.algorithms.own_weights import Kept
-from hvd_async.errors import ReplicaStateError
+from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
 from hvd_async.optimizers.agreement import kept_buffers
 from hvd_async.optimizers.driver import Driver, Standing
 from hvd_async.optimizers.replica import WeightReplica
 from hvd_async.runtime.interfaces import FiniteFlag, Vector
 from hvd_async.runtime.lifecycle import Lifecycle
+from hvd_async.runtime.log import users_line
+from hvd_async.runtime.machine import STATE
 from hvd_async.runtime.process_sets import RankGroup
 
 WeightWorker: TypeAlias = GossipWorker | LeaderWorker
@@ -92,6 +95,12 @@ class LocalDriver(Driver):
         """State from before a membership change, until the ranks have registered."""
         self._shared_before = 0
         """``Kept.version`` at the last membership change."""
+        self._has_met = False
+        """Whether the ranks have registered this optimizer."""
+        self._drained = False
+        """Whether no step has begun since the last drain."""
+        self._start: tuple[list[str], list[int]] = [], []
+        """Names and checksums of the weights with which the first step since then began; empty before."""
 
     # -- what an algorithm supplies -----------------------------------------------------------------------------
 
@@ -121,10 +130,16 @@ class LocalDriver(Driver):
         worker.check_step()
         worker.defers_sends = changes_weights
         self.replica.check()
+        if self._drained:
+            self._note_start()
         self._in_step = True
         updates = self._begun == self._ended
         self._begun += updates
         return StepStart(worker.weight, worker.wants_before, updates)
+
+    def _note_start(self) -> None:
+        """Note the weights with which this rank continues after a drain."""
+        self._drained, self._start = False, self.replica.fingerprint(False)
 
     def on_step(self, worker: Any, loss: Any) -> None:
         """Process the loss of the step that begins; arguments as for ``begin_step``."""
@@ -260,7 +275,11 @@ class LocalDriver(Driver):
     # -- registration, drains and cuts ----------------------------------------------------------------------------
 
     def fingerprint(self) -> tuple[list[str], list[int]]:
-        return self.replica.fingerprint(self.restored is not None)
+        resumed = self.restored is not None
+        names, checksums = self.replica.fingerprint(resumed)
+        begins = not (resumed or self._has_met or self.steps_ended)  # (later each rank's state is its own)
+        state = [f"{STATE}loaded"] if begins and self.replica.has_state() else []
+        return names + state, checksums + [0] * len(state)
 
     def make_worker(self, engine: Any, finish: Callable[[bool], None]) -> Any:
         self.replica.prepare()
@@ -280,6 +299,7 @@ class LocalDriver(Driver):
     def on_registered(self) -> None:
         """Drop the loaded or kept state, which the worker has taken over."""
         self.restored = self.kept = None
+        self._has_met = True
 
     def finish(self, worker: Any, flush: bool) -> None:
         if self._set_aside is not None:  # (in a cut at the start of another optimizer's consensus())
@@ -287,6 +307,8 @@ class LocalDriver(Driver):
             return
         if flush:
             self.replica.warn_before_drain()
+            if self._drained:
+                self._note_start()
         weights = worker.gather(self.replica.read(), flush)
         constrained = self.replica.constrained(weights)
         self.replica.write(constrained)
@@ -300,6 +322,15 @@ class LocalDriver(Driver):
             averages = self.replica.moving_averages()
             if averages is not None:
                 self.replica.write_moving_averages(self.united(averages, "the moving averages of weights"))
+            self._compare_starts(worker)
+
+    def _compare_starts(self, worker: Any) -> None:
+        """Warn if weights were changed on some ranks after the last drain, before the first step. A collective."""
+        (names, checksums), self._start, self._drained = self._start, ([], []), True
+        try:
+            worker.compare(names, checksums, "the last drain()")
+        except ReplicaMismatchError as error:
+            warnings.warn(str(error), stacklevel=users_line())
 
     def replace_worker(self) -> None:
         """Delete the worker after a drain, and keep its statistics."""

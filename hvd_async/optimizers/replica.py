@@ -146,6 +146,10 @@ class WeightReplica(Replica):
         weights."""
 
     @abc.abstractmethod
+    def has_state(self) -> bool:
+        """Return whether the wrapped optimizer has stepped, or has loaded the state of one that has."""
+
+    @abc.abstractmethod
     def message_format(self, received: int, **options: Any) -> MessageFormat:
         """Return the format of messages with weights.
 

@@ -194,6 +194,10 @@ class WeightReplica(replica.WeightReplica):
         sums = [0 if resumed else checksum(v) for v in mixed]
         return [*kinds, *(signature(v) for v in mixed)], [0] * len(kinds) + sums
 
+    def has_state(self) -> bool:
+        with tf.init_scope():
+            return int(self.optimizer.iterations) > 0
+
     def message_format(self, received: int, **options: Any) -> MessageFormat:
         flat = self.mixed()
         return NumpyMessageFormat(flat.elements, flat.dtype.as_numpy_dtype, memory=self._memory, **options)

@@ -18,9 +18,14 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_module_registration_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hvd_async.errors import NotInitializedError, ReplicaStateError
 from hvd_async.runtime.log import users_line
@@ -177,10 +182,12 @@ class _Watched:
         warns: whether a plain optimizer's step is still worth a warning.
         looks_at_buffers: whether its model's buffers are still to be looked at, see ``_look_at_buffers``.
         buffers: those of its model at its first step, until they were looked at.
+        placed: ``_placed.count`` when its parameters were looked at; None after a warning.
     """
 
     def __init__(self) -> None:
         self.empty: int | None = 0
+        self.placed: int | None = _placed.count
         self.looks_at_buffers = True
         self.buffers: list[_Buffer] = []
         self.once: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -227,6 +234,9 @@ def stepping(optimizer: Any, has_closure: bool) -> None:
         check_groups(optimizer, driver.replica.met)
     if own.looks_at_buffers:
         _look_at_buffers(optimizer, own)
+    if own.placed is not None and own.placed != _placed.count:
+        own.placed = _placed.count
+        _look_for_replaced(optimizer, own)
     if own.empty is not None and not has_closure:
         known = driver.replica.met  # (nearly always its first parameter has a gradient)
         has_gradient = known and known[0].grad is not None
@@ -244,6 +254,49 @@ def stepping(optimizer: Any, has_closure: bool) -> None:
         if isinstance(caller, torch.optim.Optimizer) and caller in own.once:
             own.around.add(caller)
         frame = frame.f_back
+
+
+class _Placed:
+    """Modules that have had a parameter by its registration, of those that were neither copied nor unpickled.
+
+    Attributes:
+        modules: those of each parameter.
+        count: how many parameters have got one, so that a step can see cheaply whether there is a new one.
+    """
+
+    def __init__(self) -> None:
+        self.modules = WeakIdKeyDictionary()
+        self.count = 0
+
+    def add(self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        """Note the module that gets a parameter; torch calls this."""
+        if parameter is not None:
+            self.modules.setdefault(parameter, []).append(weakref.ref(module))
+            self.count += 1
+
+    def is_replaced(self, parameter: torch.Tensor) -> bool:
+        """Return whether each module that had a parameter is gone, or has another one now."""
+        modules = [reference() for reference in self.modules.get(parameter, ())]
+        held = (own for module in modules if module is not None for own in module._parameters.values())
+        return bool(modules) and all(own is not parameter for own in held)
+
+
+_placed = _Placed()
+register_module_parameter_registration_hook(_placed.add)
+
+
+def _look_for_replaced(optimizer: Any, own: _Watched) -> None:
+    """Warn if parameters of a wrapped optimizer were replaced in the model, such as those of a layer."""
+    named, every = optimizer._async.replica.named or {}, _parameters(optimizer)
+    lost = [named.get(id(p), f"parameter {i}") for i, p in enumerate(every) if _placed.is_replaced(p)]
+    if lost:
+        own.placed = None
+        warnings.warn(
+            f"the model has other parameters by now in place of this optimizer's ({', '.join(lost[:5])}), and nothing "
+            f"trains them. Replace layers, or load with assign=True, on every rank before the optimizer is made and "
+            f"wrapped",
+            stacklevel=users_line(),
+        )
 
 
 class _Buffer(NamedTuple):

@@ -24,6 +24,7 @@ from hvd_async.torch import hyperparameters, shared_models, streams
 from hvd_async.torch.gradient_format import differentiable, memory_order
 from hvd_async.torch.streams import ReusedMemory
 from hvd_async.torch.tensors import NamedBuffers, checksum, flat_double, signature
+from hvd_async.torch.update import drop_made_state
 
 # -- flat vectors of weights -------------------------------------------------------------------------------------------
 
@@ -458,6 +459,10 @@ class WeightReplica(replica.WeightReplica):
         after = f"{', named_buffers' if self.named_buffers else ''}{', weights as after cut()' if resumed else ''}"
         kind = f"optimizer {self.optimizer._wrapped_class.__name__}{after}"
         return [kind, *names], [0, *(0 if resumed else checksum(p) for p in parameters)]
+
+    def has_state(self) -> bool:
+        drop_made_state(self.optimizer)
+        return any(self.optimizer.state.values())
 
     def message_format(self, received: int, **options: Any) -> MessageFormat:
         return TorchMessageFormat(

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import threading
+import warnings
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 
 from hvd_async.algorithms.gossip.outer_worker import OuterWorker
 from hvd_async.algorithms.gossip.rank import PushSumWorker
-from hvd_async.errors import ReplicaStateError, WaitTimeoutError
+from hvd_async.errors import ReplicaMismatchError, ReplicaStateError, WaitTimeoutError
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster, InjectedError
@@ -31,6 +32,7 @@ from tests.conformance.gossip_ranks import (
     STAR,
     by_turns,
 )
+from tests.conformance.leader_reference import Following
 from tests.conformance.weight_ranks import (
     NESTEROV,
     SGD,
@@ -206,6 +208,47 @@ def test_weights_that_a_script_replaces_after_a_drain_are_the_slow_weights(bindi
     Cluster(2).run(begin)
     for weights in Cluster(2).run(proceed):
         np.testing.assert_allclose(weights, np.arange(6.0), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("following", [None, Following(groups=((0, 1),))], ids=["sgp", "lsgd"])
+@also_graph
+def test_weights_that_one_rank_replaces_after_a_drain_are_named_at_the_next(binding, following):
+    problem = binding.least_squares(2)
+
+    def work(rank: int) -> None:
+        one = binding(problem, rank, following).train(2)
+        for replaced in ([], [0, 1], [1], []):
+            one.opt.drain()
+            if rank in replaced:
+                one.assign(np.ones(6))
+            one.train(2)
+        one.opt.drain()
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        Cluster(2).run(work)
+    assert len(said) == 2  # (once on each rank)
+    assert all("replicas differ after the last drain(): rank 1 from rank 0" in str(one.message) for one in said)
+
+
+def test_a_state_that_one_rank_has_loaded_is_refused_before_the_first_step():
+    problem = KerasRank.least_squares(2)
+
+    def before(rank: int) -> dict[str, Any]:
+        one = KerasRank(problem, rank).train(2)
+        one.opt.drain()
+        return one.state()
+
+    (state,) = Cluster(1).run(before)
+
+    def work(rank: int) -> None:
+        one = KerasRank(problem, rank)
+        if rank == 1:
+            one.load(state)
+        with pytest.raises(ReplicaMismatchError, match=r"state differs.*'nothing' where rank 1 has"):
+            one.train(1)
+
+    Cluster(2).run(work)
 
 
 def test_construction_does_not_communicate():

@@ -328,6 +328,13 @@ def parameters_replaced_on_a_rank(model: Any, wrap: Any) -> None:
     train_plainly(model, opt)
 
 
+def layer_replaced(model: Any, wrap: Any) -> None:
+    opt = wrap(sgd(model))
+    train_plainly(model, opt)
+    model[2] = torch.nn.Linear(4, 2)
+    train_plainly(model, opt)
+
+
 EAGER, WEIGHTS = ["EagerOptimizer"], ["GossipOptimizer", "LeaderOptimizer"]
 APART = r"SGD\.step\(\) of an optimizer that is not wrapped .* train apart\. Call step\(\) of what EagerOptimizer\(\)"
 CHANGED = [
@@ -354,16 +361,19 @@ MISTAKES: list[tuple[Callable[[Any, Any], None], list[str], type[Exception], str
     (optimizer_of_a_part, [*WRAPPERS], UserWarning, APART),
     (new_optimizer, [*WRAPPERS], UserWarning, APART),
     (model_made_again, [*WRAPPERS], UserWarning, "no parameter of this optimizer has had a gradient"),
-    (model_loaded_with_assign, [*WRAPPERS], UserWarning, "no parameter of this optimizer has had a gradient"),
+    (model_loaded_with_assign, [*WRAPPERS], UserWarning, "other parameters by now in place of this optimizer's"),
     (clipping_in_rounds, WEIGHTS, TypeError, r"clip gradients before step\(\)"),
     (scaler_passed, WEIGHTS, TypeError, r"as with a plain optimizer"),
-    (resuming_on_one_rank, EAGER, ReplicaMismatchError, r"state differs.*hvd\.broadcast_optimizer_state\("),
+    (layer_replaced, [*WRAPPERS], UserWarning, r"other parameters by now .*\(parameter 2, parameter 3\)"),
+    (resuming_on_one_rank, [*WRAPPERS], ReplicaMismatchError, r"state differs.*hvd\.broadcast_optimizer_state\("),
     (model_as_names, [*WRAPPERS], ValueError, r"pass model\.named_parameters\(\)"),
     *((changed, [*WRAPPERS], ReplicaStateError, "are not those with which the ranks met") for changed in CHANGED),
     (parameters_replaced_on_a_rank, [*WRAPPERS], ReplicaMismatchError, "different parameters"),
 ]
 
-TO_ERRORS = pytest.mark.filterwarnings("error:.*ranks train apart", "error:.*has had a gradient")
+TO_ERRORS = pytest.mark.filterwarnings(
+    "error:.*ranks train apart", "error:.*has had a gradient", "error:.*other parameters by now"
+)
 
 
 @TO_ERRORS
