@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
@@ -182,12 +181,12 @@ class _Watched:
         warns: whether a plain optimizer's step is still worth a warning.
         looks_at_buffers: whether its model's buffers are still to be looked at, see ``_look_at_buffers``.
         buffers: those of its model at its first step, until they were looked at.
-        placed: ``_placed.count`` when its parameters were looked at; None after a warning.
+        known: ``_known.count`` when its parameters were looked at; None after a warning.
     """
 
     def __init__(self) -> None:
         self.empty: int | None = 0
-        self.placed: int | None = _placed.count
+        self.known: int | None = _known.count
         self.looks_at_buffers = True
         self.buffers: list[_Buffer] = []
         self.once: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -234,8 +233,8 @@ def stepping(optimizer: Any, has_closure: bool) -> None:
         check_groups(optimizer, driver.replica.met)
     if own.looks_at_buffers:
         _look_at_buffers(optimizer, own)
-    if own.placed is not None and own.placed != _placed.count:
-        own.placed = _placed.count
+    if own.known is not None and own.known != _known.count:
+        own.known = _known.count
         _look_for_replaced(optimizer, own)
     if own.empty is not None and not has_closure:
         known = driver.replica.met  # (nearly always its first parameter has a gradient)
@@ -256,41 +255,59 @@ def stepping(optimizer: Any, has_closure: bool) -> None:
         frame = frame.f_back
 
 
-class _Placed:
-    """Modules that have had a parameter by its registration, of those that were neither copied nor unpickled.
+class _Known:
+    """Modules of this process, by torch's registrations: those that were copied or unpickled are not known. (To search
+    all objects is no way: one that another thread is just making must have no further reference.)
 
     Attributes:
-        modules: those of each parameter.
-        count: how many parameters have got one, so that a step can see cheaply whether there is a new one.
+        count: how many parameters modules have got, so that a step can see cheaply whether there is a new one.
     """
 
     def __init__(self) -> None:
-        self.modules = WeakIdKeyDictionary()
         self.count = 0
+        self._modules = WeakIdKeyDictionary()
+        """The modules that have had each parameter."""
+        self._wholes = weakref.WeakValueDictionary[int, torch.nn.Module]()
+        """The module that each module is a part of, by id (modules may compare as they like); of several the last."""
 
-    def add(self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        """Note the module that gets a parameter; torch calls this."""
+    def add_parameter(self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        """Note a parameter that a module gets; torch calls this."""
         if parameter is not None:
-            self.modules.setdefault(parameter, []).append(weakref.ref(module))
+            self._modules.setdefault(parameter, []).append(weakref.ref(module))
             self.count += 1
+
+    def add_part(self, module: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
+        """Note a part that a module gets; torch calls this."""
+        if part is not None:
+            self._wholes[id(part)] = module
+
+    def modules_of(self, parameter: torch.Tensor) -> list[torch.nn.Module]:
+        """Return the modules that have had a parameter and are alive."""
+        return [module for reference in self._modules.get(parameter, ()) if (module := reference()) is not None]
+
+    def whole(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Return the model that a module is a part of."""
+        while (larger := self._wholes.get(id(module))) is not None and any(p is module for p in larger.children()):
+            module = larger
+        return module
 
     def is_replaced(self, parameter: torch.Tensor) -> bool:
         """Return whether each module that had a parameter is gone, or has another one now."""
-        modules = [reference() for reference in self.modules.get(parameter, ())]
-        held = (own for module in modules if module is not None for own in module._parameters.values())
-        return bool(modules) and all(own is not parameter for own in held)
+        held = (own for module in self.modules_of(parameter) for own in module._parameters.values())
+        return parameter in self._modules and all(own is not parameter for own in held)
 
 
-_placed = _Placed()
-register_module_parameter_registration_hook(_placed.add)
+_known = _Known()
+register_module_module_registration_hook(_known.add_part)
+register_module_parameter_registration_hook(_known.add_parameter)
 
 
 def _look_for_replaced(optimizer: Any, own: _Watched) -> None:
     """Warn if parameters of a wrapped optimizer were replaced in the model, such as those of a layer."""
     named, every = optimizer._async.replica.named or {}, _parameters(optimizer)
-    lost = [named.get(id(p), f"parameter {i}") for i, p in enumerate(every) if _placed.is_replaced(p)]
+    lost = [named.get(id(p), f"parameter {i}") for i, p in enumerate(every) if _known.is_replaced(p)]
     if lost:
-        own.placed = None
+        own.known = None
         warnings.warn(
             f"the model has other parameters by now in place of this optimizer's ({', '.join(lost[:5])}), and nothing "
             f"trains them. Replace layers, or load with assign=True, on every rank before the optimizer is made and "
@@ -300,23 +317,22 @@ def _look_for_replaced(optimizer: Any, own: _Watched) -> None:
 
 
 class _Buffer(NamedTuple):
-    """A buffer of a module, as it was at one time.
+    """A buffer of a model, as it was at one time.
 
     Attributes:
-        module: its module, held weakly.
+        model: held weakly.
         name: its name there.
-        path: its name in the model.
         checksum: of its bytes.
     """
 
-    module: weakref.ref[torch.nn.Module]
+    model: weakref.ref[torch.nn.Module]
     name: str
-    path: str
     checksum: int
 
     def has_changed(self) -> bool:
-        """Return whether the module's buffer of this name holds other bytes by now."""
-        now = getattr(self.module(), self.name, None)
+        """Return whether the model's buffer of this name holds other bytes by now."""
+        model = self.model()
+        now = None if model is None else dict(model.named_buffers()).get(self.name)
         return now is not None and checksum(now) != self.checksum
 
 
@@ -333,7 +349,7 @@ def _look_at_buffers(optimizer: Any, own: _Watched) -> None:
         own.buffers = _buffers_of(optimizer)
         own.looks_at_buffers = bool(own.buffers)
     else:
-        changed = [one.path for one in own.buffers if one.has_changed()]
+        changed = [one.name for one in own.buffers if one.has_changed()]
         own.buffers, own.looks_at_buffers = [], False
         if changed:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
@@ -345,48 +361,15 @@ def _look_at_buffers(optimizer: Any, own: _Watched) -> None:
             )
 
 
-_wholes = weakref.WeakValueDictionary[int, torch.nn.Module]()
-"""The module that each module is a part of, by id (modules may compare as they like); of several the last."""
-_with_buffers = weakref.WeakValueDictionary[int, torch.nn.Module]()
-"""Modules that have had a buffer since the import of this module, by id."""
-
-
-def _note_part(module: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
-    if part is not None:
-        _wholes[id(part)] = module
-
-
-def _note_buffer(module: torch.nn.Module, name: str, buffer: torch.Tensor | None) -> None:
-    _with_buffers[id(module)] = module
-
-
-register_module_module_registration_hook(_note_part)
-register_module_buffer_registration_hook(_note_buffer)
-
-
 def _buffers_of(optimizer: torch.optim.Optimizer) -> list[_Buffer]:
-    """Return the floating-point buffers of models that have parameters of an optimizer.
-
-    Models that were copied or unpickled are not known. (To search all objects is no way: one that another thread is
-    just making must have no further reference.)
-    """
-    parameters = set(map(id, _parameters(optimizer)))
-    found = []
-    for reference in _with_buffers.valuerefs():
-        if (module := reference()) is None:
-            continue
-        whole, path = module, ""
-        while (larger := _wholes.get(id(whole))) is not None:
-            names = [name for name, part in larger._modules.items() if part is whole]
-            if not names:  # (it was taken out, or the id was another module's)
-                break
-            whole, path = larger, f"{names[0]}.{path}"
-        if parameters.isdisjoint(map(id, whole.parameters())):
-            continue
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not is_lazy(buffer) and buffer.is_floating_point() and is_plain(buffer):
-                found.append(_Buffer(weakref.ref(module), name, f"{path}{name}", checksum(buffer)))
-    return found
+    """Return the floating-point buffers of models that have parameters of an optimizer, as far as they are known."""
+    models = {id(model): model for p in _parameters(optimizer) for model in map(_known.whole, _known.modules_of(p))}
+    return [
+        _Buffer(weakref.ref(model), name, checksum(buffer))
+        for model in models.values()
+        for name, buffer in model.named_buffers()
+        if not is_lazy(buffer) and buffer.is_floating_point() and is_plain(buffer)
+    ]
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -295,19 +295,6 @@ class GossipPlan:
         return max(1, *(len(received) for _, into in self._edges for received in into))
 
 
-def algorithms_of(graph: Topology) -> tuple[str, ...]:
-    """Return the names of the algorithms that support a graph.
-
-    A directed graph supports push-sum only, and a graph that is not connected no algorithm. Algorithms of pairs need a
-    graph without weights, exact algorithms a static graph.
-    """
-    if graph.unreachable() is not None:
-        return ()
-    fit = [each for each in ALGORITHMS.values() if each.has_graph and (graph.symmetric or not each.symmetric_graph)]
-    fit = [each for each in fit if not (each.pairs and graph.weights) and not (each.exact and graph.period > 1)]
-    return tuple(each.name for each in fit)
-
-
 def make_plan(
     size: int,
     algorithm: str = GossipOptions.algorithm,
