@@ -256,7 +256,7 @@ def stepping(optimizer: Any, has_closure: bool) -> None:
 
 
 class _Known:
-    """Modules of this process, by torch's registrations: those that were copied or unpickled are not known. (To search
+    """Modules of this process, by torch's registrations, without modules that were copied or unpickled. (To search
     all objects is no way: one that another thread is just making must have no further reference.)
 
     Attributes:
@@ -266,14 +266,14 @@ class _Known:
     def __init__(self) -> None:
         self.count = 0
         self._modules = WeakIdKeyDictionary()
-        """The modules that have had each parameter."""
+        """The modules that have had each parameter, by id: modules may compare as they like."""
         self._wholes = weakref.WeakValueDictionary[int, torch.nn.Module]()
-        """The module that each module is a part of, by id (modules may compare as they like); of several the last."""
+        """The module that each module is a part of, by id; of several the last."""
 
     def add_parameter(self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
         """Note a parameter that a module gets; torch calls this."""
         if parameter is not None:
-            self._modules.setdefault(parameter, []).append(weakref.ref(module))
+            self._modules.setdefault(parameter, weakref.WeakValueDictionary())[id(module)] = module
             self.count += 1
 
     def add_part(self, module: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
@@ -283,7 +283,7 @@ class _Known:
 
     def modules_of(self, parameter: torch.Tensor) -> list[torch.nn.Module]:
         """Return the modules that have had a parameter and are alive."""
-        return [module for reference in self._modules.get(parameter, ()) if (module := reference()) is not None]
+        return list(self._modules[parameter].values()) if parameter in self._modules else []
 
     def whole(self, module: torch.nn.Module) -> torch.nn.Module:
         """Return the model that a module is a part of."""
@@ -309,7 +309,7 @@ def _look_for_replaced(optimizer: Any, own: _Watched) -> None:
     if lost:
         own.known = None
         warnings.warn(
-            f"the model has other parameters by now in place of this optimizer's ({', '.join(lost[:5])}), and nothing "
+            f"the model has other parameters by now instead of this optimizer's ({', '.join(lost[:5])}), and nothing "
             f"trains them. Replace layers, or load with assign=True, on every rank before the optimizer is made and "
             f"wrapped",
             stacklevel=users_line(),

@@ -361,7 +361,7 @@ MISTAKES: list[tuple[Callable[[Any, Any], None], list[str], type[Exception], str
     (optimizer_of_a_part, [*WRAPPERS], UserWarning, APART),
     (new_optimizer, [*WRAPPERS], UserWarning, APART),
     (model_made_again, [*WRAPPERS], UserWarning, "no parameter of this optimizer has had a gradient"),
-    (model_loaded_with_assign, [*WRAPPERS], UserWarning, "other parameters by now in place of this optimizer's"),
+    (model_loaded_with_assign, [*WRAPPERS], UserWarning, "other parameters by now instead of this optimizer's"),
     (clipping_in_rounds, WEIGHTS, TypeError, r"clip gradients before step\(\)"),
     (scaler_passed, WEIGHTS, TypeError, r"as with a plain optimizer"),
     (layer_replaced, [*WRAPPERS], UserWarning, r"other parameters by now .*\(parameter 2, parameter 3\)"),
