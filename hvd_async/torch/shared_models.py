@@ -123,15 +123,10 @@ def check(optimizer: torch.optim.Optimizer) -> int:
 
 def _replaced(parameters: Sequence[torch.Tensor]) -> str | None:
     """Return that the model was sharded after its optimizer had been made, and what to write instead; None if it was
-    not. Parameters that have no gradient are in no module then."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    own = {id(parameter) for parameter in parameters if parameter.requires_grad and parameter.grad is None}
-    if not distributed or not own:
-        return None
-    modules = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
-    held = [p for each in modules for p in vars(each).get("_parameters", {}).values()]
-    sharded = any(_is_distributed(p) for p in held) or any(_kind(each) == AVERAGING[1] for each in modules)
-    if not sharded or own.issubset(map(id, held)):
+    not."""
+    modules = [module for p in parameters if _known.is_replaced(p) for module in _known.modules_of(p)]
+    sharded = any(_is_distributed(own) for module in modules for own in module._parameters.values())
+    if not sharded and not (modules and any(_kind(each) == AVERAGING[1] for each in list(found.modules))):
         return None
     return (
         "the model was sharded by FSDP or tensor parallelism after its optimizer had been made, whose parameters are "
