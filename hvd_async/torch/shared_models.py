@@ -163,7 +163,7 @@ def check_groups(optimizer: torch.optim.Optimizer, met: Sequence[torch.Tensor]) 
 # -- plain optimizers of a wrapped one's parameters --------------------------------------------------------------------
 
 STEPS = 10
-"""Steps without any gradient after which a wrapped optimizer warns."""
+"""Steps without any gradient after which a wrapped optimizer warns; a plain one's of its own parameters."""
 
 
 class _Watched:
@@ -368,11 +368,14 @@ def _buffers_of(optimizer: torch.optim.Optimizer) -> list[_Buffer]:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Look at a step of any optimizer, and warn if it is plain and has parameters of a wrapped one."""
-    if not _owners or optimizer in _watched or hasattr(optimizer, "_allreduce_grad_async") or not _several():
+    """Look at a step of any optimizer, and warn if it is plain and ranks train apart."""
+    if optimizer in _watched or hasattr(optimizer, "_allreduce_grad_async") or not _several():
         return  # (Horovod's own averages)
-    found = (_owners[id(p)] for p in _parameters(optimizer) if id(p) in _owners)
-    own = next((own for reference, own in found if reference() is not None and own.warns), None)
+    known = (_owners[id(p)] for p in _parameters(optimizer) if id(p) in _owners)
+    found = [own for reference, own in known if reference() is not None]
+    if not found:
+        _count_alone(optimizer)
+    own = next((own for own in found if own.warns), None)
     if own is None or optimizer in own.around:
         return
     if optimizer not in own.once:
@@ -386,6 +389,22 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
         f"discard() of the wrapped one first",
         stacklevel=users_line(),
     )
+
+
+_alone = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
+"""Steps so far of plain optimizers whose parameters are no wrapped one's."""
+
+
+def _count_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Count a step, and warn of the last one that is counted, if torch does not average gradients of the model."""
+    count = _alone[optimizer] = _alone.get(optimizer, 0) + 1
+    if count == STEPS and cause(list(_parameters(optimizer)), "") is None:
+        warnings.warn(
+            f"{type(optimizer).__name__} has stepped {STEPS} times and is not wrapped: unless this script averages its "
+            f"gradients in another way, ranks train apart. Call step() of what EagerOptimizer(), GossipOptimizer() or "
+            f"LeaderOptimizer() returns",
+            stacklevel=users_line(),
+        )
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:

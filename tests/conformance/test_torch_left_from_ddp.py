@@ -335,6 +335,12 @@ def layer_replaced(model: Any, wrap: Any) -> None:
     train_plainly(model, opt)
 
 
+def no_wrapper(model: Any, wrap: Any) -> None:
+    opt = sgd(model)
+    for _ in range(5):
+        train_plainly(model, opt)
+
+
 EAGER, WEIGHTS = ["EagerOptimizer"], ["GossipOptimizer", "LeaderOptimizer"]
 APART = r"SGD\.step\(\) of an optimizer that is not wrapped .* train apart\. Call step\(\) of what EagerOptimizer\(\)"
 CHANGED = [
@@ -364,6 +370,7 @@ MISTAKES: list[tuple[Callable[[Any, Any], None], list[str], type[Exception], str
     (model_loaded_with_assign, [*WRAPPERS], UserWarning, "other parameters by now instead of this optimizer's"),
     (clipping_in_rounds, WEIGHTS, TypeError, r"clip gradients before step\(\)"),
     (scaler_passed, WEIGHTS, TypeError, r"as with a plain optimizer"),
+    (no_wrapper, EAGER, UserWarning, r"SGD has stepped 10 times and is not wrapped: .* ranks train apart"),
     (layer_replaced, [*WRAPPERS], UserWarning, r"other parameters by now .*\(parameter 2, parameter 3\)"),
     (resuming_on_one_rank, [*WRAPPERS], ReplicaMismatchError, r"state differs.*hvd\.broadcast_optimizer_state\("),
     (model_as_names, [*WRAPPERS], ValueError, r"pass model\.named_parameters\(\)"),
