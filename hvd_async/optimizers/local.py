@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-import warnings
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -13,13 +13,12 @@ from typing import Any, NamedTuple, TypeAlias
 from hvd_async.algorithms.gossip.rank import GossipWorker
 from hvd_async.algorithms.leader.rank import LeaderWorker
 from hvd_async.algorithms.own_weights import Kept
-from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
+from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers.agreement import kept_buffers
 from hvd_async.optimizers.driver import Driver, Standing
 from hvd_async.optimizers.replica import WeightReplica
 from hvd_async.runtime.interfaces import FiniteFlag, Vector
 from hvd_async.runtime.lifecycle import Lifecycle
-from hvd_async.runtime.log import users_line
 from hvd_async.runtime.machine import STATE
 from hvd_async.runtime.process_sets import RankGroup
 
@@ -99,8 +98,8 @@ class LocalDriver(Driver):
         """Whether the ranks have registered this optimizer."""
         self._drained = False
         """Whether no step has begun since the last drain."""
-        self._start: tuple[list[str], list[int]] = [], []
-        """Names and checksums of the weights with which the first step since then began; empty before."""
+        self._start: int | None = None
+        """Checksum of the weights with which the first step since then began; None before the first drain."""
 
     # -- what an algorithm supplies -----------------------------------------------------------------------------
 
@@ -131,15 +130,17 @@ class LocalDriver(Driver):
         worker.defers_sends = changes_weights
         self.replica.check()
         if self._drained:
-            self._note_start()
+            self.start()
         self._in_step = True
         updates = self._begun == self._ended
         self._begun += updates
         return StepStart(worker.weight, worker.wants_before, updates)
 
-    def _note_start(self) -> None:
-        """Note the weights with which this rank continues after a drain."""
-        self._drained, self._start = False, self.replica.fingerprint(False)
+    def start(self) -> int | None:
+        """Return the checksum of the weights with which this rank continued after the last drain; None before one."""
+        if self._drained:
+            self._drained, self._start = False, zlib.crc32(repr(self.replica.fingerprint(False)).encode())
+        return self._start
 
     def on_step(self, worker: Any, loss: Any) -> None:
         """Process the loss of the step that begins; arguments as for ``begin_step``."""
@@ -284,6 +285,7 @@ class LocalDriver(Driver):
     def make_worker(self, engine: Any, finish: Callable[[bool], None]) -> Any:
         self.replica.prepare()
         worker = self.make_local_worker(engine, finish)
+        worker.start = self.start
         worker.check_weights, worker.flags_late = self.check_weights, worker.can_be_late and self.replica.flags_late
         return worker
 
@@ -307,8 +309,6 @@ class LocalDriver(Driver):
             return
         if flush:
             self.replica.warn_before_drain()
-            if self._drained:
-                self._note_start()
         weights = worker.gather(self.replica.read(), flush)
         constrained = self.replica.constrained(weights)
         self.replica.write(constrained)
@@ -322,15 +322,7 @@ class LocalDriver(Driver):
             averages = self.replica.moving_averages()
             if averages is not None:
                 self.replica.write_moving_averages(self.united(averages, "the moving averages of weights"))
-            self._compare_starts(worker)
-
-    def _compare_starts(self, worker: Any) -> None:
-        """Warn if weights were changed on some ranks after the last drain, before the first step. A collective."""
-        (names, checksums), self._start, self._drained = self._start, ([], []), True
-        try:
-            worker.compare(names, checksums, "the last drain()")
-        except ReplicaMismatchError as error:
-            warnings.warn(str(error), stacklevel=users_line())
+            self._drained = True
 
     def replace_worker(self) -> None:
         """Delete the worker after a drain, and keep its statistics."""

@@ -108,6 +108,8 @@ class StateMachine(abc.ABC, Generic[C]):
         """Ranks that were asked to register it."""
         self._hypers: dict[int, Hyper] = {}
         """Hyperparameters that each rank has had at its last registration, drain or cut."""
+        self._start_of: dict[int, int] = {}
+        """``Finished.start`` of each rank that has one, at its last drain or cut."""
         self._notice: str | None = None
         self._has_compared = False
         """Whether a difference between them was found, which is reported once."""
@@ -310,6 +312,8 @@ class StateMachine(abc.ABC, Generic[C]):
         self._produced[rank] = event.produced
         self._shown[rank] = event.shown
         self._hypers[rank] = event.hyper
+        if event.start is not None:
+            self._start_of[rank] = event.start
         if len(self._done) < len(self.ranks) or self._config is None:
             return [*self._on_rank_finished(rank, now), *self._due_collectives()]
         return self._drain(rank, now)
@@ -382,6 +386,10 @@ class StateMachine(abc.ABC, Generic[C]):
         if len({tuple(self._produced[one]) for one in self.present}) == 1:  # (else schedules by step may differ)
             self._compare_settings()
         if self._flush:
+            self._notice = (
+                _replaced({one: self._start_of[one] for one in shown if one in self._start_of}) or self._notice
+            )
+            self._start_of.clear()
             self._drained, self._whole = dict(self._produced), not gone
         self._shown.clear()
         self._resuming = set(self.present) if self._resumes else set()
@@ -392,6 +400,18 @@ class StateMachine(abc.ABC, Generic[C]):
         for rank in gone:
             commands += self._on_rank_finished(rank, now)
         return commands
+
+
+def _replaced(starts: dict[int, int]) -> str | None:
+    """Return a notice that ranks have continued after a drain with different weights; None if they have not."""
+    lowest = min(starts, default=0)
+    others = [rank for rank in sorted(starts) if starts[rank] != starts[lowest]]
+    return (
+        f"{ranks_text(others)} continued after the last drain() with other weights than rank {lowest}, and ranks have "
+        f"mixed them since: load a state or set weights on every rank alike"
+        if others
+        else None
+    )
 
 
 # -- collectives at ends --------------------------------------------------------------------------------------

@@ -88,6 +88,7 @@ class Finished(OptimizerEvent, frozen=True, tag=True):
         shown: number of rounds since the last drain or cut that user code on this rank saw before they were applied.
         resumes: whether it sends ``Resumed`` afterwards, before which no exchange or pull may start.
         hyper: its present hyperparameters; empty if they are not known.
+        start: checksum of the weights with which it continued after the last drain, if each rank has its own.
     """
 
     produced: list[int]
@@ -95,6 +96,7 @@ class Finished(OptimizerEvent, frozen=True, tag=True):
     shown: int = 0
     resumes: bool = False
     hyper: Hyper = []
+    start: int | None = None
 
 
 class Resumed(OptimizerEvent, frozen=True, tag=True):

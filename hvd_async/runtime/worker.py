@@ -249,6 +249,7 @@ class Worker(abc.ABC):
             applied.
         in_consensus: whether the model now holds the consensus of all ranks instead of this rank's weights.
         hyperparameters: returns the present hyperparameters; empty if they are not known.
+        start: returns ``Finished.start``.
     """
 
     holds_after_end = False
@@ -289,6 +290,7 @@ class Worker(abc.ABC):
         self.shown = 0
         self.in_consensus = False
         self.hyperparameters: Callable[[], Hyper] = list
+        self.start: Callable[[], int | None] = lambda: None
 
     # -- registration -----------------------------------------------------------------------------------------
 
@@ -410,7 +412,7 @@ class Worker(abc.ABC):
             self._announced = True
             resumes = self.holds_after_end and self.engine.collectives.in_order
             hyper = self.hyperparameters()
-            self.send(Finished(self.number, self._counts(), flush, self.shown, resumes, hyper))
+            self.send(Finished(self.number, self._counts(), flush, self.shown, resumes, hyper, self.start()))
 
     def announce_resumed(self) -> None:
         """Report to the coordinator that this rank has completed a drain or cut, if it waits for that."""
