@@ -20,7 +20,7 @@ from hvd_async.optimizers.agreement import consensus_distance, unify_buffers
 from hvd_async.optimizers.replica import Replica
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.lifecycle import Lifecycle, local_engine
-from hvd_async.runtime.log import users_line
+from hvd_async.runtime.log import users_line, warn
 from hvd_async.runtime.nested_calls import refuse_nested_drain
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.runtime.protocol import Hyper, RegisterOptimizer
@@ -348,11 +348,19 @@ class Driver(abc.ABC):
         worker = self.make_worker(engine, finish)
         worker.kind = type(optimizer).__name__
         worker.hyperparameters = functools.partial(_hyperparameters_of, reference)
-        delete = weakref.WeakMethod(worker.delete)  # (the engine holds it as long as other ranks need it)
+        alive, size = weakref.ref(worker), self.size  # (the engine holds it as long as other ranks need it)
 
         def forget() -> None:
-            if (method := delete()) is not None:
-                method()
+            made = alive()
+            if made is None:
+                return
+            if made.may_lose and size > 1 and not made.deleted and engine.failure is None:
+                text = (
+                    f"rank {engine.rank}: {made.label} was deleted after steps and without drain(), so gradients that "
+                    f"are late may be lost. Keep it and call drain() on every rank, or discard() to give it up"
+                )
+                engine.notify(functools.partial(warn, text))  # (a finalizer must not wait for stderr)
+            made.delete()
 
         weakref.finalize(optimizer, forget).atexit = False
         return worker

@@ -305,8 +305,7 @@ class EagerDriver(Driver):
         held: list[PendingGradient] = self.restored or []
         if worker is not None:
             held = worker.pending()
-            synchronous = worker.config.quorum == "all" or worker.config.max_staleness == 0
-            if not worker.settled and not synchronous:
+            if worker.may_lose:
                 raise ReplicaStateError(_would_be_lost(max((len(versions) for _, versions in held), default=0)))
         version = 0 if worker is None else worker.version
         pending = {

@@ -50,8 +50,8 @@ class OptimizerMethods:
 
         The other ranks continue without this one. Gradients that were handed over go into the next round; with gossip
         and leaders, this rank's progress since the last drain is lost. Deleting the optimizer has the same effect, as
-        soon as Python finalizes it. (Optimizers of gossip and leaders stay alive until they are drained, since other
-        ranks need their weights.)
+        soon as Python finalizes it, and warns if late gradients may be lost. (Optimizers of gossip and leaders stay
+        alive until they are drained, since other ranks need their weights.)
         """
         self._async.discard()
 

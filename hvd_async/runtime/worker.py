@@ -540,6 +540,11 @@ class Worker(abc.ABC):
 
     # -- the optimizer's end ----------------------------------------------------------------------------------
 
+    @property
+    def may_lose(self) -> bool:
+        """Whether gradients of this rank may be lost if the optimizer is deleted now."""
+        return False
+
     def delete(self) -> None:
         """Report that this rank no longer has the optimizer. Its engine continues to serve the other ranks.
 

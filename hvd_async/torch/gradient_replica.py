@@ -465,7 +465,7 @@ class GradientReplica(eager.GradientReplica):
         self.round_transform, self.scaler = given.round_transform, given.scaler
         self.shown: ReducedRound | None = None
         self.skip = self.one_by_one = False
-        self.unshown = self.stepped = 0
+        self.unshown = self.stepped = self._skipped = 0
         self.counters: set[str] = set()
         self.extrapolation = Extrapolation()
         self.watch = Watch()
@@ -813,10 +813,22 @@ class GradientReplica(eager.GradientReplica):
             )
         passed = self.overlap.passed
         if flush:
+            self._warn_of_skipped(worker)
             outcome = "stay in p.grad and are added to the next step, unless zero_grad() is called first"
             warn_of_open_passes(passed, self.passes, outcome)
         if not passed:
             self.overlap.disarm()  # (until zero_grad() the next backward pass may belong to another optimizer)
+
+    def _warn_of_skipped(self, worker: EagerWorker) -> None:
+        """Warn about gradients since the last drain that were not finite, unless a GradScaler looks for these."""
+        before, self._skipped = self._skipped, worker.stats().gradients_skipped
+        if self._skipped > before and (self.scaler is None or not self.scaler.is_enabled()):
+            warnings.warn(
+                f"{self._skipped - before} step(s) of this rank since the last drain had NaN or infinity in a "
+                f"gradient, which was left out of the average. Look for the cause in this rank's batches and losses; "
+                f"nonfinite='raise' stops there",
+                stacklevel=users_line(),
+            )
 
     def stop_hooks(self) -> None:
         self._remove_hooks()

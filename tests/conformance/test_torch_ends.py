@@ -185,6 +185,28 @@ def test_dead_optimizers_are_forgotten_everywhere():
     assert not cluster.coordinator._machines  # (the last one: both have left)
 
 
+@pytest.mark.parametrize(
+    ("quorum", "end", "warns"),
+    [("solo", "none", True), ("solo", "drain", False), ("solo", "discard", False), ("all", "none", False)],
+)
+def test_an_optimizer_that_is_deleted_without_a_drain_is_reported(quorum: Any, end: str, warns: bool, capfd: Any):
+    """(As at the return of a function that trains: late gradients were lost without a word.)"""
+
+    def train(rank: int) -> None:
+        weight, optimizer = line(quorum=quorum)
+        take(weight, optimizer)
+        if end != "none":
+            getattr(optimizer, end)()
+        del optimizer
+        gc.collect()
+        engine().drain(leaving=True)
+
+    Cluster(2).run(train)
+    reported = capfd.readouterr().err
+    for rank in range(2):
+        assert (f"rank {rank}: SGD (optimizer 0) was deleted after steps and without drain()" in reported) == warns
+
+
 @pytest.mark.parametrize("wrapper", ["solo", "dpsgd", "adpsgd", "lsgd"])
 def test_a_rank_discards_after_an_error_and_trains_another(wrapper: str):
     def train(rank: int) -> float:

@@ -812,6 +812,11 @@ class EagerWorker(Worker):
         """Whether no step was taken and no gradient handed over since the last drain or cut."""
         return self._steps == self._settled_at and not self._handed
 
+    @property
+    def may_lose(self) -> bool:
+        """Whether gradients of the steps since the last drain or cut may not have been applied everywhere."""
+        return not (self.settled or self.config.quorum == "all" or self.config.max_staleness == 0)
+
     def _check_able(self) -> int:
         """Return the optimizer's number; raise if this rank can neither hand over nor apply.
 
