@@ -7,6 +7,7 @@ subclasses have the methods of that.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_async.algorithms.option import option, takes
+from hvd_async.errors import ReplicaStateError
 from hvd_async.optimizers import factories, methods
 from hvd_async.optimizers.driver import Driver, derived, made_by
 from hvd_async.optimizers.eager import EagerDriver
@@ -112,7 +114,10 @@ def wrap(optimizer: Any, driver: Driver, methods: type, scale_methods: type, nam
         name: of the outermost; None: as it was.
     """
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    outer = wrapped = derived(optimizer.inner_optimizer if scaled else optimizer, methods)
+    given = optimizer.inner_optimizer if scaled else optimizer
+    outer = wrapped = derived(given, methods)
+    vars(wrapped).pop("apply", None)  # (of an optimizer that is wrapped again)
+    vars(given)["apply"] = functools.partial(_refuse, type(given).__name__)
     if scaled:
         outer = derived(optimizer, scale_methods)
         vars(outer)["inner_optimizer"] = wrapped
@@ -120,6 +125,14 @@ def wrap(optimizer: Any, driver: Driver, methods: type, scale_methods: type, nam
         vars(outer)["name"] = name
     driver.attach(wrapped)
     return outer
+
+
+def _refuse(name: str, *_: Any, **__: Any) -> None:
+    """Raise: a step of an optimizer that was given to a wrapper averages nothing."""
+    raise ReplicaStateError(
+        f"this {name} was wrapped, and its own steps average nothing: use the optimizer that the wrapper returned, "
+        "optimizer = hvd.EagerOptimizer(optimizer)"
+    )
 
 
 # -- loss scaling ------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from hvd_async.tensorflow.variables import (
     checksum,
     constant,
     flat_double,
+    frozen,
     is_finite,
     own_name,
     raw,
@@ -324,7 +325,7 @@ class GradientReplica(eager.GradientReplica):
 
     def hyperparameters(self) -> Hyper:
         assert self.update is not None
-        return [self.update.group([], [] if self.update.scheduled else [self.own_rate()])]
+        return [self.update.group(frozen(self.optimizer), [] if self.update.scheduled else [self.own_rate()])]
 
     def own_rate(self) -> tf.Tensor:
         """Return this rank's learning rate now."""

@@ -80,6 +80,11 @@ def own_name(variable: Any) -> str:
     return str(variable.path).rpartition("/")[2]
 
 
+def frozen(optimizer: Any) -> list[int]:
+    """Return the indices of a built optimizer's variables that are frozen at present."""
+    return [index for index, variable in enumerate(optimizer._trainable_variables) if not variable.trainable]
+
+
 def is_seed(variable: Any) -> bool:
     """Return whether a variable is the state of a ``keras.random.SeedGenerator``, such as that of a dropout layer.
 

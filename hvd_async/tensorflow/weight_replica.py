@@ -23,6 +23,7 @@ from hvd_async.tensorflow.variables import (
     build,
     checksum,
     flat_double,
+    frozen,
     is_finite,
     raw,
     refuse_overwritten,
@@ -220,7 +221,7 @@ class WeightReplica(replica.WeightReplica):
     # -- state other than the weights -------------------------------------------------------------------------
 
     def hyperparameters(self) -> Hyper:
-        return [{"learning_rate": self.rate}] if self.has_rate else []
+        return [{"learning_rate": self.rate, "frozen": frozen(self.optimizer)}] if self.has_rate else []
 
     def learning_rates(self) -> list[tuple[int, float]]:
         return [(self.mixed().elements, self.rate)]

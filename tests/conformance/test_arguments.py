@@ -377,14 +377,17 @@ def test_parameters_that_mixing_would_spoil(wrapper, dtype):
 
 @each_wrapper
 def test_what_keras_steps_cannot_be(wrapper):
-    """Not built, without gradients, of weights in half precision or that their gradient overwrites."""
+    """Not built, of the optimizer that was wrapped, without gradients, of weights in half precision or that their
+    gradient overwrites."""
 
     def train(rank: int) -> float:
-        opt = make("keras", wrapper, keras_sgd(0.5), **WRAPPERS[wrapper])
+        opt = make("keras", wrapper, given := keras_sgd(0.5), **WRAPPERS[wrapper])
         for call in (opt.get_state, lambda: opt.set_state({}), opt.drain, opt.cut, opt.consensus_distance):
             with pytest.raises(ValueError, match=r"optimizer.build\(model.trainable_variables\)"):
                 call()
         opt.build([weight := keras.Variable(0.0)])
+        with pytest.raises(ReplicaStateError, match="use the optimizer that the wrapper returned"):
+            given.apply_gradients([(tf.constant(1.0), weight)])
         with pytest.raises(ValueError, match="no variable has a gradient"):
             opt.apply([None], [weight])
         if wrapper == "LeaderOptimizer":
@@ -395,7 +398,8 @@ def test_what_keras_steps_cannot_be(wrapper):
 
     assert Cluster(1).run(train) == [-0.5]
     with scripted_engine(2):
-        other = make("keras", wrapper, keras_sgd(1.0), **WRAPPERS[wrapper])
+        make("keras", wrapper, given := keras_sgd(1.0), **WRAPPERS[wrapper])
+        other = make("keras", wrapper, given, **WRAPPERS[wrapper])  # once more, as a notebook's cell does
         if wrapper == "EagerOptimizer":
             weight = keras.Variable(0.0)
             weight.overwrite_with_gradient = True

@@ -105,7 +105,7 @@ def test_a_plain_optimizer_that_steps_while_the_wrapped_one_does_not_is_warned_o
     with scripted_engine(2), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model, plain = conv_model(), keras.optimizers.SGD(0.1)
-        wrapped = hvd.EagerOptimizer(plain)
+        wrapped = hvd.EagerOptimizer(keras.optimizers.SGD(0.1))
         model.compile(optimizer=plain, loss=LOSS, jit_compile=False)
         callback = hvd.callbacks.GossipEpochCallback()
         callback.set_model(model)

@@ -62,6 +62,9 @@ class KerasTraining:
     def lower_rate(self) -> None:
         self.opt.learning_rate = float(self.opt.learning_rate) * 0.5
 
+    def freeze(self) -> None:
+        self.variable.trainable = False
+
 
 def alike(one: Any, rank: int) -> None:
     for _ in range(STEPS):
@@ -106,6 +109,7 @@ CASES: list[tuple[Any, Callable[[Any, int], None], tuple[str, Any, Any] | None]]
     (TorchTraining, by_step_with_uneven_data, None),
     (KerasTraining, alike, None),
     (KerasTraining, a_schedule_on_one_rank, ("learning_rate", 1.0, 0.5)),
+    (KerasTraining, frozen_on_one_rank, ("frozen", [], [0])),
 ]
 
 
