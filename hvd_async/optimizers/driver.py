@@ -21,6 +21,7 @@ from hvd_async.optimizers.replica import Replica
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.lifecycle import Lifecycle, local_engine
 from hvd_async.runtime.log import users_line, warn
+from hvd_async.runtime.machine import STATE
 from hvd_async.runtime.nested_calls import refuse_nested_drain
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.runtime.protocol import Hyper, RegisterOptimizer
@@ -126,7 +127,7 @@ class Driver(abc.ABC):
         self.worker: Any = None
         self.restored: Any = None
         self.broken: str | None = None
-        self.discarded = self.loads = False
+        self.discarded = self.loads = self._has_met = False
         self.rounds_before = self.steps_ended = 0
         self._lock = threading.RLock()
 
@@ -231,8 +232,22 @@ class Driver(abc.ABC):
     def finish(self, worker: Any, flush: bool) -> None:
         """End a drain (``flush``) or a cut, after everything in flight has arrived."""
 
-    def on_registered(self) -> None:  # noqa: B027  some have nothing to do
+    @abc.abstractmethod
+    def state_at_start(self) -> str | None:
+        """Return what a rank has loaded that the others must have too when they first meet; None if it has nothing."""
+
+    def opening(self) -> tuple[list[str], list[int]]:
+        """Return ``fingerprint``, and what must be the same only when the ranks first meet."""
+        names, checksums = self.fingerprint()
+        if self._has_met or self.steps_ended:
+            return names, checksums
+        state, outside = self.state_at_start(), self.replica.outside()
+        said = [*outside, *([] if state is None else [(f"{STATE}{state}", 0)])]
+        return [*names, *(name for name, _ in said)], [*checksums, *(value for _, value in said)]
+
+    def on_registered(self) -> None:
         """Continue after all ranks have registered and were found to match."""
+        self._has_met = True
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
@@ -327,7 +342,7 @@ class Driver(abc.ABC):
         other = self.is_registered or self.discarded or self.engine not in (None, engine)
         if other or list(self.rank_group.members) != asked.members:
             return False
-        return self.fingerprint()[0] == asked.names or None
+        return self.opening()[0] == asked.names or None
 
     def count_from(self, rounds: int) -> None:
         """Set the number of rounds that have been applied to this rank's weights so far."""

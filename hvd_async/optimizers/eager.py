@@ -218,13 +218,17 @@ class EagerDriver(Driver):
             worker.take_over(self.remains.counted_from(-self.rounds_before, 0))
         elif self.restored is not None:
             worker.restore(self.restored)
-        worker.register(*self.fingerprint(), self.replica.hyperparameters(), number)
+        worker.register(*self.opening(), self.replica.hyperparameters(), number)
 
     def on_registered(self) -> None:
         """Drop the loaded or kept gradients, which the worker has taken over, with the counts of earlier ones."""
         if self.remains is not None:
             self.stats_before = dataclasses.replace(self.stats_before, gradients_produced=0, gradients_applied=0)
         self.restored = self.remains = None
+        super().on_registered()
+
+    def state_at_start(self) -> str | None:
+        return f"{self.rounds} rounds" if self.rounds else None
 
     def finish(self, worker: EagerWorker, flush: bool) -> None:
         """End a drain (``flush``) or a cut. A collective.

@@ -19,7 +19,6 @@ from hvd_async.optimizers.driver import Driver, Standing
 from hvd_async.optimizers.replica import WeightReplica
 from hvd_async.runtime.interfaces import FiniteFlag, Vector
 from hvd_async.runtime.lifecycle import Lifecycle
-from hvd_async.runtime.machine import STATE
 from hvd_async.runtime.process_sets import RankGroup
 
 WeightWorker: TypeAlias = GossipWorker | LeaderWorker
@@ -94,8 +93,6 @@ class LocalDriver(Driver):
         """State from before a membership change, until the ranks have registered."""
         self._shared_before = 0
         """``Kept.version`` at the last membership change."""
-        self._has_met = False
-        """Whether the ranks have registered this optimizer."""
         self._drained = False
         """Whether no step has begun since the last drain."""
         self._start: int | None = None
@@ -276,11 +273,11 @@ class LocalDriver(Driver):
     # -- registration, drains and cuts ----------------------------------------------------------------------------
 
     def fingerprint(self) -> tuple[list[str], list[int]]:
-        resumed = self.restored is not None
-        names, checksums = self.replica.fingerprint(resumed)
-        begins = not (resumed or self._has_met or self.steps_ended)  # (later each rank's state is its own)
-        state = [f"{STATE}loaded"] if begins and self.replica.has_state() else []
-        return names + state, checksums + [0] * len(state)
+        return self.replica.fingerprint(self.restored is not None)
+
+    def state_at_start(self) -> str | None:
+        own = self.restored is not None  # (after a cut each rank has its own)
+        return "loaded" if not own and (self.loads or self.replica.has_state()) else None
 
     def make_worker(self, engine: Any, finish: Callable[[bool], None]) -> Any:
         self.replica.prepare()
@@ -296,12 +293,12 @@ class LocalDriver(Driver):
     def register_worker(self, worker: Any, number: int | None) -> None:
         self.pin()
         self.begin_worker(worker)
-        worker.register(*self.fingerprint(), self.replica.hyperparameters(), number)
+        worker.register(*self.opening(), self.replica.hyperparameters(), number)
 
     def on_registered(self) -> None:
         """Drop the loaded or kept state, which the worker has taken over."""
         self.restored = self.kept = None
-        self._has_met = True
+        super().on_registered()
 
     def finish(self, worker: Any, flush: bool) -> None:
         if self._set_aside is not None:  # (in a cut at the start of another optimizer's consensus())

@@ -103,6 +103,10 @@ class Replica(abc.ABC):
         """Return this rank's hyperparameters by parameter group, empty if they are not known yet."""
         return []
 
+    def outside(self) -> list[tuple[str, int]]:
+        """Return names and checksums of frozen parameters of the model that are not the optimizer's."""
+        return []
+
     @abc.abstractmethod
     def read_double(self) -> Vector:
         """Return all weights that the ranks have in common, shape (n,), float64, a new vector."""

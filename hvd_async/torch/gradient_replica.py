@@ -755,6 +755,9 @@ class GradientReplica(eager.GradientReplica):
 
     # -- what the ranks have in common --------------------------------------------------------------------------
 
+    def outside(self) -> list[tuple[str, int]]:
+        return shared_models.outside(self.optimizer)
+
     def hyperparameters(self) -> Hyper:
         return hyperparameters.read(self.optimizer.param_groups, self.counters)
 

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hvd_async.errors import NotInitializedError, ReplicaStateError
 from hvd_async.runtime.log import users_line
 from hvd_async.torch.collectives import LIFECYCLE
-from hvd_async.torch.tensors import checksum, is_plain
+from hvd_async.torch.tensors import checksum, is_plain, signature
 
 # -- models that torch shares ------------------------------------------------------------------------------------------
 
@@ -176,11 +176,13 @@ class _Watched:
         warns: whether a plain optimizer's step is still worth a warning.
         looks_at_buffers: whether its model's buffers are still to be looked at, see ``_look_at_buffers``.
         buffers: those of its model at its first step, until they were looked at.
+        outside: frozen parameters of its model that it does not train.
         known: ``_known.count`` when its parameters were looked at; None after a warning.
     """
 
     def __init__(self) -> None:
         self.empty: int | None = 0
+        self.outside: list[torch.Tensor] = []
         self.known: int | None = _known.count
         self.looks_at_buffers = True
         self.buffers: list[_Buffer] = []
@@ -202,13 +204,23 @@ def watch(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) 
         parameters: its own, and others of the same model.
     """
     _watched[optimizer] = own = _Watched()
+    trained = set(map(id, _parameters(optimizer)))
     for parameter in parameters:
-        _owners[id(parameter)] = weakref.ref(parameter, functools.partial(_forget, id(parameter))), own
+        if id(parameter) not in trained and not parameter.requires_grad:
+            own.outside.append(parameter)
+        _owners[id(parameter)] = weakref.ref(parameter, functools.partial(_forget, _owners, id(parameter))), own
 
 
-def _forget(key: int, gone: weakref.ref[torch.Tensor]) -> None:
-    if key in _owners and _owners[key][0] is gone:
-        del _owners[key]
+def outside(optimizer: Any) -> list[tuple[str, int]]:
+    """Return names and checksums of frozen parameters that were named to an optimizer and are not its own."""
+    named = optimizer._async.replica.named
+    return [(signature(named[id(p)], p), checksum(p)) for p in _watched[optimizer].outside]
+
+
+def _forget(owners: dict[int, tuple[weakref.ref[torch.Tensor], _Watched]], key: int, gone: Any) -> None:
+    """Forget a parameter. (Also when Python ends, and the names of modules are gone.)"""
+    if key in owners and owners[key][0] is gone:
+        del owners[key]
 
 
 def end(optimizer: torch.optim.Optimizer) -> None:

@@ -498,6 +498,9 @@ class WeightReplica(replica.WeightReplica):
         rates = [group.get("lr") for group in self.optimizer.param_groups]
         return [(n, _number_of(rate)) for n, rate in zip(self._elements, rates, strict=True)]
 
+    def outside(self) -> list[tuple[str, int]]:
+        return shared_models.outside(self.optimizer)
+
     def hyperparameters(self) -> Hyper:
         return hyperparameters.read(self.optimizer.param_groups, self.counters)
 

@@ -335,6 +335,24 @@ def layer_replaced(model: Any, wrap: Any) -> None:
     train_plainly(model, opt)
 
 
+def frozen_part_of_its_own(model: Any, wrap: Any) -> None:
+    model[0].requires_grad_(False)
+    with torch.no_grad():
+        model[0].weight += model.rank
+    train_plainly(
+        model, wrap(torch.optim.SGD(model[2].parameters(), lr=0.1), named_parameters=model.named_parameters())
+    )
+
+
+def rounds_on_one_rank(model: Any, wrap: Any) -> None:
+    opt = wrap(sgd(model))
+    if model.rank == 0:
+        state = opt.state_dict()
+        state["hvd_async"]["rounds"] = 7
+        opt.load_state_dict(state)
+    train_plainly(model, opt)
+
+
 def no_wrapper(model: Any, wrap: Any) -> None:
     opt = sgd(model)
     for _ in range(5):
@@ -370,6 +388,8 @@ MISTAKES: list[tuple[Callable[[Any, Any], None], list[str], type[Exception], str
     (model_loaded_with_assign, [*WRAPPERS], UserWarning, "other parameters by now instead of this optimizer's"),
     (clipping_in_rounds, WEIGHTS, TypeError, r"clip gradients before step\(\)"),
     (scaler_passed, WEIGHTS, TypeError, r"as with a plain optimizer"),
+    (frozen_part_of_its_own, [*WRAPPERS], ReplicaMismatchError, r"weights differ before .* first in '0\.weight"),
+    (rounds_on_one_rank, [*WRAPPERS], ReplicaMismatchError, r"state differs.*has 'optimizer state: (7 rounds|loaded)'"),
     (no_wrapper, EAGER, UserWarning, r"SGD has stepped 10 times and is not wrapped: .* ranks train apart"),
     (layer_replaced, [*WRAPPERS], UserWarning, r"other parameters by now .*\(parameter 2, parameter 3\)"),
     (resuming_on_one_rank, [*WRAPPERS], ReplicaMismatchError, r"state differs.*hvd\.broadcast_optimizer_state\("),
