@@ -127,8 +127,10 @@ class Driver(abc.ABC):
         self.worker: Any = None
         self.restored: Any = None
         self.broken: str | None = None
-        self.discarded = self.loads = self._has_met = False
+        self.discarded = self.loads = False
         self.rounds_before = self.steps_ended = 0
+        self._has_met = False
+        """Whether the ranks have met, perhaps without this one."""
         self._lock = threading.RLock()
 
     def attach(self, optimizer: Any) -> Any:
@@ -202,7 +204,7 @@ class Driver(abc.ABC):
             ended: steps that the most advanced rank has ended; every rank continues with the step after these.
             apart: whether any rank has weights of its own.
         """
-        self.rounds_before, self.steps_ended = rounds, ended
+        self.rounds_before, self.steps_ended, self._has_met = rounds, ended, True
 
     # -- what an algorithm supplies -----------------------------------------------------------------------------
 
@@ -239,7 +241,7 @@ class Driver(abc.ABC):
     def opening(self) -> tuple[list[str], list[int]]:
         """Return ``fingerprint``, and what must be the same only when the ranks first meet."""
         names, checksums = self.fingerprint()
-        if self._has_met or self.steps_ended:
+        if self._has_met:
             return names, checksums
         state, outside = self.state_at_start(), self.replica.outside()
         said = [*outside, *([] if state is None else [(f"{STATE}{state}", 0)])]

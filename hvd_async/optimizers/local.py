@@ -319,7 +319,7 @@ class LocalDriver(Driver):
             averages = self.replica.moving_averages()
             if averages is not None:
                 self.replica.write_moving_averages(self.united(averages, "the moving averages of weights"))
-            self._drained = True
+            self._drained = averages is None  # (eval() and train() of a schedule-free optimizer round a rank's weights)
 
     def replace_worker(self) -> None:
         """Delete the worker after a drain, and keep its statistics."""
@@ -369,7 +369,7 @@ class LocalDriver(Driver):
         self.kept = (kept or Kept(None))._replace(shared=dict(shared), version=version, catch_up=None)
 
     def continue_at(self, rounds: int, ended: int, apart: bool) -> None:
-        self.steps_ended, self._shared_before = ended, rounds
+        self.steps_ended, self._shared_before, self._has_met = ended, rounds, True
         self._begun, self._ended = max(self._begun, ended), ended
         if apart:
             self.restored = self.restart(self.kept or Kept(None))
