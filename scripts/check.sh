@@ -10,8 +10,8 @@ usage: scripts/check.sh [--fast | --long] [PYTEST ARGUMENT ...]
 Runs ruff, mypy and pytest with the Python of .venv. --fast leaves out the tests that start horovodrun jobs. --long adds
 what is too long for every day (HVD_ASYNC_TEST_LONG=1): larger explorations of the state machines, four times as many
 random examples, and others each time.
-Tests run in two processes. Those that start jobs come first, in two lanes; all others are nice to them. `-n 0` runs all
-in one, in order.
+Tests run in three processes, which keep two cores busy. Those that start jobs come first, in two lanes, as they often
+wait; all others are nice to them. `-n 0` runs all in one process, in order.
 USAGE
 }
 fast=
@@ -28,4 +28,4 @@ say "ruff"
 say "mypy"
 "$VENV/bin/mypy"
 say "pytest"
-TF_CPP_MIN_LOG_LEVEL=3 "$VENV/bin/python" -m pytest -n 2 --dist loadscope --junitxml build/tests.xml ${fast:+-m "not multiproc"} "$@"
+TF_CPP_MIN_LOG_LEVEL=3 "$VENV/bin/python" -m pytest -n 3 --dist loadscope --junitxml build/tests.xml ${fast:+-m "not multiproc"} "$@"
