@@ -24,7 +24,6 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hvd_async.errors import NotInitializedError, ReplicaStateError
 from hvd_async.runtime.log import users_line
@@ -116,15 +115,16 @@ def check(optimizer: torch.optim.Optimizer) -> int:
         ReplicaStateError: torch itself shares the model between ranks; or has replaced its parameters.
     """
     made, parameters = found.made, [p for group in optimizer.param_groups for p in group["params"]]
-    if (why := cause(parameters, "this optimizer") or _replaced(parameters)) is not None:
+    if (why := cause(parameters, "this optimizer") or _sharded(optimizer)) is not None:
         raise ReplicaStateError(why)
     return made
 
 
-def _replaced(parameters: Sequence[torch.Tensor]) -> str | None:
+def _sharded(optimizer: torch.optim.Optimizer) -> str | None:
     """Return that the model was sharded after its optimizer had been made, and what to write instead; None if it was
     not."""
-    modules = [module for p in parameters if _known.is_replaced(p) for module in _known.modules_of(p)]
+    lost = [place for place in _watched[optimizer].places if not place.holds()]
+    modules = [module for place in lost if (module := place.module()) is not None]
     sharded = any(_is_distributed(own) for module in modules for own in module._parameters.values())
     if not sharded and not (modules and any(_kind(each) == AVERAGING[1] for each in list(found.modules))):
         return None
@@ -177,12 +177,14 @@ class _Watched:
         looks_at_buffers: whether its model's buffers are still to be looked at, see ``_look_at_buffers``.
         buffers: those of its model at its first step, until they were looked at.
         outside: frozen parameters of its model that it does not train.
+        places: of its parameters, as far as they are known.
         known: ``_known.count`` when its parameters were looked at; None after a warning.
     """
 
     def __init__(self) -> None:
         self.empty: int | None = 0
         self.outside: list[torch.Tensor] = []
+        self.places: list[_Place] = []
         self.known: int | None = _known.count
         self.looks_at_buffers = True
         self.buffers: list[_Buffer] = []
@@ -205,6 +207,12 @@ def watch(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) 
     """
     _watched[optimizer] = own = _Watched()
     trained = set(map(id, _parameters(optimizer)))
+    own.places = [
+        _Place(weakref.ref(module), name, id(held))
+        for module in list(_known.modules.values())
+        for name, held in module._parameters.items()
+        if id(held) in trained
+    ]
     for parameter in parameters:
         if id(parameter) not in trained and not parameter.requires_grad:
             own.outside.append(parameter)
@@ -214,7 +222,8 @@ def watch(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) 
 def outside(optimizer: Any) -> list[tuple[str, int]]:
     """Return names and checksums of frozen parameters that were named to an optimizer and are not its own."""
     named = optimizer._async.replica.named
-    return [(signature(named[id(p)], p), checksum(p)) for p in _watched[optimizer].outside]
+    plain = (p for p in _watched[optimizer].outside if not is_lazy(p) and is_plain(p))
+    return [(signature(named[id(p)], p), checksum(p)) for p in plain]
 
 
 def _forget(owners: dict[int, tuple[weakref.ref[torch.Tensor], _Watched]], key: int, gone: Any) -> None:
@@ -262,25 +271,44 @@ def stepping(optimizer: Any, has_closure: bool) -> None:
         frame = frame.f_back
 
 
+class _Place(NamedTuple):
+    """The place of a parameter in a module when its optimizer was wrapped.
+
+    Attributes:
+        module: held weakly.
+        name: of the parameter in the module.
+        key: the parameter's id. (A tensor with weak references could not be swapped, as conversions do.)
+    """
+
+    module: weakref.ref[torch.nn.Module]
+    name: str
+    key: int
+
+    def holds(self) -> bool:
+        """Return whether the parameter is still there."""
+        module = self.module()
+        return module is not None and id(module._parameters.get(self.name)) == self.key
+
+
 class _Known:
     """Modules of this process, by torch's registrations, without modules that were copied or unpickled. (To search
     all objects is no way: one that another thread is just making must have no further reference.)
 
     Attributes:
+        modules: those that have got a parameter, by id: modules may compare as they like.
         count: how many parameters modules have got, so that a step can see cheaply whether there is a new one.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self._modules = WeakIdKeyDictionary()
-        """The modules that have had each parameter, by id: modules may compare as they like."""
+        self.modules = weakref.WeakValueDictionary[int, torch.nn.Module]()
         self._wholes = weakref.WeakValueDictionary[int, torch.nn.Module]()
         """The module that each module is a part of, by id; of several the last."""
 
     def add_parameter(self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        """Note a parameter that a module gets; torch calls this."""
+        """Note a module that gets a parameter; torch calls this."""
         if parameter is not None:
-            self._modules.setdefault(parameter, weakref.WeakValueDictionary())[id(module)] = module
+            self.modules[id(module)] = module
             self.count += 1
 
     def add_part(self, module: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
@@ -288,20 +316,11 @@ class _Known:
         if part is not None:
             self._wholes[id(part)] = module
 
-    def modules_of(self, parameter: torch.Tensor) -> list[torch.nn.Module]:
-        """Return the modules that have had a parameter and are alive."""
-        return list(self._modules[parameter].values()) if parameter in self._modules else []
-
     def whole(self, module: torch.nn.Module) -> torch.nn.Module:
         """Return the model that a module is a part of."""
         while (larger := self._wholes.get(id(module))) is not None and any(p is module for p in larger.children()):
             module = larger
         return module
-
-    def is_replaced(self, parameter: torch.Tensor) -> bool:
-        """Return whether each module that had a parameter is gone, or has another one now."""
-        held = (own for module in self.modules_of(parameter) for own in module._parameters.values())
-        return parameter in self._modules and all(own is not parameter for own in held)
 
 
 _known = _Known()
@@ -312,7 +331,8 @@ register_module_parameter_registration_hook(_known.add_parameter)
 def _look_for_replaced(optimizer: Any, own: _Watched) -> None:
     """Warn if parameters of a wrapped optimizer were replaced in the model, such as those of a layer."""
     named, every = optimizer._async.replica.named or {}, _parameters(optimizer)
-    lost = [named.get(id(p), f"parameter {i}") for i, p in enumerate(every) if _known.is_replaced(p)]
+    gone = {place.key for place in own.places} - {place.key for place in own.places if place.holds()}
+    lost = [named.get(id(p), f"parameter {i}") for i, p in enumerate(every) if id(p) in gone]
     if lost:
         own.known = None
         warnings.warn(
@@ -370,7 +390,8 @@ def _look_at_buffers(optimizer: Any, own: _Watched) -> None:
 
 def _buffers_of(optimizer: torch.optim.Optimizer) -> list[_Buffer]:
     """Return the floating-point buffers of models that have parameters of an optimizer, as far as they are known."""
-    models = {id(model): model for p in _parameters(optimizer) for model in map(_known.whole, _known.modules_of(p))}
+    modules = [module for place in _watched[optimizer].places if (module := place.module()) is not None]
+    models = {id(model): model for model in map(_known.whole, modules)}
     return [
         _Buffer(weakref.ref(model), name, checksum(buffer))
         for model in models.values()

@@ -337,6 +337,8 @@ def layer_replaced(model: Any, wrap: Any) -> None:
 
 def frozen_part_of_its_own(model: Any, wrap: Any) -> None:
     model[0].requires_grad_(False)
+    model[0].without_memory = torch.nn.Parameter(torch.empty(1, device="meta"), requires_grad=False)
+    model[0].without_shape = torch.nn.UninitializedParameter(requires_grad=False)
     with torch.no_grad():
         model[0].weight += model.rank
     train_plainly(
@@ -465,3 +467,9 @@ def test_modules_are_found_by_their_class_and_let_go():
     del one
     gc.collect()
     assert not [each for each in shared_models.found.modules if isinstance(each, DistributedDataParallel)]
+
+
+def test_parameters_that_are_not_trained_can_be_swapped_as_conversions_do():
+    """torch refuses it for tensors with weak references."""
+    one, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    torch.utils.swap_tensors(one.weight, other.weight)
