@@ -295,7 +295,7 @@ class _Known:
     all objects is no way: one that another thread is just making must have no further reference.)
 
     Attributes:
-        modules: those that have got a parameter, by id: modules may compare as they like.
+        modules: all with a registered parameter, by id: modules may compare as they like.
         count: how many parameters modules have got, so that a step can see cheaply whether there is a new one.
     """
 
