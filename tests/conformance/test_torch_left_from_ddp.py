@@ -337,8 +337,8 @@ def layer_replaced(model: Any, wrap: Any) -> None:
 
 def frozen_part_of_its_own(model: Any, wrap: Any) -> None:
     model[0].requires_grad_(False)
-    model[0].without_memory = torch.nn.Parameter(torch.empty(1, device="meta"), requires_grad=False)
-    model[0].without_shape = torch.nn.UninitializedParameter(requires_grad=False)
+    model[0].without_memory = torch.nn.Parameter(torch.empty(1, device="meta"), False)
+    model[0].without_shape = torch.nn.UninitializedParameter(False)
     with torch.no_grad():
         model[0].weight += model.rank
     train_plainly(
@@ -356,9 +356,7 @@ def rounds_on_one_rank(model: Any, wrap: Any) -> None:
 
 
 def no_wrapper(model: Any, wrap: Any) -> None:
-    opt = sgd(model)
-    for _ in range(5):
-        train_plainly(model, opt)
+    train_plainly(model, *[sgd(model)] * 5)
 
 
 EAGER, WEIGHTS = ["EagerOptimizer"], ["GossipOptimizer", "LeaderOptimizer"]
@@ -471,5 +469,6 @@ def test_modules_are_found_by_their_class_and_let_go():
 
 def test_parameters_that_are_not_trained_can_be_swapped_as_conversions_do():
     """torch refuses it for tensors with weak references."""
-    one, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    one, other = torch.nn.Linear(1, 2), torch.nn.Linear(3, 2)
     torch.utils.swap_tensors(one.weight, other.weight)
+    assert one.weight.numel() == 6
