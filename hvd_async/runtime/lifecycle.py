@@ -189,7 +189,8 @@ class Lifecycle:
 
     def wrapped(self) -> list[Any]:
         """Return the live wrapped optimizers of this process, in the order in which they were wrapped."""
-        return [optimizer for _, optimizer in sorted(self._wrapped.items())]
+        references = self._wrapped.valuerefs()  # (a list: another thread may wrap one meanwhile)
+        return [optimizer for reference in references if (optimizer := reference()) is not None]
 
     def join(self) -> int | None:
         """Drain every optimizer of this process.

@@ -42,6 +42,11 @@ OPTIMIZERS: Mapping[str, str] = {
 """Optimizers of ``torch.distributed.optim`` that communicate, and what they do."""
 
 
+def _live(modules: weakref.WeakValueDictionary[int, torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return the live ones of these modules, also while another thread makes modules."""
+    return [module for reference in modules.valuerefs() if (module := reference()) is not None]
+
+
 def _kind(module: Any) -> str | None:
     """Return the name of ``AVERAGING`` that a module's class has, or inherits."""
     return next((one.__name__ for one in type(module).__mro__ if one.__name__ in AVERAGING), None)
@@ -51,18 +56,18 @@ class _Found:
     """The modules of ``AVERAGING`` in this process.
 
     Attributes:
-        modules: the ones that are alive.
+        modules: the ones that are alive, by id.
         made: how many there have been, so that a step can see cheaply whether there is a new one.
     """
 
     def __init__(self) -> None:
-        self.modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self.modules = weakref.WeakValueDictionary[int, torch.nn.Module]()
         self.made = 0
 
     def add(self, module: Any, name: str = "", submodule: Any = None) -> None:
         """Note a module, if it is one; torch calls this for each submodule that a module gets."""
-        if _kind(module) is not None and module not in self.modules:
-            self.modules.add(module)
+        if _kind(module) is not None and self.modules.get(id(module)) is not module:
+            self.modules[id(module)] = module
             self.made += 1
 
 
@@ -101,7 +106,7 @@ def cause(parameters: Sequence[torch.Tensor], wrapper: str) -> str | None:
 
 def _around(parameters: set[int]) -> str | None:
     """Return the name of ``AVERAGING`` of a module around some of these parameters, given by their ids."""
-    around = (each for each in list(found.modules) if not parameters.isdisjoint(map(id, each.parameters())))
+    around = (each for each in _live(found.modules) if not parameters.isdisjoint(map(id, each.parameters())))
     return next((_kind(each) for each in around), None)
 
 
@@ -126,7 +131,7 @@ def _sharded(optimizer: torch.optim.Optimizer) -> str | None:
     lost = [place for place in _watched[optimizer].places if not place.holds()]
     modules = [module for place in lost if (module := place.module()) is not None]
     sharded = any(_is_distributed(own) for module in modules for own in module._parameters.values())
-    if not sharded and not (modules and any(_kind(each) == AVERAGING[1] for each in list(found.modules))):
+    if not sharded and not (modules and any(_kind(each) == AVERAGING[1] for each in _live(found.modules))):
         return None
     return (
         "the model was sharded by FSDP or tensor parallelism after its optimizer had been made, whose parameters are "
@@ -209,8 +214,8 @@ def watch(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) 
     trained = set(map(id, _parameters(optimizer)))
     own.places = [
         _Place(weakref.ref(module), name, id(held))
-        for module in list(_known.modules.values())
-        for name, held in module._parameters.items()
+        for module in _live(_known.modules)
+        for name, held in module._parameters.copy().items()
         if id(held) in trained
     ]
     for parameter in parameters:

@@ -461,10 +461,10 @@ def test_modules_are_found_by_their_class_and_let_go():
     assert shared_models.found.made == made
     one = DistributedDataParallel()
     assert shared_models.found.made == made + 1
-    assert one in shared_models.found.modules
+    assert one in shared_models.found.modules.values()
     del one
     gc.collect()
-    assert not [each for each in shared_models.found.modules if isinstance(each, DistributedDataParallel)]
+    assert not [each for each in shared_models.found.modules.values() if isinstance(each, DistributedDataParallel)]
 
 
 def test_parameters_that_are_not_trained_can_be_swapped_as_conversions_do():
@@ -472,3 +472,16 @@ def test_parameters_that_are_not_trained_can_be_swapped_as_conversions_do():
     one, other = torch.nn.Linear(1, 2), torch.nn.Linear(3, 2)
     torch.utils.swap_tensors(one.weight, other.weight)
     assert one.weight.numel() == 6
+
+
+def test_optimizers_can_be_wrapped_while_other_threads_make_models():
+    def train(rank: int) -> None:
+        for _ in range(200):
+            hvd.EagerOptimizer(sgd(network()), quorum="all")
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        Cluster(3).run(train)
+    finally:
+        sys.setswitchinterval(interval)
