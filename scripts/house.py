@@ -50,10 +50,12 @@ class House(NamedTuple):
 
 
 def measure(root: Path, part: str) -> House:
-    """Return the sizes of a part of the project at ``root``; the fields on code are 0 where it has none."""
-    texts = {path: path.read_text(encoding="utf-8") for path in sorted((root / part).rglob(PARTS[part]))}
+    """Return the sizes of a part of the project at ``root``, or of a package in it; the fields on code are 0 where it
+    has none."""
+    kind = PARTS[part.partition("/")[0]]
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted((root / part).rglob(kind))}
     lines = sum(len(text.splitlines()) for text in texts.values())
-    if PARTS[part] != "*.py":
+    if kind != "*.py":
         return House(len(texts), lines)
     trees = {path: ast.parse(text) for path, text in texts.items()}
     tokens = sum(count_tokens(text, trees[path]) for path, text in texts.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import operator
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from hvd_async.errors import RankLostError, ReplicaStateError
 from hvd_async.optimizers.driver import Driver, GradientCounts, Standing
 from hvd_async.optimizers.replica import Replica
 from hvd_async.runtime.lifecycle import Lifecycle
-from hvd_async.runtime.log import warn
+from hvd_async.runtime.log import users_line, warn
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.runtime.protocol import Hyper
 from hvd_async.stats import Stats
@@ -26,9 +27,11 @@ class GradientReplica(Replica):
     """Replica under partial allreduce: all ranks have the same weights after the same rounds.
 
     Attributes:
+        scaled: whether the loss is multiplied by a scale that adapts to overflows.
         emptied, arrives: as in ``EagerWorker``. (They hold no parameters, since the worker may outlive the model.)
     """
 
+    scaled = False
     emptied: Emptied = staticmethod(lambda wait: ())
     arrives: Arrives | None = None
 
@@ -100,6 +103,8 @@ class EagerDriver(Driver):
         self._parties = 1 if rank_group.size == 1 else rank_group.named // local_size
         self._local_size = local_size if rank_group.size == rank_group.named else 1  # (else: outside the process set)
         self._said = False
+        self._skipped = 0
+        """Steps of the worker that were not finite, at the last drain."""
 
     def config_for(self, nbytes: Sequence[int]) -> EagerConfig:
         """Return the configuration that the ranks must have in common.
@@ -240,8 +245,20 @@ class EagerDriver(Driver):
         """
         self.replica.finish(worker, flush)
         if flush:
+            self._warn_of_skipped(worker)
             self.unify_buffers()
             worker.compare(*self.fingerprint(), "drain()")
+
+    def _warn_of_skipped(self, worker: EagerWorker) -> None:
+        """Warn about gradients since the last drain that were not finite, unless an adaptive scale looks for these."""
+        before, self._skipped = self._skipped, worker.stats().gradients_skipped
+        if self._skipped > before and not self.replica.scaled:
+            warnings.warn(
+                f"{self._skipped - before} step(s) of this rank since the last drain had NaN or infinity in a "
+                f"gradient, which was left out of the average. Look for the cause in this rank's batches and losses; "
+                f"nonfinite='raise' stops there",
+                stacklevel=users_line(),
+            )
 
     def discard(self) -> None:
         super().discard()

@@ -122,6 +122,7 @@ def take_step(optimizer: Any, grads: list[Any], trainable_variables: Any, scale:
     if not grads:
         return tf.constant(True)
     replica: GradientReplica = optimizer._async.replica
+    replica.scaled = scaled = scale is not None
     variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
     layout = replica.prepare(variables)
     gradients = _indexed(optimizer, grads, variables, scale)
@@ -132,8 +133,8 @@ def take_step(optimizer: Any, grads: list[Any], trainable_variables: Any, scale:
     update = replica.update
     assert update is not None
     if replica.sums_in_graph():
-        return _sum_in_graph(replica, layout, vectors, frozen, update, scale is not None)
-    buckets, scaled = list(vectors), scale is not None
+        return _sum_in_graph(replica, layout, vectors, frozen, update, scaled)
+    buckets = list(vectors)
     waits = 0 if scaled or replica.nonfinite == "raise" else len(buckets) - 1  # (all are checked before any leaves)
     step = functools.partial(replica.step, scaled, frozen, update, buckets[waits:])
     last = [*(vectors[bucket] for bucket in buckets[waits:]), *([] if update.scheduled else [replica.own_rate()])]

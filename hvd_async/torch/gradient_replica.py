@@ -465,7 +465,7 @@ class GradientReplica(eager.GradientReplica):
         self.round_transform, self.scaler = given.round_transform, given.scaler
         self.shown: ReducedRound | None = None
         self.skip = self.one_by_one = False
-        self.unshown = self.stepped = self._skipped = 0
+        self.unshown = self.stepped = 0
         self.counters: set[str] = set()
         self.extrapolation = Extrapolation()
         self.watch = Watch()
@@ -536,11 +536,11 @@ class GradientReplica(eager.GradientReplica):
         count = slots(given.compression, parameters, self._rank_group.size, given.max_staleness)
         self.tail = Tail(count, self._rank_group.index % count, given.weighting == "samples")
         # (an overflow of a scaled step is known at its end only; an error must come before anything is handed over)
-        scaled = self.scaler is not None and self.scaler.is_enabled()
+        self.scaled = self.scaler is not None and self.scaler.is_enabled()
         groups = 0 if given.grouping is None else given.grouping
         layout = Layout(parameters, given.bucket_cap_mb * MIB, groups, self.tail)
         self._remove_hooks()
-        self._use(layout, early=not scaled and given.nonfinite == "skip")
+        self._use(layout, early=not self.scaled and given.nonfinite == "skip")
 
     def _use(self, layout: Layout, early: bool) -> None:
         """Hand gradients over in these buckets, ``early`` in the backward pass."""
@@ -816,22 +816,10 @@ class GradientReplica(eager.GradientReplica):
             )
         passed = self.overlap.passed
         if flush:
-            self._warn_of_skipped(worker)
             outcome = "stay in p.grad and are added to the next step, unless zero_grad() is called first"
             warn_of_open_passes(passed, self.passes, outcome)
         if not passed:
             self.overlap.disarm()  # (until zero_grad() the next backward pass may belong to another optimizer)
-
-    def _warn_of_skipped(self, worker: EagerWorker) -> None:
-        """Warn about gradients since the last drain that were not finite, unless a GradScaler looks for these."""
-        before, self._skipped = self._skipped, worker.stats().gradients_skipped
-        if self._skipped > before and (self.scaler is None or not self.scaler.is_enabled()):
-            warnings.warn(
-                f"{self._skipped - before} step(s) of this rank since the last drain had NaN or infinity in a "
-                f"gradient, which was left out of the average. Look for the cause in this rank's batches and losses; "
-                f"nonfinite='raise' stops there",
-                stacklevel=users_line(),
-            )
 
     def stop_hooks(self) -> None:
         self._remove_hooks()
