@@ -20,7 +20,6 @@ Matrix = np.ndarray[Any, np.dtype[np.float64]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 TOLERANCE = 1e-9
-ROUNDING = 1e-12
 SCHEMES = ("uniform", "metropolis")
 MOST_STEPS = 2000
 """Steps for which ``least_weight`` follows push-sum weights."""

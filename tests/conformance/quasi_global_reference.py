@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvd_async.algorithms.gossip.config import SMOOTHING
-from tests.conformance.gossip_reference import Outcome, Problem
+from tests.conformance.gossip_reference import Problem
 from tests.conformance.reference import Array, State
 
 
@@ -39,7 +39,3 @@ class Corrected:
             pull = SMOOTHING.strength * (half - weight * z) / rate
             self._corrections[rank] = SMOOTHING.memory * self._corrections[rank] + (1 - SMOOTHING.memory) * pull
         return self._corrections[rank]
-
-    def momenta(self, outcome: Outcome) -> Array:
-        """Return those after the last step, a row a rank."""
-        return np.array([own.first + self.corrections(i, outcome.path[i][-1]) for i, own in enumerate(outcome.states)])

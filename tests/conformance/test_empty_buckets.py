@@ -11,7 +11,6 @@ import torch
 from hvd_async.testing import Cluster
 from tests.conformance.eager_ranks import KERAS, KERAS_GRAPH, NAN, TINY, TORCH
 
-keras_sgd = keras.optimizers.SGD
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
 EMPTY = [(), (0,), (1,), (0, 1), ()]
 """For each step, the buckets that are empty on all ranks. In the last one a bucket is empty on one rank only."""

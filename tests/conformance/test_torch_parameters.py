@@ -15,7 +15,6 @@ from hvd_async.testing import Cluster
 from tests.conformance.cases import Case
 from tests.conformance.torch_ranks import TINY, TorchTrainer, flat, hand_overs, plain
 
-MOMENTUM = Case("momentum", "sgd", 0.05, momentum=0.9)
 UNIT = Case("unit", "sgd", 1.0)
 
 

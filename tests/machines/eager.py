@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
@@ -281,14 +280,3 @@ class EagerDrive(Drive):
         if any(number in ledger.arrivals.get((b, ledger.fired[b] + 1), {}) for b in range(buckets)):
             moves.append(Finished(0, many))
         return moves
-
-
-def driven(job: EagerJob, **changes: Any) -> EagerDrive:
-    """Run a job, with some of it changed, and return what happened."""
-    found: EagerDrive = EagerDrive(dataclasses.replace(job, **changes)).run()
-    return found
-
-
-def uneven(steps: Sequence[int], **own: Any) -> EagerJob:
-    """Return a job of this many steps of each rank and a drain."""
-    return eager(*(f"{count} drain" for count in steps), **own)

@@ -239,9 +239,3 @@ class GossipDrive(Drive):
         if number in ledger.waiting() and not ledger.continues:
             moves += [AverageEntered(0, ledger.average + 1, [1.0]), Finished(0, [10**6])]
         return moves
-
-
-def driven(job: GossipJob, **changes: Any) -> GossipDrive:
-    """Run a job, with some of it changed, and return what happened."""
-    found: GossipDrive = GossipDrive(dataclasses.replace(job, **changes)).run()
-    return found

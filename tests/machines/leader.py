@@ -153,9 +153,3 @@ def check_taken(log: list[Any]) -> None:
             landed.clear()
         elif kind == "drained":
             landed.clear()
-
-
-def driven(job: LeaderJob, **changes: Any) -> LeaderDrive:
-    """Run a job, with some of it changed, and return what happened."""
-    found: LeaderDrive = LeaderDrive(dataclasses.replace(job, **changes)).run()
-    return found
