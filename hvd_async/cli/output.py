@@ -18,6 +18,8 @@ from hvd_async.traces.format import Times, Trace
 
 WIDTH = 110
 """Width of wrapped text, characters."""
+SHOWN = 30
+"""Number of steps in a picture of several runs."""
 CLOSING = {
     Verdict.OK: "hvd_async will work here.",
     Verdict.NOTE: "jobs will work here; the notes say what could be better.",
@@ -131,13 +133,12 @@ def draw(trace: Trace, file: Path, first: int = 0, steps: int = 20) -> None:
     _save(figure, axes, file)
 
 
-def draw_modes(traces: Mapping[str, Trace], file: Path, steps: int = 30) -> None:
-    """Draw the first steps of several runs below each other, as ``draw`` does, over the same seconds.
+def draw_modes(traces: Mapping[str, Trace], file: Path) -> None:
+    """Draw the first ``SHOWN`` steps of several runs below each other, as ``draw`` does, over the same seconds.
 
     Args:
         traces: runs by title.
         file: to write.
-        steps: number of steps.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -150,9 +151,9 @@ def draw_modes(traces: Mapping[str, Trace], file: Path, steps: int = 30) -> None
     figure = Figure(figsize=(12, 0.6 + height), layout="constrained")
     several = figure.subplots(len(traces), sharex=True)
     for axes, (title, trace) in zip(several, traces.items(), strict=True):
-        _draw_steps(axes, trace, 0, min(steps, trace.steps))
+        _draw_steps(axes, trace, 0, min(SHOWN, trace.steps))
         axes.set_title(title, loc="left")
-    several[-1].set_xlabel(f"s; the first {steps} steps (white lines: ends of steps)")
+    several[-1].set_xlabel(f"s; the first {SHOWN} steps (white lines: ends of steps)")
     _save(figure, several[-1], file)
 
 

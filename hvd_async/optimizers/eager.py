@@ -238,19 +238,15 @@ class EagerDriver(Driver):
     def finish(self, worker: EagerWorker, flush: bool) -> None:
         """End a drain (``flush``) or a cut. A collective.
 
-        A drain also compares the replicas, since user code may have changed one of them.
+        A drain also compares the replicas, since user code may have changed one of them, and warns of gradients since
+        the last one that were not finite, unless an adaptive scale looks for these.
 
         Raises:
             ReplicaMismatchError: replicas differ.
         """
         self.replica.finish(worker, flush)
-        if flush:
-            self._warn_of_skipped(worker)
-            self.unify_buffers()
-            worker.compare(*self.fingerprint(), "drain()")
-
-    def _warn_of_skipped(self, worker: EagerWorker) -> None:
-        """Warn about gradients since the last drain that were not finite, unless an adaptive scale looks for these."""
+        if not flush:
+            return
         before, self._skipped = self._skipped, worker.stats().gradients_skipped
         if self._skipped > before and not self.replica.scaled:
             warnings.warn(
@@ -259,6 +255,8 @@ class EagerDriver(Driver):
                 f"nonfinite='raise' stops there",
                 stacklevel=users_line(),
             )
+        self.unify_buffers()
+        worker.compare(*self.fingerprint(), "drain()")
 
     def discard(self) -> None:
         super().discard()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import os
 import threading
 import weakref
@@ -56,6 +55,11 @@ class Driver(Protocol):
         """Drain all optimizers of the process, of all process sets; return the rank that finished last."""
 
 
+def live(held: weakref.WeakValueDictionary[int, Any]) -> list[Any]:
+    """Return the live values, in the order in which they were added, also while another thread adds one."""
+    return [value for reference in held.valuerefs() if (value := reference()) is not None]
+
+
 class Lifecycle:
     """Engine of a binding, started on first use. The engine of ``use_engine`` takes precedence.
 
@@ -83,7 +87,6 @@ class Lifecycle:
         self._engine: Engine | None = None
         self._controls: tuple[Control, ...] = ()
         self._wrapped: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._numbers = itertools.count()
         self._hooked = self._forked = False
         self.elastic = False
 
@@ -185,12 +188,11 @@ class Lifecycle:
 
     def add(self, optimizer: Any) -> None:
         """Record a wrapped optimizer, by a weak reference."""
-        self._wrapped[next(self._numbers)] = optimizer
+        self._wrapped[id(optimizer)] = optimizer
 
     def wrapped(self) -> list[Any]:
         """Return the live wrapped optimizers of this process, in the order in which they were wrapped."""
-        references = self._wrapped.valuerefs()  # (a list: another thread may wrap one meanwhile)
-        return [optimizer for reference in references if (optimizer := reference()) is not None]
+        return live(self._wrapped)
 
     def join(self) -> int | None:
         """Drain every optimizer of this process.

@@ -29,10 +29,10 @@ INSTALLED = [f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packa
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
-def printable(text: str, longest: int = LONGEST) -> str:
+def printable(text: str) -> str:
     """Return ``text`` as one line of bounded length, without control characters."""
-    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:longest])
-    return line if len(line) <= longest and len(text) <= longest else f"{line[:longest]} [...]"
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: LONGEST + 1])
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]} [...]"
 
 
 class _Writer:

@@ -66,14 +66,7 @@ BINDING = Binding(hvd, LIFECYCLE, Compression)
 
 
 def check_backend(error: type[Exception] = ValueError) -> None:
-    """Refuse Keras on another backend than TensorFlow.
-
-    Args:
-        error: the class of the error: ``ImportError`` while a module is imported.
-
-    Raises:
-        Exception: of the class ``error``, if Keras runs on another backend.
-    """
+    """Raise an error of this class (``ImportError`` in an import) if Keras runs on another backend than TensorFlow."""
     backend = keras.config.backend()
     if backend != "tensorflow":
         raise error(

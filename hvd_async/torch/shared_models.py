@@ -26,6 +26,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvd_async.errors import NotInitializedError, ReplicaStateError
+from hvd_async.runtime.lifecycle import live
 from hvd_async.runtime.log import users_line
 from hvd_async.torch.collectives import LIFECYCLE
 from hvd_async.torch.tensors import checksum, is_plain, signature
@@ -40,11 +41,6 @@ OPTIMIZERS: Mapping[str, str] = {
     "PostLocalSGDOptimizer": "averages the weights over ranks",
 }
 """Optimizers of ``torch.distributed.optim`` that communicate, and what they do."""
-
-
-def _live(modules: weakref.WeakValueDictionary[int, torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return the live ones of these modules, also while another thread makes modules."""
-    return [module for reference in modules.valuerefs() if (module := reference()) is not None]
 
 
 def _kind(module: Any) -> str | None:
@@ -106,7 +102,7 @@ def cause(parameters: Sequence[torch.Tensor], wrapper: str) -> str | None:
 
 def _around(parameters: set[int]) -> str | None:
     """Return the name of ``AVERAGING`` of a module around some of these parameters, given by their ids."""
-    around = (each for each in _live(found.modules) if not parameters.isdisjoint(map(id, each.parameters())))
+    around = (each for each in live(found.modules) if not parameters.isdisjoint(map(id, each.parameters())))
     return next((_kind(each) for each in around), None)
 
 
@@ -131,7 +127,7 @@ def _sharded(optimizer: torch.optim.Optimizer) -> str | None:
     lost = [place for place in _watched[optimizer].places if not place.holds()]
     modules = [module for place in lost if (module := place.module()) is not None]
     sharded = any(_is_distributed(own) for module in modules for own in module._parameters.values())
-    if not sharded and not (modules and any(_kind(each) == AVERAGING[1] for each in _live(found.modules))):
+    if not sharded and not (modules and any(_kind(each) == AVERAGING[1] for each in live(found.modules))):
         return None
     return (
         "the model was sharded by FSDP or tensor parallelism after its optimizer had been made, whose parameters are "
@@ -214,7 +210,7 @@ def watch(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) 
     trained = set(map(id, _parameters(optimizer)))
     own.places = [
         _Place(weakref.ref(module), name, id(held))
-        for module in _live(_known.modules)
+        for module in live(_known.modules)
         for name, held in module._parameters.copy().items()
         if id(held) in trained
     ]
