@@ -21,15 +21,15 @@ LIMITS = {
 A change that lowers a size lowers its limit too; one that raises a limit says in its commit why the size has to grow.
 """
 CORE = {
-    "algorithms": 0,
-    "monitor": 0,
-    "optimizers": 0,
-    "runtime": 0,
-    "tensorflow": 0,
-    "torch": 0,
-    "traces": 0,
+    "algorithms": 68_840,
+    "monitor": 5_670,
+    "optimizers": 17_050,
+    "runtime": 34_750,
+    "tensorflow": 30_225,
+    "torch": 45_855,
+    "traces": 4_630,
 }
-APPLICATIONS = {"advisor": 0, "cli": 0, "doctor": 0, "runner": 0, "simulation": 0}
+APPLICATIONS = {"advisor": 5_105, "cli": 4_360, "doctor": 7_660, "runner": 15_140, "simulation": 7_040}
 """Tokens of code that each package may have. A change that raises one says in a comment behind it what for."""
 
 
