@@ -4,71 +4,45 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 import torch
 
 import hvd_async.tensorflow.elastic as keras_elastic
-import hvd_async.tensorflow.keras as hvd_keras
 import hvd_async.torch as hvd_torch
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
 from tests.conformance.elastic_board import Board, Exchange, among_others, over_a_board, trained
+from tests.conformance.model_ranks import KerasModel, TorchModel
 
-GAMMA = 0.9
+GAMMA, ONES = 0.9, np.ones((1, 2))
 
 
-class TorchJob:
+class TorchJob(TorchModel):
     """One rank's script in torch."""
 
-    def __init__(self, wrapper: str = "GossipOptimizer", make: Any = torch.optim.SGD, **options: Any) -> None:
-        self.model = torch.nn.Linear(2, 1, bias=False)
-        torch.nn.init.ones_(self.model.weight)
-        plain = make(self.model.parameters(), lr=0.1)
-        self.opt: Any = getattr(hvd_torch, wrapper)(plain, **options)
+    def __init__(self, wrapper: str = "GossipOptimizer", **options: Any) -> None:
+        super().__init__(wrapper, np.ones((2, 1)), **options)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.opt, GAMMA)
         self.state = hvd_torch.elastic.TorchState(model=self.model, optimizer=self.opt, schedule=self.schedule, batch=0)
 
-    def backward(self) -> None:
-        self.model(torch.ones(1, 2)).pow(2).sum().backward()
-
     def step(self) -> None:
-        self.opt.zero_grad()
-        self.backward()
-        self.opt.step()
+        self.take(ONES)
         self.schedule.step()
         self.state.batch += 1
 
-    def rate(self) -> float:
-        return float(self.opt.param_groups[0]["lr"])
 
-    def weights(self) -> Any:
-        return self.model.weight.detach().numpy().reshape(-1).copy()
-
-
-class KerasJob:
+class KerasJob(KerasModel):
     """The same in Keras, with a schedule that multiplies the rate."""
 
     def __init__(self, wrapper: str = "GossipOptimizer", **options: Any) -> None:
-        self.model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False, name="dense")])
-        self.model.layers[0].kernel.assign(np.ones((2, 1)))
-        self.opt: Any = getattr(hvd_keras, wrapper)(keras.optimizers.SGD(0.1), **options)
-        self.opt.build(self.model.trainable_variables)
+        super().__init__(wrapper, np.ones((2, 1)), **options)
         self.state = keras_elastic.TensorFlowKerasState(self.model, self.opt, batch=0)
 
     def step(self) -> None:
-        (variable,) = self.model.trainable_variables
-        self.opt.apply([tf.convert_to_tensor(variable) * 2.0], [variable])
-        self.opt.learning_rate = self.rate() * GAMMA
+        self.take(ONES)
+        self.set_rate(GAMMA * self.rate())
         self.state.batch += 1
-
-    def rate(self) -> float:
-        return float(self.opt.learning_rate)
-
-    def weights(self) -> Any:
-        return np.asarray(self.model.trainable_variables[0]).reshape(-1).copy()
 
 
 @pytest.fixture(autouse=True)
@@ -180,8 +154,8 @@ def test_a_new_rank_gets_the_backward_passes_of_a_step():
 
     def twice(one: Any) -> None:
         one.opt.zero_grad()
-        one.backward()
-        one.backward()
+        one.backward(ONES)
+        one.backward(ONES)
         one.opt.step()
 
     def proceed(rank: int, one: Any) -> Any:
@@ -200,7 +174,7 @@ def test_a_new_rank_gets_the_backward_passes_of_a_step():
 # -- what is counted across a membership change ------------------------------------------------------------------------
 
 
-class TwoBuckets(TorchJob):
+class TwoBuckets:
     """One rank's script with two parameters in a bucket each."""
 
     def __init__(self) -> None:
@@ -247,10 +221,10 @@ def test_a_commit_between_two_passes_is_refused_in_torch():
         one.state.sync()
         one.opt.drain()  # the ranks meet
         one.opt.zero_grad()
-        one.backward()
+        one.backward(ONES)
         with pytest.raises(ReplicaStateError, match=r"commit\(\) after 1 backward pass.*Call it after step\(\)"):
             one.state.commit()
-        one.backward()
+        one.backward(ONES)
         one.opt.step()
         one.state.commit()
         one.opt.zero_grad()
@@ -272,20 +246,16 @@ def test_passes_before_a_change_of_the_ranks_count_in_keras(wrapper, options, tw
     def make() -> Any:
         return KerasJob(wrapper, backward_passes_per_step=passes, **options)
 
-    def apply(one: Any, gradient: float) -> None:
-        (variable,) = one.model.trainable_variables
-        one.opt.apply([tf.fill((2, 1), gradient)], [variable])
-
     def first(rank: int) -> Any:
         one = make()
         one.state.sync()
         for gradient in (1.0, 1.0, 1.0, 10.0):  # a step, and a pass of the next
-            apply(one, gradient)
+            one.apply(np.full((2, 1), gradient))
         return one
 
     def rest(rank: int, one: Any) -> Any:
         for gradient in (100.0, 1000.0):
-            apply(one, gradient)
+            one.apply(np.full((2, 1), gradient))
         one.opt.drain()
         return one.weights().tolist()
 

@@ -22,6 +22,7 @@ import torch
 
 import hvd_async.tensorflow.keras
 import hvd_async.torch
+from hvd_async.algorithms.gossip.config import ALGORITHMS as GOSSIP
 from hvd_async.testing import Cluster
 from tests.conformance import gossip_reference, keras_ranks, leader_drive, torch_ranks
 from tests.conformance.cases import CASES, Case
@@ -115,7 +116,7 @@ class Rank:
         self.problem, self.rank = problem, rank
         self.following = own if self.leads else dataclasses.replace(own, loss_of=lambda *_: None)
         self.path: list[Array] = []
-        given = own.options() if self.leads else {}
+        given = own.options() if self.leads and following is not None else {}
         self.opt = self._wrap(make, normed, getattr(self.hvd, wrapper), {**given, **options})
         self.assign(problem.start[rank])
 
@@ -233,8 +234,10 @@ class TorchRank(Rank):
 
     def take(self, gradient: Any, loss: Any = None, mean: Any = None) -> None:
         parts = torch.as_tensor(np.asarray(gradient, np.float64)).split((2, 4))
+        self.opt.zero_grad()
         for parameter, part in zip(self.parameters, parts, strict=True):
-            parameter.grad = part.view_as(parameter).to(parameter.dtype) if parameter.requires_grad else None
+            if parameter.requires_grad:
+                torch.autograd.backward(parameter, part.view_as(parameter).to(parameter.dtype))
         if mean is not None:
             self.set_statistics(mean, 10 * np.asarray(mean))
         if loss is not None:
@@ -383,3 +386,13 @@ TORCH, KERAS = pytest.param(TorchRank, id="torch"), pytest.param(KerasRank, id="
 KERAS_GRAPH = pytest.param(KerasGraphRank, id="keras-graph")
 both = pytest.mark.parametrize("binding", [TORCH, KERAS])
 also_graph = pytest.mark.parametrize("binding", [TORCH, KERAS, KERAS_GRAPH])
+ALGORITHMS: list[tuple[str, dict[str, Any]]] = [
+    *(("GossipOptimizer", {"algorithm": name}) for name in GOSSIP),
+    ("LeaderOptimizer", {"algorithm": "lsgd", "group": 1}),
+    ("LeaderOptimizer", {"algorithm": "easgd"}),
+    ("EagerOptimizer", {"quorum": "solo"}),
+    ("EagerOptimizer", {"quorum": "all"}),
+]
+every_algorithm = pytest.mark.parametrize(
+    ("wrapper", "options"), ALGORITHMS, ids=["-".join(map(str, options.values())) for _, options in ALGORITHMS]
+)
