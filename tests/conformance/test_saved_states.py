@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from tests.conformance.elastic_board import Board, Exchange, over_a_board
 from tests.conformance.gossip_ranks import DILOCO, EXACT, LOCAL, PAIRED, SLOWMO
 from tests.conformance.model_ranks import KerasModel, TorchModel
 from tests.conformance.torch_ranks import flat
-from tests.conformance.weight_ranks import KerasRank, Rank, TorchRank, both, values
+from tests.conformance.weight_ranks import KerasRank, TorchRank, both, values
 from tests.conftest import LONG_RUN
 from tests.covering import covering
 
@@ -143,43 +143,7 @@ def test_a_step_that_makes_a_state_is_none(mode, optimizer, call, ranks, before)
 # -- averages of schedule-free optimizers -------------------------------------------------------------------------
 
 
-class ScheduleFree(torch.optim.Optimizer):
-    """SGD without a schedule (Defazio et al., 2024, with beta = 0.9), as its authors' package has it: the weights are y
-    while it trains, and x in between."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.05, "k": 0})
-
-    def eval(self) -> None:
-        self._move(1 - 1 / 0.9)
-
-    def train(self) -> None:
-        self._move(0.1)
-
-    @torch.no_grad()
-    def _move(self, weight: float) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if "z" in self.state[p]:
-                    p.lerp_(self.state[p]["z"], weight)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["k"] += 1
-            for p in group["params"]:
-                z = self.state[p].setdefault("z", p.clone())
-                p.lerp_(z, 1 / group["k"])
-                p.add_(p.grad, alpha=group["lr"] * (0.9 * (1 - 1 / group["k"]) - 1))
-                z.sub_(p.grad, alpha=group["lr"])
-
-
 MIXED = [mode for mode in MODES if mode not in ("all", "solo")]
-
-
-def schedule_free(binding: type[Rank]) -> Callable[[Any], Any]:
-    """Return what makes a schedule-free optimizer of parameters."""
-    return ScheduleFree if binding is TorchRank else lambda _: keras.optimizers.ScheduleFreeAdamW(0.1)
 
 
 @both
@@ -189,7 +153,7 @@ def test_averages_of_a_schedule_free_optimizer_agree_after_a_drain(binding, mode
 
     def train(rank: int) -> Any:
         problem = binding.least_squares(2)
-        one = binding(problem, rank, wrapper=wrapper, make=schedule_free(binding), **options).train(4 + rank)
+        one = binding(problem, rank, wrapper=wrapper, make=binding.schedule_free, **options).train(4 + rank)
         one.opt.drain()
         if binding is TorchRank:
             one.opt.eval()
@@ -205,7 +169,7 @@ def test_schedule_free_optimizers_work_on_biased_weights(binding):
     """On a star the push-sum weights are not 1. Without gradients nothing moves."""
 
     def train(rank: int) -> Any:
-        one = binding(binding.least_squares(3), rank, make=schedule_free(binding), algorithm="sgp", topology="star")
+        one = binding(binding.least_squares(3), rank, make=binding.schedule_free, algorithm="sgp", topology="star")
         one.assign(np.ones(6))
         if binding is KerasRank:
             for v, z in zip(one.parameters, one.opt._momentums, strict=True):

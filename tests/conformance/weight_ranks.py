@@ -77,6 +77,7 @@ class Rank:
     Attributes:
         framework, graph: the binding's, and whether a step is a graph.
         hvd, horovod: modules.
+        schedule_free: makes a schedule-free optimizer of parameters.
         process_set: makes a set of ranks.
         opt: wrapped.
         before: the weights with which the last step began.
@@ -88,6 +89,7 @@ class Rank:
     hvd: ClassVar[Any]
     horovod: ClassVar[Any]
     process_set = torch_ranks.ProcessSet
+    schedule_free: Any
     parameters: list[Any]
     _wrap: Any
     take: Any
@@ -204,6 +206,37 @@ class Rank:
         return self
 
 
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD without a schedule (Defazio et al., 2024, with beta = 0.9), as its authors' package has it: the weights are y
+    while it trains, and x in between."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05, "k": 0})
+
+    def eval(self) -> None:
+        self._move(1 - 1 / 0.9)
+
+    def train(self) -> None:
+        self._move(0.1)
+
+    @torch.no_grad()
+    def _move(self, weight: float) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "z" in self.state[p]:
+                    p.lerp_(self.state[p]["z"], weight)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, 1 / group["k"])
+                p.add_(p.grad, alpha=group["lr"] * (0.9 * (1 - 1 / group["k"]) - 1))
+                z.sub_(p.grad, alpha=group["lr"])
+
+
 class TorchRank(Rank):
     """A rank in torch.
 
@@ -227,6 +260,8 @@ class TorchRank(Rank):
             options = {"named_buffers": self.norm.named_buffers()} | options
         plain = torch_ranks.plain(self.problem.case, self.parameters) if make is None else make(self.parameters)
         return wrapper(plain, **options)
+
+    schedule_free = ScheduleFree
 
     @classmethod
     def plain(cls) -> Any:
@@ -313,6 +348,10 @@ class KerasRank(Rank):
         if loss is not None:
             self.opt.record_loss(loss)
         self.opt.apply(gradients, self.parameters)
+
+    @staticmethod
+    def schedule_free(parameters: Any) -> Any:
+        return keras.optimizers.ScheduleFreeAdamW(0.1)
 
     @classmethod
     def plain(cls) -> Any:
