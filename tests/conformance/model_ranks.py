@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -22,15 +24,25 @@ class TorchModel:
         wrapper: name of the factory, which is given the options.
         start: weights to begin with, inputs x outputs.
         momentum: of SGD.
+        make: makes another optimizer of the parameters.
     """
 
-    def __init__(self, wrapper: str, start: Any, momentum: float = 0.0, **options: Any) -> None:
-        self.wrapper, self.options = wrapper, options
+    def __init__(
+        self,
+        wrapper: str,
+        start: Any,
+        momentum: float = 0.0,
+        make: Callable[[Any], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.wrapper = wrapper
         self.model = torch.nn.Linear(*np.shape(start), bias=False)
         with torch.no_grad():
             self.model.weight.copy_(torch.as_tensor(start.T))
-        plain = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=momentum)
-        self.opt: Any = getattr(hvd_torch, wrapper)(plain, self.model.named_parameters(), **options)
+        make = make or functools.partial(torch.optim.SGD, lr=0.1, momentum=momentum)
+        self.opt: Any = getattr(hvd_torch, wrapper)(
+            make(self.model.parameters()), self.model.named_parameters(), **options
+        )
 
     def backward(self, inputs: Any) -> None:
         """Add a gradient: outputs should be 0."""
