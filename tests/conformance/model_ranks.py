@@ -39,10 +39,8 @@ class TorchModel:
         self.model = torch.nn.Linear(*np.shape(start), bias=False)
         with torch.no_grad():
             self.model.weight.copy_(torch.as_tensor(start.T))
-        make = make or functools.partial(torch.optim.SGD, lr=0.1, momentum=momentum)
-        self.opt: Any = getattr(hvd_torch, wrapper)(
-            make(self.model.parameters()), self.model.named_parameters(), **options
-        )
+        plain = (make or functools.partial(torch.optim.SGD, lr=0.1, momentum=momentum))(self.model.parameters())
+        self.opt: Any = getattr(hvd_torch, wrapper)(plain, self.model.named_parameters(), **options)
 
     def backward(self, inputs: Any) -> None:
         """Add a gradient: outputs should be 0."""
