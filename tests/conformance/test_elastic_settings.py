@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,30 @@ def _over_a_board():
         yield
 
 
+def changed(
+    sizes: tuple[int, int],
+    make: Callable[[], Any],
+    before: Callable[[int, Any], object],
+    after: Callable[[int, Any], Any],
+) -> list[Any]:
+    """Return what comes of ranks after a membership change, new ones among them.
+
+    Args:
+        sizes: numbers of ranks before and after it.
+        make: makes a rank's job.
+        before, after: have it train.
+    """
+
+    def begun(rank: int) -> Any:
+        job = make()
+        job.state.sync()
+        before(rank, job)
+        return job
+
+    old, new = sizes
+    return among_others(new, trained(old, begun)[:new], make, after)
+
+
 KINDS = [
     ("GossipOptimizer", {"algorithm": "adpsgd", "max_local_steps": 50}),
     ("EagerOptimizer", {"quorum": "solo"}),
@@ -64,16 +89,10 @@ both = pytest.mark.parametrize("job", [TorchJob, KerasJob], ids=["torch", "keras
 def test_a_schedules_position_brings_its_learning_rate(job, wrapper, options):
     """One rank was far behind; a third is new. All continue at the rate that the position they took stands for."""
 
-    def make() -> Any:
-        return job(wrapper, **options)
-
-    def behind(rank: int) -> Any:
-        one = make()
-        one.state.sync()
+    def behind(rank: int, one: Any) -> None:
         one.opt._async.worker_now()
         for _ in range(3 if rank else 9):
             one.step()
-        return one
 
     def rates(rank: int, one: Any) -> tuple[int, float, float]:
         before = one.rate()
@@ -81,9 +100,7 @@ def test_a_schedules_position_brings_its_learning_rate(job, wrapper, options):
         one.opt.drain()
         return one.state.batch, before, one.rate()
 
-    jobs = trained(2, behind)
-    seen = among_others(3, jobs, make, rates)
-    for batch, before, after in seen:
+    for batch, before, after in changed((2, 3), lambda: job(wrapper, **options), behind, rates):
         assert batch == 10
         assert before == pytest.approx(0.1 * GAMMA**9)
         assert after == pytest.approx(0.1 * GAMMA**10)
@@ -95,12 +112,9 @@ def test_whole_hosts_leave_and_join(job, algorithm):
     def make() -> Any:
         return job(algorithm=algorithm, hierarchical=2, average_every=3)
 
-    def before(rank: int) -> Any:
-        one = make()
-        one.state.sync()
+    def before(rank: int, one: Any) -> None:
         for _ in range(4):
             one.step()
-        return one
 
     def after(rank: int, one: Any) -> list[bytes]:
         path = [(one.step(), one.weights().tobytes())[1] for _ in range(4)]
@@ -108,7 +122,7 @@ def test_whole_hosts_leave_and_join(job, algorithm):
         return path
 
     for size in (2, 6):
-        paths = among_others(size, trained(4, before)[:size], make, after)
+        paths = changed((4, size), make, before, after)
         assert paths[::2] == paths[1::2]
 
 
@@ -117,15 +131,12 @@ def test_a_new_rank_gets_the_algorithm_that_was_switched_to(job):
     def make() -> Any:
         return job(algorithm="sgp", peers={0: 1, 2: 1}, schedule={0: "allreduce", 1: "sgp"})
 
-    def switched(rank: int) -> Any:
-        one = make()
-        one.state.sync()
+    def switched(rank: int, one: Any) -> None:
         one.opt.set_epoch(1)
         one.step()
         one.opt.switch(algorithm="slowmo", average_every=2, outer_lr=0.5, max_staleness=0)
         for _ in range(4):
             one.step()
-        return one
 
     def proceed(rank: int, one: Any) -> Any:
         settings, rounds = one.opt.settings, one.opt.rounds
@@ -135,22 +146,16 @@ def test_a_new_rank_gets_the_algorithm_that_was_switched_to(job):
         one.opt.drain()
         return settings, rounds, one.weights().tolist()
 
-    seen = among_others(3, trained(2, switched), make, proceed)
+    seen = changed((2, 3), make, switched, proceed)
     assert seen[0][0]["algorithm"] == "slowmo"
     assert seen[2] == seen[0] == seen[1]
     assert seen[2][1] >= 2  # rounds continue from those of the weights that it took
 
 
 def test_a_new_rank_gets_the_backward_passes_of_a_step():
-    def make() -> Any:
-        return TorchJob("EagerOptimizer", quorum="all")
-
-    def said_later(rank: int) -> Any:
-        one = make()
-        one.state.sync()
+    def said_later(rank: int, one: Any) -> None:
         one.opt.set_backward_passes_per_step(2)
         twice(one)
-        return one
 
     def twice(one: Any) -> None:
         one.opt.zero_grad()
@@ -164,7 +169,7 @@ def test_a_new_rank_gets_the_backward_passes_of_a_step():
         one.opt.drain()
         return one.weights().tolist()
 
-    seen = among_others(3, trained(2, said_later), make, proceed)
+    seen = changed((2, 3), lambda: TorchJob("EagerOptimizer", quorum="all"), said_later, proceed)
     weights = np.ones(2)  # a plain run: every rank has the same gradient, in each of two passes
     for _ in range(3):
         weights = weights - 0.1 * 2 * 2 * weights.sum() * np.ones(2)
@@ -193,13 +198,10 @@ class TwoBuckets:
 def test_gradients_are_counted_by_bucket_across_a_change_of_the_ranks():
     """A bucket that lacks one before the change and another that lacks one after it: 3 gradients each, not 2 and 2."""
 
-    def before(rank: int) -> Any:
-        one = TwoBuckets()
-        one.state.sync()
+    def before(rank: int, one: Any) -> None:
         for spoilt in (0, None):
             one.take(spoilt)
         one.opt.drain()
-        return one
 
     def after(rank: int, one: Any) -> tuple[int, int]:
         for spoilt in (1, None):
@@ -207,7 +209,7 @@ def test_gradients_are_counted_by_bucket_across_a_change_of_the_ranks():
         one.opt.drain()
         return one.opt.stats().gradients_produced, one.opt.stats().gradients_applied
 
-    assert among_others(2, trained(2, before), TwoBuckets, after) == [(3, 6)] * 2
+    assert changed((2, 2), TwoBuckets, before, after) == [(3, 6)] * 2
 
 
 # -- a commit between two passes of a step -----------------------------------------------------------------------------
