@@ -65,9 +65,10 @@ def test_consensus_shows_what_a_drain_would_leave(binding, following):
     def train(rank: int) -> tuple[Any, ...]:
         one = binding(binding.least_squares(4), rank, following).train(5 + rank)
         one.opt.cut()
-        own, center = one.weights(), np.asarray(one.worker().center, np.float64)
+        own = one.weights()
         with one.opt.consensus():
             shown = one.weights()
+        center = np.asarray(one.worker().center, np.float64)  # (on a late plane it has not come before)
         one.opt.drain()
         drained = one.weights()
         one.train(3).opt.drain()  # training continues
