@@ -149,24 +149,15 @@ def test_a_state_with_pending_gradients_goes_to_its_own_rank_and_size_and_bucket
 
 
 @both
-@pytest.mark.parametrize(
-    ("options", "allowed"),
-    [({}, False), ({"quorum": 1}, False), ({"quorum": "all"}, True), ({"max_staleness": 0}, True)],
-)
-def test_a_state_in_mid_training(binding, options, allowed):
+@pytest.mark.parametrize("options", [{"quorum": "all"}, {"max_staleness": 0}])
+def test_a_state_in_mid_training_lacks_nothing_where_no_gradient_is_late(binding, options):
+    """(In other jobs it is refused: ``test_weights_resume``.)"""
+
     def train(rank: int) -> None:
         trainer = binding.trainer(SGD, **options)
-        fresh = trainer.saved()
         trainer.train(rank, range(3))
-        if allowed:
-            assert not any(pending(trainer.saved()))
-        else:
-            with pytest.raises(ReplicaStateError, match=r"would be lost.*[Cc]all drain\(\).*cut\(\)"):
-                trainer.saved()
-            with pytest.raises(ReplicaStateError, match=r"call drain\(\) before loading"):
-                trainer.load(fresh)
+        assert not any(pending(trainer.saved()))
         trainer.opt.drain()
-        trainer.saved()
 
     Cluster(2).run(train)
 
