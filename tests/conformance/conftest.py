@@ -31,8 +31,8 @@ def quick_garbage_collection() -> None:
 LATE = {
     *("test_eager", "test_eager_promises", "test_eager_options", "test_eager_resume", "test_empty_buckets"),
     *("test_torch_overlap", "test_torch_synchronize", "test_torch_ends", "test_extrapolation", "test_crossings"),
-    *("test_gossip", "test_gossip_ends", "test_gossip_resume", "test_gossip_switch"),
-    *("test_leader", "test_leader_ends", "test_leader_losses", "test_leader_resume"),
+    *("test_gossip", "test_gossip_ends", "test_gossip_switch", "test_weights_resume"),
+    *("test_leader", "test_leader_ends", "test_leader_losses"),
 }
 """Modules whose tests pass on a late plane. Others count calls in lockstep."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,31 +17,6 @@ from tests.conformance.reference import Array
 TIMEOUT = 30.0
 
 
-class Trainer(Protocol):
-    """One rank's model and wrapped optimizer.
-
-    Attributes:
-        opt: with ``drain()`` and ``stats()``.
-        rank: its place among the ranks that share the optimizer.
-        following: whom it follows, and how.
-        path: what the model held after each step.
-    """
-
-    opt: Any
-    rank: int
-    following: Following
-    path: list[Array]
-
-    def worker(self) -> LeaderWorker:
-        """The optimizer's; the first call meets the other ranks."""
-
-    def step(self) -> None:
-        """Compute a gradient, record a loss and step."""
-
-    def weights(self) -> Array:
-        """Flat, float64."""
-
-
 class Seen:
     """Record of one rank, which meets the others here.
 
@@ -52,12 +27,12 @@ class Seen:
         stats: at the end.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Any) -> None:
         self.path, self.drained, self.stats = trainer.path, np.zeros(0), LeaderStats()
         self.log: list[Any] = []
         trainer.worker().log = self.log
 
-    def drain(self, trainer: Trainer) -> Seen:
+    def drain(self, trainer: Any) -> Seen:
         """End the run by a drain."""
         trainer.opt.drain()
         self.drained, self.stats = trainer.weights(), trainer.opt.stats()
@@ -105,7 +80,7 @@ def in_step(trainer: Any, steps: int, first: int = 0) -> None:
     """Take steps, and after each wait until the pulls that are due have landed.
 
     Args:
-        trainer: a ``Trainer``.
+        trainer: a ``weight_ranks.Rank``.
         first: pulls that the optimizer does not count: those of an earlier job.
     """
     for _ in range(steps):
@@ -113,13 +88,8 @@ def in_step(trainer: Any, steps: int, first: int = 0) -> None:
         wait_for_pulls(trainer.worker(), trainer.following.pulls(trainer.rank, len(trainer.path)) - first)
 
 
-def renumbered(log: Sequence[Any], before: int) -> list[Any]:
-    """A log whose steps count from those before an earlier drain, as the reference has it: from 1."""
-    return [(entry[0], entry[1] - before, *entry[2:]) if entry[0] in ("taken", "shown") else entry for entry in log]
-
-
 def run(
-    make: Callable[[int], Trainer],
+    make: Callable[[int], Any],
     steps: int | Sequence[int],
     cluster: Cluster,
     together: bool = False,
@@ -128,7 +98,7 @@ def run(
     """Train on all ranks, and drain.
 
     Args:
-        make: a rank's trainer.
+        make: makes a ``weight_ranks.Rank``.
         steps: of each rank, or of all.
         together: no rank continues before the pulls that its step has made due have landed, so that nothing is left to
             chance.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +11,9 @@ import tensorflow as tf
 
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
-from tests.conformance.simple_ranks import ALGORITHMS, KerasRank, TorchRank
+from tests.conformance.weight_ranks import ALGORITHMS, KerasGraphRank, KerasRank, TorchRank, both
 from tests.conftest import LONG_RUN
 
-GRAPH = functools.partial(KerasRank, graph=True)
 GRAPHS = [ALGORITHMS[0], *ALGORITHMS[-3:]]
 """The ones that have a kind of step of their own."""
 
@@ -38,16 +36,14 @@ CALLS: list[Callable[[Any], object]] = [
     ("made", "wrapper", "options"),
     [
         pytest.param(made, *algorithm, id=f"{name}-{'-'.join(map(str, algorithm[1].values()))}")
-        for name, made in (("torch", TorchRank), ("keras", KerasRank), ("keras-graph", GRAPH))
+        for name, made in (("torch", TorchRank), ("keras", KerasRank), ("keras-graph", KerasGraphRank))
         for algorithm in ALGORITHMS
         if LONG_RUN or name == "torch" or algorithm in GRAPHS
     ],
 )
 def test_calls_inside_consensus_are_refused_and_change_nothing(made, wrapper, options):
     def work(rank: int) -> tuple[list[float], int]:
-        trainer = made(wrapper, options, rank)
-        for _ in range(3):
-            trainer.step()
+        trainer = made(made.least_squares(2), rank, wrapper=wrapper, **options).train(3)
         trainer.opt.cut()
         own, steps = trainer.weights(), trainer.opt.stats().steps
         with trainer.opt.consensus():
@@ -62,9 +58,7 @@ def test_calls_inside_consensus_are_refused_and_change_nothing(made, wrapper, op
         if wrapper != "EagerOptimizer":  # (its consensus is a drain, after which all ranks have the same)
             np.testing.assert_array_equal(trainer.weights(), own)
         assert trainer.opt.stats().steps == steps
-        for _ in range(3):
-            trainer.step()
-        trainer.opt.drain()
+        trainer.train(3).opt.drain()
         return trainer.weights().tolist(), int(trainer.opt.stats().steps) - steps
 
     results = Cluster(2).run(work)
@@ -72,12 +66,12 @@ def test_calls_inside_consensus_are_refused_and_change_nothing(made, wrapper, op
     assert results[0][1] == 3
 
 
-@pytest.mark.parametrize("made", [TorchRank, KerasRank], ids=["torch", "keras"])
-def test_another_optimizers_drain_is_refused_too(made):
+@both
+def test_another_optimizers_drain_is_refused_too(binding):
     """It would drain the one whose model holds the consensus."""
 
     def work(rank: int) -> list[float]:
-        one, other = (made("GossipOptimizer", {"algorithm": "sgp"}, rank) for _ in range(2))
+        one, other = (binding(binding.least_squares(2), rank, algorithm="sgp") for _ in range(2))
         for trainer in (one, other):
             trainer.step()
         with one.opt.consensus():
@@ -99,13 +93,14 @@ NESTED = [
 ]
 
 
-@pytest.mark.parametrize("made", [TorchRank, KerasRank], ids=["torch", "keras"])
+@both
 @pytest.mark.parametrize(("first", "second"), NESTED, ids=str)
-def test_two_models_hold_their_consensus_at_once(made, first, second):
+def test_two_models_hold_their_consensus_at_once(binding, first, second):
     """A GAN is evaluated so. Afterwards each model has its own weights again, and training continues."""
 
     def make(options: Any, rank: int) -> Any:
-        return made("EagerOptimizer", {}, rank) if options is None else made("GossipOptimizer", options, rank)
+        wrapper = "EagerOptimizer" if options is None else "GossipOptimizer"
+        return binding(binding.least_squares(2), rank, wrapper=wrapper, **options or {})
 
     def work(rank: int) -> list[list[float]]:
         one, other = make(first, rank), make(second, rank)

@@ -1,6 +1,6 @@
-"""States saved after drain() and cut() in either binding, taken back by as many ranks or others: no gradient is lost.
+"""States saved after cut() with gradients pending, in either binding: no gradient is lost.
 
-Most gradients are whole numbers, so that every one that is lost shows.
+Gradients are whole numbers, so that every one that is lost shows. States without gradients: ``test_saved_states``.
 """
 
 from __future__ import annotations
@@ -17,51 +17,7 @@ import pytest
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
 from hvd_async.testing import Cluster
 from tests.conformance.drive import End, saved_at_the_end
-from tests.conformance.eager_ranks import MOMENTUM, SGD, TINY, UNIT, Binding, both
-
-
-def trained(
-    binding: Binding, case: Any, steps: Sequence[range], states: Sequence[Any] = (), end: str = "drain", **options: Any
-) -> list[tuple[Any, Any, Any]]:
-    """For each rank what was saved after its steps, the bits of weights and optimizer, and its optimizer.
-
-    Args:
-        steps: of each rank.
-        states: each rank's, or one for all, to begin with.
-        end: how it ends.
-    """
-
-    def train(rank: int) -> tuple[Any, Any, Any]:
-        trainer = binding.trainer(case, **options)
-        if states:
-            trainer.load(states[rank % len(states)])
-        trainer.train(rank, steps[rank])
-        if end != "nothing":
-            getattr(trainer.opt, end)()
-        saved, bits = trainer.saved(), trainer.state()
-        trainer.opt.drain()
-        return saved, bits, trainer.opt
-
-    return Cluster(len(steps)).run(train)
-
-
-@both
-@pytest.mark.parametrize(("quorum", "size"), [("all", 1), ("all", 3), ("solo", 3)])
-def test_rank_0s_drained_state_resumes_at_any_size(binding, quorum, size):
-    counts = (3, 3) if quorum == "all" else (2, 3)
-    first = trained(binding, MOMENTUM, [range(count) for count in counts], quorum=quorum)
-    second = trained(binding, MOMENTUM, [range(3, 6)] * size, [first[0][0]], quorum=quorum)
-    assert all(bits == second[0][1] for _, bits, _ in second)
-    for (weights, _), _, opt in second:
-        assert opt.stats().gradients_applied == 3 * size
-        assert opt.rounds - opt.stats().rounds == first[0][2].rounds
-        if quorum == "all":
-            flat = np.concatenate([np.asarray(w).reshape(-1) for w in weights])
-            expected = binding.averaged(MOMENTUM, [2, 2, 2, size, size, size])
-            np.testing.assert_allclose(flat, expected, rtol=0, atol=1e-6)
-
-
-# -- gradients of whole numbers -------------------------------------------------------------------------------
+from tests.conformance.eager_ranks import SGD, TINY, UNIT, Binding, both
 
 
 def whole(rank: int, step: int) -> list[Any]:
@@ -75,18 +31,13 @@ def vectors(binding: Binding, **options: Any) -> Any:
     return binding.vectors([2, 3], UNIT, **{"bucket_cap_mb": TINY, **options})
 
 
-def whole_run(
-    binding: Binding, steps: Sequence[range], states: Sequence[Any], end: str, slow: int | None = None, **options: Any
-) -> list[End]:
-    """Train with these as ``saved_at_the_end`` does."""
-    return saved_at_the_end(
-        lambda rank: vectors(binding, **options),
-        lambda one, rank, step: one.take(*whole(rank, step)),
-        steps,
-        states,
-        end,
-        slow,
-    )
+def whole_run(binding: Binding, steps: Sequence[range], *job: Any, **options: Any) -> list[End]:
+    """Train with these as ``saved_at_the_end`` does, which the rest of ``job`` is for."""
+
+    def take(one: Any, rank: int, step: int) -> None:
+        one.take(*whole(rank, step))
+
+    return saved_at_the_end(lambda rank: vectors(binding, **options), take, steps, *job)
 
 
 def total(counts: Sequence[int]) -> list[float]:
@@ -198,45 +149,21 @@ def test_a_state_with_pending_gradients_goes_to_its_own_rank_and_size_and_bucket
 
 
 @both
-def test_training_continues_after_a_cut_in_one_job(binding):
-    def train(rank: int) -> tuple[list[float], int]:
-        one = vectors(binding)
-        for end in (one.opt.cut, one.opt.cut, one.opt.drain):
-            for _ in range(3 + rank):
-                one.take(*whole(rank, one.opt.stats().steps))
-            end()
-        return one.weights().tolist(), one.opt.stats().gradients_applied
+@pytest.mark.parametrize("options", [{"quorum": "all"}, {"max_staleness": 0}])
+def test_a_state_in_mid_training_lacks_nothing_where_no_gradient_is_late(binding, options):
+    """(In other jobs it is refused: ``test_weights_resume``.)"""
 
-    assert Cluster(2, jitter=0.002).run(train) == [(total([9, 12]), 21)] * 2
-
-
-@both
-@pytest.mark.parametrize(
-    ("options", "allowed"),
-    [({}, False), ({"quorum": 1}, False), ({"quorum": "all"}, True), ({"max_staleness": 0}, True)],
-)
-def test_a_state_in_mid_training(binding, options, allowed):
     def train(rank: int) -> None:
         trainer = binding.trainer(SGD, **options)
-        fresh = trainer.saved()
         trainer.train(rank, range(3))
-        if allowed:
-            assert not any(pending(trainer.saved()))
-        else:
-            with pytest.raises(ReplicaStateError, match=r"would be lost.*[Cc]all drain\(\).*cut\(\)"):
-                trainer.saved()
-            with pytest.raises(ReplicaStateError, match=r"call drain\(\) before loading"):
-                trainer.load(fresh)
+        assert not any(pending(trainer.saved()))
         trainer.opt.drain()
-        trainer.saved()
 
     Cluster(2).run(train)
 
 
 @both
-def test_a_state_that_lacks_gradients_says_how_many_or_that_other_ranks_may_have_some(
-    binding,
-):
+def test_a_state_that_lacks_gradients_says_how_many_or_that_other_ranks_may_have_some(binding):
     late = threading.Event()
 
     def train(rank: int) -> str:

@@ -2,79 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 import torch
 
 import hvd_async.tensorflow.elastic as keras_elastic
-import hvd_async.tensorflow.keras as hvd_keras
 import hvd_async.torch as hvd_torch
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
 from tests.conformance.elastic_board import Board, Exchange, among_others, over_a_board, trained
+from tests.conformance.model_ranks import KerasModel, TorchModel
 
-GAMMA = 0.9
+GAMMA, ONES = 0.9, np.ones((1, 2))
 
 
-class TorchJob:
+class TorchJob(TorchModel):
     """One rank's script in torch."""
 
-    def __init__(self, wrapper: str = "GossipOptimizer", make: Any = torch.optim.SGD, **options: Any) -> None:
-        self.model = torch.nn.Linear(2, 1, bias=False)
-        torch.nn.init.ones_(self.model.weight)
-        plain = make(self.model.parameters(), lr=0.1)
-        self.opt: Any = getattr(hvd_torch, wrapper)(plain, **options)
+    def __init__(self, wrapper: str = "GossipOptimizer", **options: Any) -> None:
+        super().__init__(wrapper, np.ones((2, 1)), **options)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.opt, GAMMA)
         self.state = hvd_torch.elastic.TorchState(model=self.model, optimizer=self.opt, schedule=self.schedule, batch=0)
 
-    def backward(self) -> None:
-        self.model(torch.ones(1, 2)).pow(2).sum().backward()
-
     def step(self) -> None:
-        self.opt.zero_grad()
-        self.backward()
-        self.opt.step()
+        self.take(ONES)
         self.schedule.step()
         self.state.batch += 1
 
-    def rate(self) -> float:
-        return float(self.opt.param_groups[0]["lr"])
 
-    def weights(self) -> Any:
-        return self.model.weight.detach().numpy().reshape(-1).copy()
-
-
-class KerasJob:
+class KerasJob(KerasModel):
     """The same in Keras, with a schedule that multiplies the rate."""
 
     def __init__(self, wrapper: str = "GossipOptimizer", **options: Any) -> None:
-        self.model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False, name="dense")])
-        self.model.layers[0].kernel.assign(np.ones((2, 1)))
-        self.opt: Any = getattr(hvd_keras, wrapper)(keras.optimizers.SGD(0.1), **options)
-        self.opt.build(self.model.trainable_variables)
+        super().__init__(wrapper, np.ones((2, 1)), **options)
         self.state = keras_elastic.TensorFlowKerasState(self.model, self.opt, batch=0)
 
     def step(self) -> None:
-        (variable,) = self.model.trainable_variables
-        self.opt.apply([tf.convert_to_tensor(variable) * 2.0], [variable])
-        self.opt.learning_rate = self.rate() * GAMMA
+        self.take(ONES)
+        self.set_rate(GAMMA * self.rate())
         self.state.batch += 1
-
-    def rate(self) -> float:
-        return float(self.opt.learning_rate)
-
-    def weights(self) -> Any:
-        return np.asarray(self.model.trainable_variables[0]).reshape(-1).copy()
 
 
 @pytest.fixture(autouse=True)
 def _over_a_board():
     with over_a_board():
         yield
+
+
+def changed(
+    sizes: tuple[int, int],
+    make: Callable[[], Any],
+    before: Callable[[int, Any], object],
+    after: Callable[[int, Any], Any],
+) -> list[Any]:
+    """Return what comes of ranks after a membership change, new ones among them.
+
+    Args:
+        sizes: numbers of ranks before and after it.
+        make: makes a rank's job.
+        before, after: have it train.
+    """
+
+    def begun(rank: int) -> Any:
+        job = make()
+        job.state.sync()
+        before(rank, job)
+        return job
+
+    old, new = sizes
+    return among_others(new, trained(old, begun)[:new], make, after)
 
 
 KINDS = [
@@ -90,16 +89,10 @@ both = pytest.mark.parametrize("job", [TorchJob, KerasJob], ids=["torch", "keras
 def test_a_schedules_position_brings_its_learning_rate(job, wrapper, options):
     """One rank was far behind; a third is new. All continue at the rate that the position they took stands for."""
 
-    def make() -> Any:
-        return job(wrapper, **options)
-
-    def behind(rank: int) -> Any:
-        one = make()
-        one.state.sync()
+    def behind(rank: int, one: Any) -> None:
         one.opt._async.worker_now()
         for _ in range(3 if rank else 9):
             one.step()
-        return one
 
     def rates(rank: int, one: Any) -> tuple[int, float, float]:
         before = one.rate()
@@ -107,9 +100,7 @@ def test_a_schedules_position_brings_its_learning_rate(job, wrapper, options):
         one.opt.drain()
         return one.state.batch, before, one.rate()
 
-    jobs = trained(2, behind)
-    seen = among_others(3, jobs, make, rates)
-    for batch, before, after in seen:
+    for batch, before, after in changed((2, 3), lambda: job(wrapper, **options), behind, rates):
         assert batch == 10
         assert before == pytest.approx(0.1 * GAMMA**9)
         assert after == pytest.approx(0.1 * GAMMA**10)
@@ -121,12 +112,9 @@ def test_whole_hosts_leave_and_join(job, algorithm):
     def make() -> Any:
         return job(algorithm=algorithm, hierarchical=2, average_every=3)
 
-    def before(rank: int) -> Any:
-        one = make()
-        one.state.sync()
+    def before(rank: int, one: Any) -> None:
         for _ in range(4):
             one.step()
-        return one
 
     def after(rank: int, one: Any) -> list[bytes]:
         path = [(one.step(), one.weights().tobytes())[1] for _ in range(4)]
@@ -134,7 +122,7 @@ def test_whole_hosts_leave_and_join(job, algorithm):
         return path
 
     for size in (2, 6):
-        paths = among_others(size, trained(4, before)[:size], make, after)
+        paths = changed((4, size), make, before, after)
         assert paths[::2] == paths[1::2]
 
 
@@ -143,15 +131,12 @@ def test_a_new_rank_gets_the_algorithm_that_was_switched_to(job):
     def make() -> Any:
         return job(algorithm="sgp", peers={0: 1, 2: 1}, schedule={0: "allreduce", 1: "sgp"})
 
-    def switched(rank: int) -> Any:
-        one = make()
-        one.state.sync()
+    def switched(rank: int, one: Any) -> None:
         one.opt.set_epoch(1)
         one.step()
         one.opt.switch(algorithm="slowmo", average_every=2, outer_lr=0.5, max_staleness=0)
         for _ in range(4):
             one.step()
-        return one
 
     def proceed(rank: int, one: Any) -> Any:
         settings, rounds = one.opt.settings, one.opt.rounds
@@ -161,27 +146,21 @@ def test_a_new_rank_gets_the_algorithm_that_was_switched_to(job):
         one.opt.drain()
         return settings, rounds, one.weights().tolist()
 
-    seen = among_others(3, trained(2, switched), make, proceed)
+    seen = changed((2, 3), make, switched, proceed)
     assert seen[0][0]["algorithm"] == "slowmo"
     assert seen[2] == seen[0] == seen[1]
     assert seen[2][1] >= 2  # rounds continue from those of the weights that it took
 
 
 def test_a_new_rank_gets_the_backward_passes_of_a_step():
-    def make() -> Any:
-        return TorchJob("EagerOptimizer", quorum="all")
-
-    def said_later(rank: int) -> Any:
-        one = make()
-        one.state.sync()
+    def said_later(rank: int, one: Any) -> None:
         one.opt.set_backward_passes_per_step(2)
         twice(one)
-        return one
 
     def twice(one: Any) -> None:
         one.opt.zero_grad()
-        one.backward()
-        one.backward()
+        one.backward(ONES)
+        one.backward(ONES)
         one.opt.step()
 
     def proceed(rank: int, one: Any) -> Any:
@@ -190,7 +169,7 @@ def test_a_new_rank_gets_the_backward_passes_of_a_step():
         one.opt.drain()
         return one.weights().tolist()
 
-    seen = among_others(3, trained(2, said_later), make, proceed)
+    seen = changed((2, 3), lambda: TorchJob("EagerOptimizer", quorum="all"), said_later, proceed)
     weights = np.ones(2)  # a plain run: every rank has the same gradient, in each of two passes
     for _ in range(3):
         weights = weights - 0.1 * 2 * 2 * weights.sum() * np.ones(2)
@@ -200,7 +179,7 @@ def test_a_new_rank_gets_the_backward_passes_of_a_step():
 # -- what is counted across a membership change ------------------------------------------------------------------------
 
 
-class TwoBuckets(TorchJob):
+class TwoBuckets:
     """One rank's script with two parameters in a bucket each."""
 
     def __init__(self) -> None:
@@ -219,13 +198,10 @@ class TwoBuckets(TorchJob):
 def test_gradients_are_counted_by_bucket_across_a_change_of_the_ranks():
     """A bucket that lacks one before the change and another that lacks one after it: 3 gradients each, not 2 and 2."""
 
-    def before(rank: int) -> Any:
-        one = TwoBuckets()
-        one.state.sync()
+    def before(rank: int, one: Any) -> None:
         for spoilt in (0, None):
             one.take(spoilt)
         one.opt.drain()
-        return one
 
     def after(rank: int, one: Any) -> tuple[int, int]:
         for spoilt in (1, None):
@@ -233,7 +209,7 @@ def test_gradients_are_counted_by_bucket_across_a_change_of_the_ranks():
         one.opt.drain()
         return one.opt.stats().gradients_produced, one.opt.stats().gradients_applied
 
-    assert among_others(2, trained(2, before), TwoBuckets, after) == [(3, 6)] * 2
+    assert changed((2, 2), TwoBuckets, before, after) == [(3, 6)] * 2
 
 
 # -- a commit between two passes of a step -----------------------------------------------------------------------------
@@ -247,10 +223,10 @@ def test_a_commit_between_two_passes_is_refused_in_torch():
         one.state.sync()
         one.opt.drain()  # the ranks meet
         one.opt.zero_grad()
-        one.backward()
+        one.backward(ONES)
         with pytest.raises(ReplicaStateError, match=r"commit\(\) after 1 backward pass.*Call it after step\(\)"):
             one.state.commit()
-        one.backward()
+        one.backward(ONES)
         one.opt.step()
         one.state.commit()
         one.opt.zero_grad()
@@ -272,20 +248,16 @@ def test_passes_before_a_change_of_the_ranks_count_in_keras(wrapper, options, tw
     def make() -> Any:
         return KerasJob(wrapper, backward_passes_per_step=passes, **options)
 
-    def apply(one: Any, gradient: float) -> None:
-        (variable,) = one.model.trainable_variables
-        one.opt.apply([tf.fill((2, 1), gradient)], [variable])
-
     def first(rank: int) -> Any:
         one = make()
         one.state.sync()
         for gradient in (1.0, 1.0, 1.0, 10.0):  # a step, and a pass of the next
-            apply(one, gradient)
+            one.apply(np.full((2, 1), gradient))
         return one
 
     def rest(rank: int, one: Any) -> Any:
         for gradient in (100.0, 1000.0):
-            apply(one, gradient)
+            one.apply(np.full((2, 1), gradient))
         one.opt.drain()
         return one.weights().tolist()
 

@@ -164,24 +164,20 @@ def test_a_schedule_and_peers_by_epoch(binding):
     assert sorted(counts) == [STEPS * epoch for epoch in range(5) for _ in range(5)]
 
 
-@pytest.mark.parametrize(
-    ("options", "epochs"),
-    [
-        ({"algorithm": "local", "average_every": {0: 1, 1: 4}}, [("local", 1), ("local", 4), ("local", 4)]),
-        (
-            {"schedule": {0: "allreduce", 1: "local"}, "average_every": 4},
-            [("allreduce", 1), ("local", 4), ("local", 4)],
-        ),
-    ],
-    ids=["by epoch", "scheduled"],
-)
+BY_EPOCH: dict[str, dict[str, Any]] = {
+    "local": {"algorithm": "local", "average_every": {0: 1, 1: 4}},
+    "allreduce": {"schedule": {0: "allreduce", 1: "local"}, "average_every": 4},
+}
+
+
+@pytest.mark.parametrize("first", BY_EPOCH)
 @both
-def test_post_local_sgd_by_epoch(binding, options, epochs):
+def test_post_local_sgd_by_epoch(binding, first):
     """Averages after each step, then after every fourth."""
     problem = binding.least_squares(3)
 
     def work(rank: int) -> tuple[Any, ...]:
-        one, settings = binding(problem, rank, **options), []
+        one, settings = binding(problem, rank, **BY_EPOCH[first]), []
         for epoch in range(3):
             one.opt.set_epoch(epoch)
             settings.append((one.opt.settings["algorithm"], one.opt.settings["average_every"]))
@@ -189,9 +185,11 @@ def test_post_local_sgd_by_epoch(binding, options, epochs):
         return settings, one.drained()
 
     settings, weights = ranks.alike(work)
-    assert settings == epochs
-    first = reference.allreduce(problem, 6)
-    expected = outer_reference.train(problem.after(first), (12, 12, 12), outer_reference.Outer("local", 4, 2)).drained()
+    assert settings == [(first, 1), ("local", 4), ("local", 4)]
+    outcome = reference.allreduce(problem, 6)
+    expected = outer_reference.train(
+        problem.after(outcome), (12, 12, 12), outer_reference.Outer("local", 4, 2)
+    ).drained()
     np.testing.assert_allclose(np.frombuffer(weights), expected, rtol=0, atol=1e-5)
 
 

@@ -1,49 +1,32 @@
-"""How ranks that follow a leader end: drains, consensus, ranks that finish early, fail or have left."""
+"""How ranks that follow a leader end: drains, consensus, ranks that finish early; what is counted.
+
+Each step equals the reference: ``test_leader``. Any order of events, and that no step waits: ``tests/machines``.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
+import time
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from hvd_async.algorithms.leader.selection import ALL_RANKS
-from hvd_async.errors import ReplicaStateError
 from hvd_async.stats import LeaderStats
-from hvd_async.testing import Cluster, InjectedError
+from hvd_async.testing import Cluster
 from tests.conformance.leader_cases import ELASTIC, PAIRS, leads
-from tests.conformance.leader_drive import TIMEOUT, Seen, check, in_step
-from tests.conformance.leader_reference import Following, replay, several
-from tests.conformance.weight_ranks import (
-    SGD,
-    KerasGraphRank,
-    KerasRank,
-    TorchRank,
-    also_graph,
-    both,
-)
+from tests.conformance.leader_drive import TIMEOUT, Seen, check, wait_for_pulls
+from tests.conformance.leader_reference import ALL, Following, Outcome, replay, several
+from tests.conformance.weight_ranks import TorchRank, also_graph, both
 
-ALGORITHMS = pytest.mark.parametrize("following", [PAIRS, ELASTIC], ids=["lsgd", "easgd"])
+OFTEN = dataclasses.replace(ELASTIC, global_period=1)
+DOUBLE = {"dtype": torch.float64}
 
 
 # -- drains ---------------------------------------------------------------------------------------------------
-
-
-def distance_to_leader(optimizer: Any) -> float | None:
-    """Return |x - leader|, of this rank's weights after its last step and the weights of the leader of all ranks.
-
-    Args:
-        optimizer: a ``LeaderOptimizer`` that has taken a step. With EASGD the distance is that to the center.
-
-    Returns:
-        None if this rank knows no leader of all ranks, or is the leader.
-    """
-    pulls = optimizer._async.worker
-    leader = pulls.pending_results().targets.get(ALL_RANKS)
-    return None if leader is None else float(((pulls._snapshot - leader) ** 2).sum() ** 0.5)
 
 
 @both
@@ -78,20 +61,14 @@ def by_place(entry: Any, ranks: tuple[int, ...]) -> Any:
 
 @both
 @pytest.mark.parametrize("following", [leads(2), ELASTIC], ids=["2", "easgd"])
-def test_consensus_shows_what_a_drain_would_leave_and_puts_everything_back(binding, following):
-    """Also when what is done in it fails."""
-
+def test_consensus_shows_what_a_drain_would_leave(binding, following):
     def train(rank: int) -> tuple[Any, ...]:
         one = binding(binding.least_squares(4), rank, following).train(5 + rank)
         one.opt.cut()
-        own, worker = one.weights(), one.worker()
-        for error in (None, KeyError):
-            with contextlib.suppress(KeyError), one.opt.consensus():
-                shown = one.weights()
-                if error is not None:
-                    raise error
-            assert one.weights().tobytes() == own.tobytes()
-        center = np.asarray(worker.center, np.float64)
+        own = one.weights()
+        with one.opt.consensus():
+            shown = one.weights()
+        center = np.asarray(one.worker().center, np.float64)  # (on a late plane it has not come before)
         one.opt.drain()
         drained = one.weights()
         one.train(3).opt.drain()  # training continues
@@ -103,46 +80,24 @@ def test_consensus_shows_what_a_drain_would_leave_and_puts_everything_back(bindi
     assert np.abs(np.array(own) - own[0]).max() > 1e-3
 
 
-@ALGORITHMS
-def test_the_distance_to_the_leader_or_the_center_is_reported(following):
-    following = dataclasses.replace(leads(1, following), groups=several(2, 2), local_period=1, global_period=1)
-    together = threading.Barrier(2)
+def test_after_a_cut_the_consensus_is_its_center_although_others_continue():
+    problem, together = TorchRank.least_squares(2), threading.Barrier(2)
 
-    def train(rank: int) -> Any:
-        one = TorchRank(TorchRank.least_squares(2), rank, following)
-        in_step(one, 1)
+    def train(rank: int) -> list[Any]:
+        own = TorchRank(problem, rank, OFTEN, **DOUBLE).train(3)
+        own.opt.cut()
+        worker, before = own.worker(), own.opt.stats().pulls
+        centers = [worker.consensus(torch.as_tensor(own.weights())).tolist()]
         together.wait(TIMEOUT)
-        own, reported = one.weights(), distance_to_leader(one.opt)
-        with one.opt.consensus():
-            return reported, float(np.linalg.norm(own - one.weights()))
+        own.train(2 - 2 * rank)
+        wait_for_pulls(worker, before + 1)
+        together.wait(TIMEOUT)
+        centers.append(worker.consensus(torch.as_tensor(own.weights())).tolist())
+        own.opt.drain()
+        return centers
 
-    (reported, apart), (leaders, other) = Cluster(2).run(train)
-    assert reported == pytest.approx(apart, rel=1e-5)
-    assert reported > 0
-    assert leaders is None if following.algorithm == "lsgd" else leaders == pytest.approx(other, rel=1e-5)
-
-
-def test_counts_continue_over_drains_cuts_and_loaded_states():
-    together = threading.Barrier(2)
-
-    def train(rank: int) -> None:
-        one = TorchRank(TorchRank.least_squares(2), rank, Following("lsgd", several(2, 1), 1, 2))
-        assert one.opt.stats() == LeaderStats()
-        for end in (one.opt.drain, one.opt.cut, one.opt.drain, one.opt.cut):
-            for _ in range(4):
-                one.step()
-                together.wait(TIMEOUT)
-            end()
-            before, rounds = one.opt.stats(), one.opt.rounds
-            assert before.steps == len(one.path)
-            assert before.pulls == rounds == len(before.history) >= len(one.path) // 2 - 2
-            one.load(one.state())
-            assert (one.opt.stats(), one.opt.rounds) == (before, rounds)
-            together.wait(TIMEOUT)
-        one.train(1).opt.drain()
-        assert one.opt.stats().steps == 17
-
-    Cluster(2).run(train)
+    one, other = Cluster(2).run(train)
+    assert one == other == [one[0]] * 2
 
 
 # -- what must fit together, and what breaks ------------------------------------------------------------------
@@ -168,43 +123,111 @@ def test_a_strength_that_leaves_its_bounds_is_refused_before_any_weight_has_chan
     assert len(set(Cluster(2).run(train))) == 1
 
 
-@pytest.mark.parametrize(
-    ("binding", "following", "value"),
-    [
-        (TorchRank, PAIRS, np.nan),
-        (TorchRank, ELASTIC, -np.inf),
-        (KerasRank, PAIRS, np.nan),
-        (KerasGraphRank, ELASTIC, np.nan),
-    ],
-    ids=["torch-lsgd", "torch-easgd", "keras-lsgd", "keras-graph-easgd"],
-)
-def test_a_step_that_makes_nan_is_refused_there_and_others_hear_of_it(binding, following, value):
-    """No rank is pulled towards it."""
-    failed = threading.Event()
+# -- what is counted, and what threads share --------------------------------------------------------------------
+
+
+def test_counts_continue_over_drains_cuts_and_loaded_states():
+    together = threading.Barrier(2)
 
     def train(rank: int) -> None:
-        one = binding(binding.least_squares(4, SGD), rank, leads(1, following)).train(2)
-        if rank != 1:
-            assert failed.wait(TIMEOUT)
-            try:
-                one.train(9).opt.drain()
-            finally:
-                assert np.isfinite(one.weights()).all()
-            return
-        try:
-            one.take(np.array([1.0, 1.0, 1.0, value, 1.0, 1.0]), 0.5)
-        finally:
-            assert one.opt.stats().steps == 2
-            for call in (one.step, one.opt.drain, one.opt.cut, one.opt.consensus_distance):
-                kinds = (ReplicaStateError, binding.raised(ReplicaStateError))
-                with pytest.raises(kinds, match=r"broken off: FloatingPointError.*restart from a check"):
-                    call()
-            failed.set()
+        one = TorchRank(TorchRank.least_squares(2), rank, Following("lsgd", several(2, 1), 1, 2))
+        assert one.opt.stats() == LeaderStats()
+        for end in (one.opt.drain, one.opt.cut, one.opt.drain, one.opt.cut):
+            for _ in range(4):
+                one.step()
+                together.wait(TIMEOUT)
+            end()
+            before, rounds = one.opt.stats(), one.opt.rounds
+            assert before.steps == len(one.path)
+            assert before.pulls == rounds == len(before.history) >= len(one.path) // 2 - 2
+            one.load(one.state())
+            assert (one.opt.stats(), one.opt.rounds) == (before, rounds)
+            together.wait(TIMEOUT)
+        one.train(1).opt.drain()
+        assert one.opt.stats().steps == 17
 
-    for rank, outcome in enumerate(Cluster(4).outcomes(train)):
-        if rank == 1:
-            assert isinstance(outcome, binding.raised(FloatingPointError))
-            assert "NaN or infinite (" in str(outcome)
-        else:
-            assert isinstance(outcome, InjectedError | binding.raised(InjectedError))
-            assert "rank 1 on host host1 failed" in str(outcome)
+    Cluster(2).run(train)
+
+
+def follow(following: Following, size: int, steps: int) -> tuple[list[Seen], Outcome]:
+    """Train in step, and check each step against the reference."""
+    problem, seen = TorchRank.run(following, steps, Cluster(size), together=True, **DOUBLE)
+    outcome = replay(problem, following, [own.log for own in seen])
+    check(outcome, seen, 1e-12)
+    return seen, outcome
+
+
+def test_what_is_counted_of_lsgd():
+    """A follower receives the weights once a pull, who leads nothing."""
+    began = time.time()
+    seen, outcome = follow(PAIRS, 4, 41)
+    for rank, own in enumerate(seen):
+        pulled = [(group, leader) for group in (rank // 2, ALL) for _, leader in outcome.leaders(rank, group)]
+        history = [entry[1:] for entry in own.stats.history]
+        assert sorted(history[:30]) == sorted(pulled)  # (steps that are left may be enough for the last ranks)
+        assert own.stats.pulls == len(history)
+        assert own.stats.led == Counter(leader for group, leader in history if group == ALL)
+        assert own.stats.led_group == Counter(leader for group, leader in history if group != ALL)
+        assert own.stats.bytes_received == 6 * 8 * sum(leader != rank for _, leader in history)
+        times = [when for when, _, _ in own.stats.history]
+        assert began <= times[0] <= times[-1] <= time.time()
+        assert times == sorted(times)
+        assert own.stats.pull_s > 0.0
+        assert own.stats.wait_s > 0.0  # (in its drain)
+        assert own.stats.mean_loss == pytest.approx(outcome.means[rank][-1])
+
+
+@pytest.mark.parametrize(("size", "each"), [(1, 0), (2, 48), (3, 64)])
+def test_what_is_counted_of_easgd(size, each):
+    """A ring's part of a sum: 2 (P - 1) / P times the weights."""
+    for own in follow(dataclasses.replace(ELASTIC, global_period=2), size, 10)[0]:
+        assert own.stats.pulls == 5
+        assert own.stats.led == {-1: 5}
+        assert own.stats.bytes_received == 5 * each
+        assert {entry[1:] for entry in own.stats.history} == {(ALL, -1)}
+
+
+def test_what_is_on_its_way_is_looked_at_and_changed_under_the_engines_lock_only():
+    """The engine adds pulls while the training thread, at an end, looks which are on their way."""
+
+    class Guarded(dict[str, int]):
+        def __init__(self, lock: Any) -> None:
+            super().__init__()
+            self.lock, self.looks = lock, 0
+
+        def values(self) -> Any:
+            assert self.lock._is_owned()
+            self.looks += 1
+            return super().values()
+
+        def __setitem__(self, name: str, number: int) -> None:
+            assert self.lock._is_owned()
+            super().__setitem__(name, number)
+
+        def __delitem__(self, name: str) -> None:
+            assert self.lock._is_owned()
+            super().__delitem__(name)
+
+    def train(rank: int) -> int:
+        own = TorchRank(TorchRank.least_squares(2), rank, dataclasses.replace(PAIRS, groups=((0, 1),)), **DOUBLE)
+        worker = own.worker()
+        guarded = worker._carrier._in_flight = Guarded(worker.engine.changed)
+        own.train(12).opt.cut()
+        own.train(1).opt.drain()
+        return guarded.looks
+
+    assert min(Cluster(2).run(train)) > 0
+
+
+def test_a_snapshot_is_never_changed_by_later_steps():
+    """A snapshot on its way belongs to the pull."""
+
+    def train(rank: int) -> None:
+        own, held = TorchRank(TorchRank.least_squares(2), rank, OFTEN, **DOUBLE), []
+        for _ in range(30):
+            worker = own.train(1).worker()
+            held += [(vector, vector.clone()) for vector in (worker._snapshot, worker.center)]
+        own.opt.drain()
+        assert all(torch.equal(vector, was) for vector, was in held)
+
+    Cluster(2).run(train)

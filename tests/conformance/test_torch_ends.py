@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster
-from tests.conformance.ends_table import make_torch as make
-from tests.conformance.ends_table import step_torch as step
+from tests.conformance.eager_ranks import UNIT
+from tests.conformance.torch_ranks import TorchVectors
+from tests.conformance.weight_ranks import TorchRank
 
 
 def engine() -> Any:
@@ -25,18 +25,17 @@ def engine() -> Any:
     return own
 
 
-def line(value: float = 1.0, **options: Any) -> tuple[torch.nn.Parameter, Any]:
-    """One weight and its optimizer: each step moves it by the mean gradient."""
-    weight = torch.nn.Parameter(torch.tensor([value]))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    return weight, hvd.EagerOptimizer(optimizer, named_parameters=[("weight", weight)], **options)
+def line(start: float = 1.0, steps: int = 0, **options: Any) -> TorchVectors:
+    """One weight and its optimizer: each step moves it by the mean gradient, which is 1."""
+    one = TorchVectors([1], UNIT, start, **options)
+    for _ in range(steps):
+        one.take(1.0)
+    return one
 
 
-def take(weight: torch.nn.Parameter, optimizer: Any, gradient: float = 1.0) -> None:
-    """One step."""
-    optimizer.zero_grad()
-    (weight * gradient).sum().backward()
-    optimizer.step()
+def weights(*ones: TorchVectors) -> list[float]:
+    """Return the weight of each."""
+    return [float(one.weights()[0]) for one in ones]
 
 
 # -- collectives at ends ----------------------------------------------------------------------------------------
@@ -47,26 +46,22 @@ def test_buffers_of_two_optimizers_are_averaged_each_separately_where_one_is_gon
 
     def train(rank: int) -> list[float]:
         first, second = torch.tensor([2.0 + 298 * rank]), torch.tensor([300.0 - 298 * rank])
-        weight, optimizer = line(named_buffers=[("first.running_mean", first)], quorum="all")
-        take(weight, optimizer)
-        optimizer.drain()
+        one = line(1.0, 1, named_buffers=[("first.running_mean", first)], quorum="all")
+        one.opt.drain()
         if rank == 1:
-            del optimizer
+            del one
             gc.collect()
-        weight, other = line(5.0, named_buffers=[("second.running_mean", second)], quorum="all")
-        take(weight, other)
-        other.drain()
+        line(5.0, 1, named_buffers=[("second.running_mean", second)], quorum="all").opt.drain()
         engine().drain(leaving=True)
         return [float(first), float(second)]
 
-    assert Cluster(2).run(train) == [[151.0, 151.0], [151.0, 151.0]]
+    assert Cluster(2).run(train) == [[151.0, 151.0]] * 2
 
 
 def test_ranks_in_different_collectives_are_reported_and_not_mixed_up():
     def train(rank: int) -> str:
-        weight, optimizer = line(quorum="all")
-        take(weight, optimizer)
-        worker = optimizer._async.worker
+        one = line(1.0, 1, quorum="all")
+        worker = one.opt._async.worker
         with pytest.raises(ReplicaStateError, match=r"rank 0 is in the sum .* while rank 1 is in the other sum"):
             worker.sum(torch.ones(2 + rank), "the other sum" if rank else "the sum")
         total, ranks, _ = worker.sum(torch.ones(2), "the sum")
@@ -78,15 +73,11 @@ def test_ranks_in_different_collectives_are_reported_and_not_mixed_up():
 def test_a_root_that_is_gone_is_replaced():
     def train(rank: int) -> float:
         statistics = torch.tensor([float(rank)])
-        weight, optimizer = line(named_buffers=[("statistics", statistics)], buffers="root", quorum="all")
-        take(weight, optimizer)
-        optimizer.drain()
+        one = line(1.0, 1, named_buffers=[("statistics", statistics)], buffers="root", quorum="all")
+        one.opt.drain()
         assert float(statistics) == 0.0
         statistics.fill_(10.0 * rank)
-        if rank == 0:
-            optimizer.discard()
-        else:
-            optimizer.drain()
+        one.opt.drain() if rank else one.opt.discard()
         return float(statistics)
 
     assert Cluster(3).run(train) == [0.0, 10.0, 10.0]
@@ -99,32 +90,27 @@ def test_a_root_that_is_gone_is_replaced():
 def test_a_rank_continues_after_the_other_has_left(first: int, quorum: Any):
     """Further than the staleness bound, with the divisor it had; what the other had produced is in."""
 
-    def train(rank: int) -> tuple[float, int]:
-        weight, optimizer = line(0.0, quorum=quorum, max_staleness=2)
-        take(weight, optimizer)
-        optimizer.drain()
+    def train(rank: int) -> tuple[list[float], int]:
+        one = line(0.0, 1, quorum=quorum, max_staleness=2)
+        one.opt.drain()
         for _ in range(0 if rank == first else 9):
-            take(weight, optimizer)
+            one.take(1.0)
         engine().drain(leaving=True)
-        return float(weight), optimizer.stats().gradients_applied
+        return weights(one), one.opt.stats().gradients_applied
 
-    outcomes = Cluster(2).run(train)
-    assert outcomes[1 - first] == (-1.0 - 9 * 0.5, 11)
+    assert Cluster(2).run(train)[1 - first] == ([-1.0 - 9 * 0.5], 11)
 
 
 @pytest.mark.parametrize("quorum", ["solo", "all"])
 def test_backward_without_step_ends_and_is_reported(quorum, capfd):
-    def train(rank: int) -> float:
-        weight, optimizer = line(0.0, quorum=quorum)
-        for _ in range(2):
-            take(weight, optimizer)
+    def train(rank: int) -> list[float]:
+        one = line(0.0, 2, quorum=quorum)
         if rank == 1:
-            optimizer.zero_grad()
-            (weight * 4.0).sum().backward()
+            one.backward([[4.0]])
         engine().drain(leaving=True)
-        return float(weight)
+        return weights(one)
 
-    assert Cluster(2).run(train) == [-4.0, -4.0]
+    assert Cluster(2).run(train) == [[-4.0]] * 2
     assert "rank 1 ends after backward() without step(): SGD (optimizer 0)" in capfd.readouterr().err
 
 
@@ -136,48 +122,71 @@ def test_a_rank_without_batches_drains_two_optimizers_that_the_other_trains(orde
     """It opens what the other opens while it waits, under the number it has there."""
 
     def train(rank: int) -> list[float]:
-        pairs = [line(0.0), line(10.0)]
-        pairs[1][1].param_groups[0]["lr"] = 2.0
-        named = [(weight, optimizer) for weight, optimizer in pairs]
-        if rank == 0:
-            for _ in range(3):
-                for place in order:
-                    take(*named[place])
-        named[order[0]][1].drain()
-        return [float(weight) for weight, _ in pairs]
+        ones = [line(0.0), line(10.0)]
+        ones[1].set_rate(2.0)
+        for _ in range(0 if rank else 3):
+            for place in order:
+                ones[place].take(1.0)
+        ones[order[0]].opt.drain()
+        return weights(*ones)
 
-    assert Cluster(2).run(train) == [[-1.5, 7.0], [-1.5, 7.0]]
+    assert Cluster(2).run(train) == [[-1.5, 7.0]] * 2
+
+
+@pytest.mark.parametrize("quorum", ["all", "solo"])
+def test_a_rank_without_batches_joins_with_two_optimizers(quorum: str):
+    """It is done with both before the first has met: the others may begin with either."""
+
+    def train(rank: int) -> list[float]:
+        ones = [line(0.0, quorum=quorum), line(10.0, quorum=quorum)]
+        for _ in range(2 * rank):
+            for one in ones:
+                one.take(1.0)
+        for one in ones:
+            one.opt._async.register()
+        ones[1].opt._async.drain_all()
+        return weights(*ones)
+
+    assert Cluster(2).run(train) == [[-1.0, 9.0]] * 2
+
+
+def test_a_rank_that_drains_one_optimizer_opens_what_another_is_done_with():
+    def train(rank: int) -> list[float]:
+        ones = [line(0.0, rank), line(10.0)]
+        if rank == 0:
+            for one in ones:
+                one.opt._async.register()
+            ones[1].opt._async.drain_all()
+        else:
+            ones[0].opt.drain()
+        return weights(ones[0])
+
+    assert Cluster(2).run(train) == [[-0.5]] * 2
 
 
 def test_an_optimizer_that_a_waiting_rank_has_not_is_refused_with_its_name():
     def train(rank: int) -> str:
-        weight, optimizer = line()
-        take(weight, optimizer)
-        if rank == 1:
-            optimizer.drain()
-            return ""
-        weight, other = line(2.0)
-        with pytest.raises(
-            ReplicaMismatchError, match="rank 0 registered an optimizer while rank 1 waits in drain"
-        ) as reported:
-            take(weight, other)
-        optimizer.drain()
-        return str(reported.value)
+        one = line(1.0, 1)
+        said = ""
+        if rank == 0:
+            expected = "rank 0 registered an optimizer while rank 1 waits in drain"
+            with pytest.raises(ReplicaMismatchError, match=expected) as reported:
+                line(2.0, 1)
+            said = str(reported.value)
+        one.opt.drain()
+        return said
 
     assert Cluster(2).run(train)[0].startswith("SGD (optimizer 1): ")
 
 
 def test_dead_optimizers_are_forgotten_everywhere():
     def train(rank: int) -> int:
-        for number in range(4):
-            weight, optimizer = line(float(number))
-            take(weight, optimizer)
-            optimizer.drain()
-            del optimizer
-            gc.collect()
-        weight, optimizer = line()
-        take(weight, optimizer)
-        optimizer.drain()
+        for number in range(5):
+            one = line(float(number), 1)
+            one.opt.drain()
+            if number < 4:
+                del one
+                gc.collect()
         return len(engine().participants())
 
     cluster = Cluster(2)
@@ -193,11 +202,10 @@ def test_an_optimizer_that_is_deleted_without_a_drain_is_reported(quorum: Any, e
     """(As at the return of a function that trains: late gradients were lost without a word.)"""
 
     def train(rank: int) -> None:
-        weight, optimizer = line(quorum=quorum)
-        take(weight, optimizer)
+        one = line(1.0, 1, quorum=quorum)
         if end != "none":
-            getattr(optimizer, end)()
-        del optimizer
+            getattr(one.opt, end)()
+        del one
         gc.collect()
         engine().drain(leaving=True)
 
@@ -207,90 +215,54 @@ def test_an_optimizer_that_is_deleted_without_a_drain_is_reported(quorum: Any, e
         assert (f"rank {rank}: SGD (optimizer 0) was deleted after steps and without drain()" in reported) == warns
 
 
-@pytest.mark.parametrize("wrapper", ["solo", "dpsgd", "adpsgd", "lsgd"])
-def test_a_rank_discards_after_an_error_and_trains_another(wrapper: str):
-    def train(rank: int) -> float:
-        model, optimizer = make(wrapper, True, 0)
-        for number in range(2):
-            step(model, optimizer, rank, number)
-        if rank == 1:
-            optimizer.discard()
-            with pytest.raises(ReplicaStateError, match="discard"):
-                step(model, optimizer, rank, 2)
-        else:
-            for number in range(2, 5):
-                step(model, optimizer, rank, number)
-            optimizer.drain()
-        later, other = make(wrapper, True, 3)
-        for number in range(3):
-            step(later, other, rank, number)
-        other.drain()
-        return float(torch.cat([p.detach().reshape(-1) for p in later.parameters()]).sum())
+@pytest.mark.parametrize(
+    ("wrapper", "options"),
+    [
+        ("EagerOptimizer", {"quorum": "solo"}),
+        ("GossipOptimizer", {"algorithm": "dpsgd"}),
+        ("GossipOptimizer", {"algorithm": "adpsgd", "topology": "ring"}),
+        ("LeaderOptimizer", {"algorithm": "lsgd", "group": 3, "global_period": 4}),
+    ],
+    ids=["solo", "dpsgd", "adpsgd", "lsgd"],
+)
+def test_a_rank_discards_after_an_error_and_trains_another(wrapper: str, options: Any):
+    problem = TorchRank.least_squares(3)
 
-    outcomes = Cluster(3).run(train)
-    assert len(set(outcomes)) == 1
-    assert abs(outcomes[0]) < 100
+    def train(rank: int) -> bytes:
+        one = TorchRank(problem, rank, wrapper=wrapper, normed=True, **options).train(2)
+        if rank == 1:
+            one.opt.discard()
+            with pytest.raises(ReplicaStateError, match="discard"):
+                one.train(1)
+        else:
+            one.train(3).opt.drain()
+        return TorchRank(problem, rank, wrapper=wrapper, normed=True, **options).train(3).drained()
+
+    assert len(set(Cluster(3).run(train))) == 1
 
 
 def test_handed_over_gradients_hold_up_their_own_optimizer_only_and_it_is_named():
-    def train(rank: int) -> float:
-        weight, optimizer = line(0.0, quorum="solo")
-        for _ in range(2):
-            take(weight, optimizer)
-        optimizer.zero_grad()
-        weight.sum().backward()  # (a step that an error broke off)
-        with pytest.raises(ReplicaStateError, match=r"SGD \(optimizer 0\): backward\(\) has handed .*discard\(\)"):
-            optimizer.drain()
-        optimizer.discard()
-        weight, other = line(5.0, quorum="all")
-        take(weight, other)
-        other.drain()
-        return float(weight)
-
-    assert Cluster(2).run(train) == [4.0, 4.0]
-
-
-@pytest.mark.parametrize("quorum", ["all", "solo"])
-def test_a_rank_without_batches_joins_with_two_optimizers(quorum: str):
-    """It is done with both before the first has met: the others may begin with either."""
-
     def train(rank: int) -> list[float]:
-        pairs = [line(0.0, quorum=quorum), line(10.0, quorum=quorum)]
-        for _ in range(2 * rank):
-            for weight, optimizer in pairs:
-                take(weight, optimizer)
-        for _, optimizer in pairs:
-            optimizer._async.register()
-        pairs[-1][1]._async.drain_all()
-        return [float(weight.detach()) for weight, _ in pairs]
+        one = line(0.0, 2)
+        one.backward([[1.0]])  # (a step that an error broke off)
+        with pytest.raises(ReplicaStateError, match=r"SGD \(optimizer 0\): backward\(\) has handed .*discard\(\)"):
+            one.opt.drain()
+        one.opt.discard()
+        other = line(5.0, 1, quorum="all")
+        other.opt.drain()
+        return weights(other)
 
-    assert Cluster(2).run(train) == [[-1.0, 9.0]] * 2
-
-
-def test_a_rank_that_drains_one_optimizer_opens_what_another_is_done_with():
-    def train(rank: int) -> float:
-        first, second = line(0.0), line(10.0)
-        if rank == 0:
-            for _, optimizer in (first, second):
-                optimizer._async.register()
-            second[1]._async.drain_all()
-        else:
-            take(*first)
-            first[1].drain()
-        return float(first[0].detach())
-
-    assert Cluster(2).run(train) == [-0.5, -0.5]
+    assert Cluster(2).run(train) == [[4.0]] * 2
 
 
 def test_a_collective_ends_when_the_optimizer_is_discarded_by_another_thread():
     reported = threading.Event()
 
     def train(rank: int) -> bool:
-        weight, optimizer = line(0.0, quorum="all")
-        take(weight, optimizer)
+        one = line(0.0, 1, quorum="all")
         if rank == 1:
             return reported.wait(30)  # (it keeps its optimizer until then, so that it is waited for)
-        worker = optimizer._async.worker
+        worker = one.opt._async.worker
         send, begun = worker.engine.send, threading.Event()
 
         def watched(event: Any) -> None:
@@ -298,7 +270,7 @@ def test_a_collective_ends_when_the_optimizer_is_discarded_by_another_thread():
             begun.set()
 
         worker.engine.send = watched
-        helper = threading.Thread(target=lambda: begun.wait(30) and optimizer.discard())
+        helper = threading.Thread(target=lambda: begun.wait(30) and one.opt.discard())
         helper.start()
         with pytest.raises(ReplicaStateError, match="discarded while this rank waited in the sum"):
             worker.sum(torch.ones(2), "the sum")
@@ -311,14 +283,11 @@ def test_a_collective_ends_when_the_optimizer_is_discarded_by_another_thread():
 
 def test_workers_of_before_a_switch_are_let_go():
     def train(rank: int) -> list[bool]:
-        model, optimizer = make("sgp", False, 0)
-        old = []
+        one, old = TorchRank(TorchRank.least_squares(2), rank), []
         for _ in range(3):
-            step(model, optimizer, rank, 0)
-            old.append(weakref.ref(optimizer._async.worker))
-            optimizer.switch(algorithm="sgp")
-        step(model, optimizer, rank, 0)
-        optimizer.drain()  # (by now every rank has reported the coordinator, and been asked to forget)
+            old.append(weakref.ref(one.train(1).worker()))
+            one.opt.switch(algorithm="sgp")
+        one.train(1).opt.drain()  # (by now every rank has reported the coordinator, and been asked to forget)
         gc.collect()
         return [reference() is None for reference in old]
 

@@ -22,6 +22,7 @@ import torch
 
 import hvd_async.tensorflow.keras
 import hvd_async.torch
+from hvd_async.algorithms.gossip.config import ALGORITHMS as GOSSIP
 from hvd_async.testing import Cluster
 from tests.conformance import gossip_reference, keras_ranks, leader_drive, torch_ranks
 from tests.conformance.cases import CASES, Case
@@ -76,6 +77,7 @@ class Rank:
     Attributes:
         framework, graph: the binding's, and whether a step is a graph.
         hvd, horovod: modules.
+        schedule_free: makes a schedule-free optimizer of parameters.
         process_set: makes a set of ranks.
         opt: wrapped.
         before: the weights with which the last step began.
@@ -87,6 +89,7 @@ class Rank:
     hvd: ClassVar[Any]
     horovod: ClassVar[Any]
     process_set = torch_ranks.ProcessSet
+    schedule_free: Any
     parameters: list[Any]
     _wrap: Any
     take: Any
@@ -115,7 +118,7 @@ class Rank:
         self.problem, self.rank = problem, rank
         self.following = own if self.leads else dataclasses.replace(own, loss_of=lambda *_: None)
         self.path: list[Array] = []
-        given = own.options() if self.leads else {}
+        given = own.options() if self.leads and following is not None else {}
         self.opt = self._wrap(make, normed, getattr(self.hvd, wrapper), {**given, **options})
         self.assign(problem.start[rank])
 
@@ -203,6 +206,37 @@ class Rank:
         return self
 
 
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD without a schedule (Defazio et al., 2024, with beta = 0.9), as its authors' package has it: the weights are y
+    while it trains, and x in between."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05, "k": 0})
+
+    def eval(self) -> None:
+        self._move(1 - 1 / 0.9)
+
+    def train(self) -> None:
+        self._move(0.1)
+
+    @torch.no_grad()
+    def _move(self, weight: float) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "z" in self.state[p]:
+                    p.lerp_(self.state[p]["z"], weight)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, 1 / group["k"])
+                p.add_(p.grad, alpha=group["lr"] * (0.9 * (1 - 1 / group["k"]) - 1))
+                z.sub_(p.grad, alpha=group["lr"])
+
+
 class TorchRank(Rank):
     """A rank in torch.
 
@@ -227,14 +261,18 @@ class TorchRank(Rank):
         plain = torch_ranks.plain(self.problem.case, self.parameters) if make is None else make(self.parameters)
         return wrapper(plain, **options)
 
+    schedule_free = ScheduleFree
+
     @classmethod
     def plain(cls) -> Any:
         return torch.optim.SGD(torch_ranks.conv_model().parameters(), lr=0.1)
 
     def take(self, gradient: Any, loss: Any = None, mean: Any = None) -> None:
         parts = torch.as_tensor(np.asarray(gradient, np.float64)).split((2, 4))
+        self.opt.zero_grad()
         for parameter, part in zip(self.parameters, parts, strict=True):
-            parameter.grad = part.view_as(parameter).to(parameter.dtype) if parameter.requires_grad else None
+            if parameter.requires_grad:
+                torch.autograd.backward(parameter, part.view_as(parameter).to(parameter.dtype))
         if mean is not None:
             self.set_statistics(mean, 10 * np.asarray(mean))
         if loss is not None:
@@ -311,6 +349,10 @@ class KerasRank(Rank):
             self.opt.record_loss(loss)
         self.opt.apply(gradients, self.parameters)
 
+    @staticmethod
+    def schedule_free(parameters: Any) -> Any:
+        return keras.optimizers.ScheduleFreeAdamW(0.1)
+
     @classmethod
     def plain(cls) -> Any:
         return keras.optimizers.SGD(0.1)
@@ -383,3 +425,13 @@ TORCH, KERAS = pytest.param(TorchRank, id="torch"), pytest.param(KerasRank, id="
 KERAS_GRAPH = pytest.param(KerasGraphRank, id="keras-graph")
 both = pytest.mark.parametrize("binding", [TORCH, KERAS])
 also_graph = pytest.mark.parametrize("binding", [TORCH, KERAS, KERAS_GRAPH])
+ALGORITHMS: list[tuple[str, dict[str, Any]]] = [
+    *(("GossipOptimizer", {"algorithm": name}) for name in GOSSIP),
+    ("LeaderOptimizer", {"algorithm": "lsgd", "group": 1}),
+    ("LeaderOptimizer", {"algorithm": "easgd"}),
+    ("EagerOptimizer", {"quorum": "solo"}),
+    ("EagerOptimizer", {"quorum": "all"}),
+]
+every_algorithm = pytest.mark.parametrize(
+    ("wrapper", "options"), ALGORITHMS, ids=["-".join(map(str, options.values())) for _, options in ALGORITHMS]
+)
