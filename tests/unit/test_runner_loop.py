@@ -26,6 +26,8 @@ DIGITS = ("--epochs", "4", "--batch-size", "60", "--lr", "0.1", "--cosine", "--i
 UNEVEN = ("--batch-size", "479")
 """At 3 ranks: 2, 1 and 1 steps an epoch."""
 NEVER = 10**6
+FREE = [NEVER] * 3
+"""Steps after which no rank is asked to stop."""
 
 
 open_once = functools.cache(open_source)
@@ -55,18 +57,23 @@ class Job:
     """Ranks as threads. `gather` checks that all ranks call the same one, and fails rather than hang."""
 
     def __init__(self, size):
-        self.size, self.barrier, self.values = size, threading.Barrier(size), {}
+        self.size, self.barrier, self.values = size, threading.Barrier(size, timeout=30), {}
 
     def world(self, rank):
         def gather(value, name):
             self.values[rank] = (name, value)
-            self.barrier.wait(timeout=20)
-            rows = [self.values[other] for other in range(self.size)]
-            self.barrier.wait(timeout=20)
-            assert {row[0] for row in rows} == {name}
-            return [row[1] for row in rows]
+            self.barrier.wait()
+            names, values = zip(*(self.values[other] for other in range(self.size)), strict=True)
+            self.barrier.wait()
+            assert set(names) == {name}
+            return list(values)
 
         return World(rank, self.size, gather)
+
+    def run(self, work):
+        """What `work(rank)` returns on each rank."""
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(work, range(self.size)))
 
 
 class Clock:
@@ -156,9 +163,8 @@ def run_all(size, *line, right=(1.0,), paces=(), distances=(), stops=None):
         run = Run(options, job.world(index), asked=asked, clock=lambda: clock.now, sleep=clock.sleep)
         return run.fit(trainer), trainer
 
-    with ThreadPoolExecutor(size) as pool:
-        results = list(pool.map(rank, range(size)))
-    return [summary for summary, _ in results], [trainer for _, trainer in results]
+    summaries, trainers = zip(*job.run(rank), strict=True)
+    return list(summaries), list(trainers)
 
 
 # -- whole runs -------------------------------------------------------------------------------------------------------
@@ -268,26 +274,39 @@ def test_checkpoints_and_resume(tmp_path, capsys):
     assert (summaries[0].steps, summaries[0].test_accuracy, summaries[0].train_loss) == (0, 1.0, None)
 
 
-def check_parts(parts, whole):
-    """The runs together saw the same images, varied alike, at the same rates and with the same delays, as one run."""
+@pytest.mark.parametrize(
+    ("line", "stops", "steps"),
+    [
+        (DIGITS, (3, 5, 13, 16, 29), [[3] * 3, [2] * 3, [8] * 3, [3] * 3, [13] * 3]),
+        ((*UNEVEN, "--epochs", "9"), (3, 4, 7), None),
+        *(
+            ((*DIGITS, "--algorithm", name), ([3, 5, 8], [2, 0, 1], FREE), None)
+            for name in ("eager", "allreduce", "sgp")
+        ),
+        (DIGITS, ([3, NEVER, NEVER], FREE), [[3, 8, 8], [29, 24, 24]]),  # the others end their epoch
+        ((*DIGITS, "--algorithm", "allreduce"), ([11, NEVER, 12], FREE), [[11] * 3, [17] * 3]),
+        ((*UNEVEN, "--epochs", "3"), ([3, 2, 1], [1, 0, 0], FREE), None),
+    ],
+)
+def test_a_run_in_parts_loses_and_repeats_nothing(tmp_path, line, stops, steps):
+    """Each ended by --steps, in mid-epoch, or by requests to stop: they see the same images as one run, varied alike,
+    at the same rates, and have the same delays."""
+    kept, parts = (*line, "--checkpoint-dir", str(tmp_path), "--resume"), []
+    for stop in stops:
+        if isinstance(stop, int):
+            summaries, trainers = run_all(3, *kept, "--steps", str(stop))
+        else:
+            summaries, trainers = run_all(3, *kept, stops=stop)
+            assert (summaries == [None] * 3) == (stop is not FREE)
+        assert all("drain" in trainer.calls for trainer in trainers), "before a checkpoint all ranks are the same"
+        parts.append(trainers)
+    _, whole = run_all(3, *line, *(("--steps", str(stop)) if isinstance(stop, int) else ()))
     for rank, trainer in enumerate(whole):
         own = [part[rank] for part in parts]
         assert [seen for part in own for seen in part.seen] == trainer.seen
         assert [rate for part in own for rate in part.rates] == trainer.rates
         assert sum(part.clock.now for part in own) == pytest.approx(trainer.clock.now)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "line", "stops"),
-    [(3, DIGITS, (3, 5, 13, 16, 29)), (3, (*UNEVEN, "--epochs", "9"), (3, 4, 7))],
-)
-def test_a_run_that_steps_ended_in_mid_epoch_continues_with_the_next_batch(tmp_path, capsys, ranks, line, stops):
-    kept = [*line, "--checkpoint-dir", str(tmp_path), "--resume"]
-    parts = [run_all(ranks, *kept, "--steps", str(stop))[1] for stop in stops]
-    check_parts(parts, run_all(ranks, *line, "--steps", str(stops[-1]))[1])
-    if line is DIGITS:
-        assert [[len(one.rates) for one in part] for part in parts] == [[n] * ranks for n in (3, 2, 8, 3, 13)]
-        assert "resumed after epoch 0 and 3 of 8 steps" in capsys.readouterr().out
+    assert steps is None or [[len(trainer.rates) for trainer in part] for part in parts] == steps
 
 
 def test_a_run_continues_with_fewer_ranks_and_other_algorithms(tmp_path, capsys):
@@ -314,26 +333,6 @@ def test_with_pace_rounds_steps_are_rounds(tmp_path):
 
 
 # -- requests to stop -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("line", "stops", "steps"),
-    [
-        *(((*DIGITS, "--algorithm", name), ([3, 5, 8], [2, 0, 1]), None) for name in ("eager", "allreduce", "sgp")),
-        (DIGITS, ([3, NEVER, NEVER],), [[3, 8, 8], [29, 24, 24]]),  # the others end their epoch
-        ((*DIGITS, "--algorithm", "allreduce"), ([11, NEVER, 12],), [[11] * 3, [17] * 3]),
-        ((*UNEVEN, "--epochs", "3"), ([3, 2, 1], [1, 0, 0]), None),
-    ],
-)
-def test_ranks_that_are_asked_to_stop_lose_and_repeat_nothing(tmp_path, line, stops, steps):
-    kept, parts = (*line, "--checkpoint-dir", str(tmp_path), "--resume"), []
-    for each in (*stops, [NEVER] * 3):
-        summaries, trainers = run_all(3, *kept, stops=each)
-        assert (summaries == [None] * 3) == (each[0] != NEVER)
-        assert all("drain" in trainer.calls for trainer in trainers), "before a checkpoint all ranks are the same"
-        parts.append(trainers)
-    check_parts(parts, run_all(3, *line)[1])
-    assert steps is None or [[len(trainer.rates) for trainer in part] for part in parts] == steps
 
 
 def test_a_stop_costs_no_test_and_keeps_the_best(tmp_path, capsys):

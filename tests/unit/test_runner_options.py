@@ -1,5 +1,6 @@
 """The command line of the training scripts: what reaches the options, and what is refused with a hint."""
 
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -13,7 +14,7 @@ from hvd_async.algorithms.leader.config import LeaderOptions
 from hvd_async.algorithms.option import options_of
 from hvd_async.algorithms.registry import ALGORITHMS, OPTIONS
 from hvd_async.runner.options import build_parser, parse
-from hvd_async.runtime.launch import HOROVODRUN, LAUNCHERS, TORCHRUN
+from hvd_async.runtime.launch import HOROVODRUN, TORCHRUN
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_FLAG = {"algorithm", "seed", "arrival_lead", "bucket_cap_mb", "late_cap_mb", "nonfinite", "buffers"}
@@ -70,79 +71,66 @@ def test_everything_reaches_the_options(tmp_path):
     assert parse("torch", ["--bf16"]).precision == "bf16"
 
 
-def test_every_flag_of_gossip_reaches_the_optimizer():
-    line = (
-        "--algorithm osgp --topology linear --peers 0:1,30:2 --mixing uniform --max-staleness 3 --hierarchical "
-        "--average-every 10 --gossip-every 4 --max-local-steps 2 --schedule 0:allreduce,5:osgp,60:adpsgd"
-    )
-    options = parse("torch", line.split())
-    assert options.own == GossipOptions(
-        algorithm="osgp",
-        topology="linear",
-        peers={0: 1, 30: 2},
-        mixing="uniform",
-        max_staleness=3,
-        hierarchical=True,
-        max_local_steps=2,
-        average_every=10,
-        gossip_every=4,
-        schedule={0: "allreduce", 5: "osgp", 60: "adpsgd"},
-    )
-    assert (options.quorum, options.gossips, options.follows, options.has_own_weights) == (None, True, False, True)
-    line = "--algorithm diloco --average-every 0:1,5:8 --fragments 2 --outer-lr 0.5 --outer-momentum 0.8"
-    assert parse("torch", line.split()).own == GossipOptions(
-        algorithm="diloco", average_every={0: 1, 5: 8}, fragments=2, outer_lr=0.5, outer_momentum=0.8
-    )
-    line = "--algorithm sgp --hierarchical-gossip --quasi-global --compression int8"
-    assert parse("torch", line.split()).own == GossipOptions(algorithm="sgp", hierarchical=True, quasi_global=True)
-
-
-def test_every_flag_of_leaders_reaches_the_optimizer():
-    line = (
-        "--algorithm lsgd --global-period 8 --local-period 4 --local-pull 0.2 --global-pull 0.3 --local-prox 0.05 "
-        "--global-prox 0 --group 2 --loss-window 5 --lr-spread power"
-    )
-    options = parse("torch", line.split())
-    assert options.own == LeaderOptions(
-        algorithm="lsgd",
-        local_period=4,
-        global_period=8,
-        local_pull=0.2,
-        global_pull=0.3,
-        local_prox=0.05,
-        global_prox=0.0,
-        group=2,
-        loss_window=5,
-        lr_spread="power",
-    )
-    assert (options.follows, options.has_own_weights, options.gossips, options.lockstep) == (True, True, False, False)
-    elastic = parse("tensorflow", ["--algorithm", "easgd", "--global-period", "4", "--alpha", "0.1", "--beta", "0.5"])
-    assert elastic.own == LeaderOptions(algorithm="easgd", global_period=4, alpha=0.1, beta=0.5)
-    assert elastic.init_settings == {}
+OSGP = {"max_staleness": 3, "average_every": 10, "gossip_every": 4, "max_local_steps": 2}
+LSGD = {"local_period": 4, "global_period": 8, "local_pull": 0.2, "global_pull": 0.3, "local_prox": 0.05, "group": 2}
 
 
 @pytest.mark.parametrize(
-    ("group", "size", "of_host", "asked"),
+    ("line", "own"),
     [
-        ((), "4", "4", False),  # one host
-        (("--group", "4"), "4", "2", False),
-        (("--group", "1"), "4", "4", False),
-        ((), "4", "1", True),  # the other host may have three
-        (("--group", "2"), "4", "4", True),
-        ((), None, None, True),  # another launcher's, which says nothing that is known here
+        (
+            "--algorithm osgp --topology linear --peers 0:1,30:2 --mixing uniform --max-staleness 3 --hierarchical "
+            "--average-every 10 --gossip-every 4 --max-local-steps 2 --schedule 0:allreduce,5:osgp,60:adpsgd",
+            GossipOptions(algorithm="osgp", topology="linear", peers={0: 1, 30: 2}, mixing="uniform", hierarchical=True,
+                          schedule={0: "allreduce", 5: "osgp", 60: "adpsgd"}, **OSGP),
+        ),
+        (
+            "--algorithm diloco --average-every 0:1,5:8 --fragments 2 --outer-lr 0.5 --outer-momentum 0.8",
+            GossipOptions(algorithm="diloco", average_every={0: 1, 5: 8}, fragments=2, outer_lr=0.5,
+                          outer_momentum=0.8),
+        ),
+        (
+            "--algorithm sgp --hierarchical-gossip --quasi-global --compression int8",
+            GossipOptions(algorithm="sgp", hierarchical=True, quasi_global=True),
+        ),
+        (
+            "--algorithm lsgd --global-period 8 --local-period 4 --local-pull 0.2 --global-pull 0.3 --local-prox 0.05 "
+            "--global-prox 0 --group 2 --loss-window 5 --lr-spread power",
+            LeaderOptions(algorithm="lsgd", global_prox=0.0, loss_window=5, lr_spread="power", **LSGD),
+        ),
+        (
+            "--algorithm easgd --global-period 4 --alpha 0.1 --beta 0.5",
+            LeaderOptions(algorithm="easgd", global_period=4, alpha=0.1, beta=0.5),
+        ),
+    ],
+    ids=["osgp", "diloco", "sgp", "lsgd", "easgd"],
+)  # fmt: skip
+def test_every_flag_of_gossip_and_leaders_reaches_the_optimizer(line, own):
+    options = parse("torch", line.split())
+    assert options.own == own
+    assert (options.quorum, options.lockstep, options.has_own_weights) == (None, False, True)
+    assert (options.gossips, options.follows) == (isinstance(own, GossipOptions), isinstance(own, LeaderOptions))
+
+
+@pytest.mark.parametrize(
+    ("line", "size", "of_host", "asked"),
+    [
+        ("--algorithm lsgd", "4", "4", False),  # one host
+        ("--algorithm lsgd --group 4", "4", "2", False),
+        ("--algorithm lsgd --group 1", "4", "4", False),
+        ("--algorithm lsgd", "4", "1", True),  # the other host may have three
+        ("--algorithm lsgd --group 2", "4", "4", True),
+        ("--algorithm lsgd", None, None, True),  # another launcher's, which says nothing that is known here
+        ("--algorithm easgd", "4", "2", False),
     ],
 )
 @pytest.mark.parametrize("launcher", [HOROVODRUN, TORCHRUN])
 def test_process_sets_are_asked_for_where_there_may_be_several_groups(
-    monkeypatch, group, size, of_host, asked, launcher
+    monkeypatch, line, size, of_host, asked, launcher
 ):
-    for name in [name for one in LAUNCHERS for name in (one.rank, one.size, one.local_rank, one.local_size) if name]:
-        monkeypatch.delenv(name, raising=False)
-    if size is not None:
-        for name, value in ((launcher.rank, "0"), (launcher.size, size), (launcher.local_size, of_host)):
-            monkeypatch.setenv(name, value)
-    options = parse("torch", ["--algorithm", "lsgd", *group])
-    assert options.init_settings == ({"process_sets": "dynamic"} if asked else {})
+    values = {launcher.rank: "0", launcher.size: size, launcher.local_size: of_host} if size else {}
+    monkeypatch.setattr(os, "environ", values)
+    assert parse("torch", line.split()).init_settings == ({"process_sets": "dynamic"} if asked else {})
 
 
 @pytest.mark.parametrize(
