@@ -2,20 +2,21 @@
 
 import pytest
 
-from hvd_async.runner.loop import Trainer, World
+from hvd_async.runner.loop import Trainer
+from tests.unit.test_runner_loop import Job
 
 MADE_BY = {"model": "small"}
-SIZE = 3
 torch = pytest.importorskip("torch")
 
 
 class Reader(Trainer):
     """Only reads; returns what it is to load, or loads it into a model."""
 
-    def __init__(self, model=None):
-        self._model = model
+    def __init__(self, rank, model):
+        self._rank, self._model = rank, model
 
     def read(self, path):
+        assert self._rank == 0, "the others get what it has read"
         return torch.load(path, map_location="cpu", weights_only=True)
 
     def load(self, content):
@@ -29,27 +30,22 @@ Reader.__abstractmethods__ = frozenset()
 
 
 def on_ranks(path, model=None):
-    """What every rank gets, or its error as text."""
-    sent, outcomes = [], []
+    """What each of three ranks gets, or its error as text."""
+    job = Job(3)
 
-    def gather(found, name):
-        sent.append(found)
-        return [sent[0], *[None] * (SIZE - 1)]
-
-    for rank in range(SIZE):
+    def restore(rank):
         try:
-            outcomes.append(Reader(model).restore(path, World(rank, SIZE, gather)))
+            return Reader(rank, model).restore(path, job.world(rank))
         except ValueError as error:
-            outcomes.append(str(error))
-    assert len(sent) == SIZE, "every rank took part"
-    assert sent[1:] == [None] * (SIZE - 1), "only rank 0 reads"
-    return outcomes
+            return str(error)
+
+    return job.run(restore)
 
 
 def test_all_ranks_have_what_rank_0_has_read(tmp_path):
     torch.save({"made_by": MADE_BY, "weights": torch.arange(10.0)}, tmp_path / "last")
-    assert [outcome["weights"].tolist() for outcome in on_ranks(tmp_path / "last")] == [[*range(10)]] * SIZE
-    assert on_ranks(tmp_path / "none") == [None] * SIZE
+    assert [outcome["weights"].tolist() for outcome in on_ranks(tmp_path / "last")] == [[*range(10)]] * 3
+    assert on_ranks(tmp_path / "none") == [None] * 3
 
 
 class Evil:

@@ -71,9 +71,17 @@ class Job:
         return World(rank, self.size, gather)
 
     def run(self, work):
-        """What `work(rank)` returns on each rank."""
+        """What `work(rank)` returns on each rank; if it fails on one, no other waits for that."""
+
+        def on(rank):
+            try:
+                return work(rank)
+            except BaseException:
+                self.barrier.abort()
+                raise
+
         with ThreadPoolExecutor(self.size) as pool:
-            return list(pool.map(work, range(self.size)))
+            return list(pool.map(on, range(self.size)))
 
 
 class Clock:
@@ -170,22 +178,16 @@ def run_all(size, *line, right=(1.0,), paces=(), distances=(), stops=None):
 # -- whole runs -------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_of_three_uneven_ranks():
-    summaries, trainers = run_all(3, "--epochs", "2", "--batch-size", "160")  # 1438 images: 480, 479, 479
-    assert summaries[0] == summaries[1] == summaries[2]
-    assert [sum(trainer.sizes) for trainer in trainers] == [960, 958, 958]
-    assert [trainer.drains for trainer in trainers] == [2, 2, 2]
-    assert (summaries[0].steps, summaries[0].train_loss, summaries[0].test_accuracy) == (6, 0.5, 1.0)
-    assert summaries[0].images_per_sec == pytest.approx(2 * 1438 / 6)
-    assert summaries[0].step_time_s["mean"] == 1.0
-
-
 @pytest.mark.parametrize("algorithm", ["eager", "sgp", "lsgd"])
 def test_ranks_with_fewer_batches_take_part_in_the_rest(algorithm):
     summaries, trainers = run_all(3, *UNEVEN, "--algorithm", algorithm, "--epochs", "2", distances=(0.5, 0.25))
+    assert summaries[0] == summaries[1] == summaries[2]
     assert [len(trainer.rates) for trainer in trainers] == [4, 2, 2]
+    assert [sum(trainer.sizes) for trainer in trainers] == [960, 958, 958]
     assert {trainer.drains for trainer in trainers} == {2}
-    assert (summaries[0].steps, summaries[0].consensus_distance) == (4, 0.25)
+    assert (summaries[0].steps, summaries[0].train_loss, summaries[0].test_accuracy) == (4, 0.5, 1.0)
+    assert summaries[0].images_per_sec == pytest.approx(2 * 1438 / 4)
+    assert (summaries[0].step_time_s["mean"], summaries[0].consensus_distance) == (1.0, 0.25)
 
 
 def test_the_rate_follows_the_fraction_of_the_epoch_and_a_preset_scales_it():
@@ -209,11 +211,6 @@ def test_delays_are_slept_and_the_end_is_written(tmp_path, capsys):
     assert written["step_time_s"] == summaries[0].step_time_s
     assert json.loads((tmp_path / "summary.json").read_text()) == written
     assert {float(row["rank1"]) - float(row["rank0"]) for row in rows_of(tmp_path / "step_times.csv")} == {2.5}
-
-
-def test_tests_come_every_n_epochs_and_at_the_end(tmp_path):
-    run_all(1, "--epochs", "5", "--batch-size", "1438", "--eval-every", "2", "--log-dir", str(tmp_path))
-    assert [row["test_accuracy"] != "" for row in rows_of(tmp_path / "metrics.csv")] == [0, 1, 0, 1, 1]
 
 
 def test_with_pace_rounds_an_epoch_ends_by_rounds_and_a_slow_rank_gives_less():
@@ -243,14 +240,15 @@ def test_a_test_leaves_the_ranks_their_own_weights_until_the_end():
     assert trainer.calls[:3] == ["epoch 0", "consensus", "own"]
 
 
-def test_measuring_the_distance_is_no_training_time(tmp_path):
-    line = (*GOSSIP, "--inject", "rank:1:2", "--log-dir", str(tmp_path))
+def test_measuring_the_distance_is_no_training_time_and_tests_come_every_n_epochs(tmp_path):
+    line = (*GOSSIP, "--inject", "rank:1:2", "--eval-every", "2", "--log-dir", str(tmp_path))
     summaries, (trainer, _) = run_all(2, *line, distances=(0.5, 0.25, 0.125))
     assert trainer.clock.now == 3 * 65
     assert summaries[0].images_per_sec == pytest.approx(1438 / 3), "of the slower rank"
     rows = rows_of(tmp_path / "metrics.csv")
     assert [float(row["seconds"]) for row in rows] == pytest.approx([3] * 3), "of the slower rank"
     assert [float(row["consensus_distance"]) for row in rows] == [0.5, 0.25, 0.125]
+    assert [row["test_accuracy"] for row in rows] == ["", "1.0", "1.0"], "the last epoch is always tested"
 
 
 # -- checkpoints, --steps and --resume --------------------------------------------------------------------------------
@@ -309,18 +307,19 @@ def test_a_run_in_parts_loses_and_repeats_nothing(tmp_path, line, stops, steps):
     assert steps is None or [[len(trainer.rates) for trainer in part] for part in parts] == steps
 
 
-def test_a_run_continues_with_fewer_ranks_and_other_algorithms(tmp_path, capsys):
-    # An epoch has 24 steps of 20 images at 3 ranks, 36 at 2.
-    line = ("--batch-size", "20", "--checkpoint-dir", str(tmp_path), "--resume")
-    run_all(3, *line, "--algorithm", "sgp", "--epochs", "3")
-    _, trainers = run_all(2, *line, "--algorithm", "eager", "--epochs", "5", "--steps", "154")
-    assert [len(trainer.rates) for trainer in trainers] == [154 - 3 * 36] * 2
-    assert position(tmp_path) == [4, 10, 36, []]
-    _, trainers = run_all(3, *line, "--algorithm", "lsgd", "--epochs", "5")
-    assert [len(trainer.rates) for trainer in trainers] == [17] * 3, "from the same share of the epoch"
-    text = capsys.readouterr().out
-    assert "resumed after epoch 3\n" in text
-    assert "resumed after epoch 4 and 7 of 24 steps" in text
+def test_a_run_continues_at_other_sizes_and_by_other_algorithms_from_the_same_share_of_the_epoch(tmp_path):
+    """An epoch has 24 steps of 20 images at 3 ranks (23 in lockstep), 36 at 2, 72 at 1."""
+    for size, line, stops, steps, place in (
+        (3, "--algorithm sgp --epochs 3", None, [72, 72, 72], [3, 0, 0, []]),
+        (2, "--algorithm eager --steps 154", None, [46, 46], [4, 10, 36, []]),
+        (3, "--algorithm lsgd", [3, 5, 4], [3, 5, 4], [4, 11, 24, [10, 12, 11]]),
+        (3, "--algorithm allreduce", [2, 2, 2], [2, 2, 2], [4, 13, 23, [13, 13, 13]]),
+        (1, "--algorithm eager", [NEVER], [31], [5, 0, 0, []]),
+    ):
+        kept = ("--batch-size", "20", "--epochs", "5", "--checkpoint-dir", str(tmp_path), "--resume")
+        _, trainers = run_all(size, *kept, *line.split(), stops=stops)
+        assert [len(trainer.rates) for trainer in trainers] == steps
+        assert position(tmp_path) == place
 
 
 def test_with_pace_rounds_steps_are_rounds(tmp_path):
@@ -347,17 +346,6 @@ def test_a_stop_costs_no_test_and_keeps_the_best(tmp_path, capsys):
     assert json.loads((tmp_path / "last.txt").read_text())[:2] == [1, best[1]]
     run_all(2, *kept, right=(0.5,), stops=[NEVER] * 2)
     assert json.loads((tmp_path / "best.txt").read_text()) == best
-
-
-def test_a_stopped_run_continues_at_another_size_and_in_lockstep_by_its_share(tmp_path):
-    line = (*DIGITS, "--checkpoint-dir", str(tmp_path), "--resume")
-    run_all(3, *line, stops=[3, 5, 4])
-    assert position(tmp_path) == [0, 4, 8, [3, 5, 4]]
-    _, trainers = run_all(3, *line, "--algorithm", "allreduce", stops=[2, 2, 2])
-    assert [len(trainer.rates) for trainer in trainers] == [2, 2, 2]
-    assert position(tmp_path) == [0, 6, 7, [6, 6, 6]]
-    _, trainers = run_all(1, *line, "--epochs", "1", stops=[NEVER])
-    assert len(trainers[0].rates) == 24 - 21
 
 
 LISTENER = """
