@@ -10,7 +10,6 @@ import pytest
 
 from hvd_async.stats import GossipStats, LeaderStats, Stats
 
-
 MERGED = {
     "partial allreduce": (
         Stats(steps=4, rounds=3, total_produced=8, staleness={0: 2, 3: 1}, held_s=(1.0, 2.0, 3.0), latency_s=1.0,
