@@ -185,7 +185,7 @@ PAIRS = "--algorithm adpsgd --topology ring --max-local-steps 3 --compression bf
 def test_digits_are_learned_by_gossip(train: Train, tmp_path: Path, runner: str, line: str, epochs: int) -> None:
     kept = ("--log-dir", str(tmp_path), "--checkpoint-dir", str(tmp_path), "--resume")
     job, summary = train(runner, *line.split(), "--epochs", str(epochs), *kept, ranks=3)
-    assert "before the last drain" in job.output
+    assert "Before the last drain" in job.output
     assert (summary["algorithm"], summary["quorum"]) == (line.split()[1], None)
     assert summary["replicas_identical"], "after the last drain"
     assert summary["max_replica_diff"] == 0.0
