@@ -57,7 +57,7 @@ class Job:
     """Ranks as threads. `gather` checks that all ranks call the same one, and fails rather than hang."""
 
     def __init__(self, size):
-        self.size, self.barrier, self.values = size, threading.Barrier(size, timeout=30), {}
+        self.size, self.barrier, self.values, self.calls = size, threading.Barrier(size, timeout=30), {}, []
 
     def world(self, rank):
         def gather(value, name):
@@ -66,6 +66,7 @@ class Job:
             names, values = zip(*(self.values[other] for other in range(self.size)), strict=True)
             self.barrier.wait()
             assert set(names) == {name}
+            self.calls += [name] * (rank == 0)
             return list(values)
 
         return World(rank, self.size, gather)
@@ -84,34 +85,27 @@ class Job:
             return list(pool.map(on, range(self.size)))
 
 
-class Clock:
-    """A second for each training step, and what is slept."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-
 class Counter:
     """A trainer that learns nothing: its loss is 1 / (1 + drains), its accuracy is given.
 
-    `calls` has what the loop asked for, in order; distances: of the ranks at each epoch's end, if they gossip.
+    `now` is a second for each training step, and what is slept; `calls` has what the loop asked for, in order.
     """
 
     checkpoint_suffix, opening = ".txt", None
 
-    def __init__(self, clock, size, right=(1.0,), pace=1, distances=()):
-        """pace: rounds that this rank sees at each of its steps."""
-        self.clock, self.size, self.right, self.pace, self.distances = clock, size, list(right), pace, distances
-        self.rates, self.sizes, self.drains, self.seen, self.calls = [], [], 0, [], []
+    def __init__(self, job, right=(1.0,), pace=1, distances=()):
+        """pace: rounds that this rank sees at each step; distances: of gossiping ranks at each epoch's end."""
+        self.job, self.right, self.pace, self.distances = job, list(right), pace, distances
+        self.now, self.rates, self.sizes, self.drains, self.seen, self.calls = 0.0, [], [], 0, [], []
+
+    def sleep(self, seconds):
+        self.now += seconds
 
     def begin_epoch(self, epoch):
         self.calls.append(f"epoch {epoch}")
 
     def train_step(self, batch, rate):
-        self.clock.now += 1.0
+        self.now += 1.0
         self.rates.append(rate)
         self.sizes.append(len(batch))
         self.seen.append(batch.images.tobytes())
@@ -135,7 +129,7 @@ class Counter:
     def consensus_distance(self):
         if not self.distances:
             return None
-        self.clock.now += 64.0
+        self.now += 64.0
         return self.distances[self.drains]
 
     def correct(self, batch):
@@ -151,13 +145,13 @@ class Counter:
         return Position(*json.loads(path.read_text())) if path.exists() else None
 
     def counts(self):
-        return OptimizerCounts.synchronous(len(self.rates), self.size, 0.0)
+        return OptimizerCounts.synchronous(len(self.rates), self.job.size, 0.0)
 
     def replicas(self):
         return Replicas(True, 0.0, 0.0)
 
 
-def run_all(size, *line, right=(1.0,), paces=(), distances=(), stops=None):
+def run_all(size, *line, kind=Counter, right=(1.0,), paces=(), distances=(), stops=None):
     """(summaries, trainers) of a whole job with digits at 8 x 8.
 
     stops: the steps after which each rank is asked to stop; without it no rank can be asked.
@@ -165,10 +159,9 @@ def run_all(size, *line, right=(1.0,), paces=(), distances=(), stops=None):
     job, options = Job(size), parse("torch", ["--image-size", "8", *line])
 
     def rank(index):
-        clock = Clock()
-        trainer = Counter(clock, size, right, paces[index] if paces else 1, distances)
+        trainer = kind(job, right, paces[index] if paces else 1, distances)
         asked = (lambda: len(trainer.rates) >= stops[index]) if stops else None
-        run = Run(options, job.world(index), asked=asked, clock=lambda: clock.now, sleep=clock.sleep)
+        run = Run(options, job.world(index), asked=asked, clock=lambda: trainer.now, sleep=trainer.sleep)
         return run.fit(trainer), trainer
 
     summaries, trainers = zip(*job.run(rank), strict=True)
@@ -202,7 +195,7 @@ def test_the_rate_follows_the_fraction_of_the_epoch_and_a_preset_scales_it():
 def test_delays_are_slept_and_the_end_is_written(tmp_path, capsys):
     line = ["--epochs", "1", "--batch-size", "719", "--inject", "rank:1:2.5", "--log-dir", str(tmp_path)]
     summaries, trainers = run_all(2, *line, "--summary", str(tmp_path / "s.json"))
-    assert [trainer.clock.now for trainer in trainers] == [1.0, 3.5]
+    assert [trainer.now for trainer in trainers] == [1.0, 3.5]
     assert summaries[0].step_time_s["mean"] == 2.25
     text = capsys.readouterr().out
     assert "Ranks slept for --inject, in order: 0, 2.5 s.\n" in text
@@ -243,7 +236,7 @@ def test_a_test_leaves_the_ranks_their_own_weights_until_the_end():
 def test_measuring_the_distance_is_no_training_time_and_tests_come_every_n_epochs(tmp_path):
     line = (*GOSSIP, "--inject", "rank:1:2", "--eval-every", "2", "--log-dir", str(tmp_path))
     summaries, (trainer, _) = run_all(2, *line, distances=(0.5, 0.25, 0.125))
-    assert trainer.clock.now == 3 * 65
+    assert trainer.now == 3 * 65
     assert summaries[0].images_per_sec == pytest.approx(1438 / 3), "of the slower rank"
     rows = rows_of(tmp_path / "metrics.csv")
     assert [float(row["seconds"]) for row in rows] == pytest.approx([3] * 3), "of the slower rank"
@@ -303,7 +296,7 @@ def test_a_run_in_parts_loses_and_repeats_nothing(tmp_path, line, stops, steps):
         own = [part[rank] for part in parts]
         assert [seen for part in own for seen in part.seen] == trainer.seen
         assert [rate for part in own for rate in part.rates] == trainer.rates
-        assert sum(part.clock.now for part in own) == pytest.approx(trainer.clock.now)
+        assert sum(part.now for part in own) == pytest.approx(trainer.now)
     assert steps is None or [[len(trainer.rates) for trainer in part] for part in parts] == steps
 
 
@@ -382,12 +375,6 @@ def test_a_signal_ends_no_process_and_one_that_the_launcher_blocked_is_kept(when
 MINUTE = ("--minutes", "1", "--epochs", "6", "--lr", "1", "--cosine", "--batch-size", "60")
 
 
-def run_one(trainer, *line, world=None):
-    clock = trainer.clock
-    options = parse("torch", ["--image-size", "8", *line])
-    Run(options, world or Job(1).world(0), clock=lambda: clock.now, sleep=clock.sleep).fit(trainer)
-
-
 @pytest.mark.parametrize("line", [(), ("--algorithm", "allreduce"), ("--pace", "rounds")])
 def test_all_ranks_end_with_the_time(line):
     summaries, trainers = run_all(3, *MINUTE, *line)
@@ -401,12 +388,11 @@ def test_the_schedule_takes_all_of_the_time_and_a_slow_first_step_is_not_taken_f
         opening = "the first step takes long"
 
         def train_step(self, batch, rate):
-            self.clock.now += 20.0 * (not self.rates)
+            self.now += 20.0 * (not self.rates)
             return super().train_step(batch, rate)
 
-    trainer = Tracing(Clock(), 1)
-    run_one(trainer, *MINUTE)
-    assert (trainer.clock.now, len(trainer.rates)) == (60.0, 40)
+    _, (trainer,) = run_all(1, *MINUTE, kind=Tracing)
+    assert (trainer.now, len(trainer.rates)) == (60.0, 40)
     assert trainer.rates[:24] == pytest.approx([cosine(step / 24 / 6) for step in range(24)]), "by --epochs at first"
     assert trainer.rates[24:] == pytest.approx([cosine((20 + step) / 60) for step in range(24, 40)]), "by the clock"
     lines = capsys.readouterr().out.splitlines()
@@ -417,13 +403,10 @@ def test_the_schedule_takes_all_of_the_time_and_a_slow_first_step_is_not_taken_f
 
 @pytest.mark.parametrize(("algorithm", "questions"), [("eager", 0), ("allreduce", QUESTIONS)])
 def test_ranks_ask_each_other_now_and_then_only_in_lockstep(algorithm, questions):
-    asked = []
-    world = Job(1).world(0)
-    counting = world._replace(gather=lambda value, name: (asked.append(name), world.gather(value, name))[1])
-    trainer = Counter(Clock(), 1)
-    run_one(trainer, "--minutes", "5", "--batch-size", "60", "--algorithm", algorithm, world=counting)
+    _, (trainer,) = run_all(1, "--minutes", "5", "--batch-size", "60", "--algorithm", algorithm)
     assert 0 <= len(trainer.rates) - 300 <= (300 / QUESTIONS if questions else 0)
-    assert questions <= asked.count("hvd_async.runner.asked") <= questions + 2 * bool(questions)
+    asked = trainer.job.calls.count("hvd_async.runner.asked")
+    assert questions <= asked <= questions + 2 * bool(questions)
 
 
 def test_the_checkpoint_of_a_run_that_the_clock_ended_says_where_it_is(tmp_path):
@@ -444,11 +427,10 @@ def test_what_does_not_fit_the_job_or_the_data_ends_it_without_a_traceback(capsy
 
     for split in ("train", "val"):
         (tmp_path / split / "ant").mkdir(parents=True)
-    picky = Picky(Clock(), 1)
     for call, hint in (
         (lambda: start(parse("torch", ["--inject", "random:2:0.1"]), Job(1).world(0)), "start at least 2 ranks"),
         (lambda: start(parse("torch", ["--data", str(tmp_path)]), Job(1).world(0)), "put images there, or remove"),
-        (lambda: run_one(picky, "--checkpoint-dir", str(tmp_path), "--resume"), "another model"),
+        (lambda: run_all(1, "--checkpoint-dir", str(tmp_path), "--resume", kind=Picky), "another model"),
     ):
         with pytest.raises(SystemExit) as stopped:
             call()
