@@ -1,6 +1,5 @@
 """What a run reports: counts of all ranks put together, its logs, its summary as JSON and as text."""
 
-import csv
 import json
 from dataclasses import replace
 
@@ -142,10 +141,8 @@ def test_a_run_without_a_step_that_diverged_is_valid_json(tmp_path):
     idle = [RankMetrics(OptimizerCounts.synchronous(0, 2, 0.0), 0, 0.0, 0.0, ())] * 2
     summary = summary_of(idle, Replicas(False, float("inf"), float("nan")), loss=float("nan"), accuracy=None)
     read = written(summary, tmp_path / "s.json")
-    assert (read["step_time_s"], read["staleness"]) == (
-        dict.fromkeys(("mean", "p50", "p95")),
-        {"mean": None, "max": None},
-    )
+    assert read["step_time_s"] == {"mean": None, "p50": None, "p95": None}
+    assert read["staleness"] == {"mean": None, "max": None}
     assert read["train_loss"] is read["test_accuracy"] is read["images_per_sec"] is read["max_replica_diff"] is None
 
 
@@ -174,11 +171,6 @@ def row(epoch=1, loss=0.5, accuracy=0.75, distance=None):
     counts = [rank.counts for rank in eager_ranks()]
     values = (epoch, 10 * epoch, 0.1, loss, accuracy, 4.0, 100.0, 0.01, 0.02, 0.0, distance)
     return dict(zip(COLUMNS, values, strict=False)) | JobCounts.of(counts).columns()
-
-
-def rows_of(path):
-    with path.open(newline="") as file:
-        return list(csv.reader(file))
 
 
 def report(*rows, **settings):
@@ -221,7 +213,8 @@ def test_metrics_start_afresh_or_continue(tmp_path):
             (tmp_path / name).touch()
         report(row(number), log_dir=tmp_path, resumed=resumed)
         assert [(tmp_path / name).exists() for name in AT_THE_END] == [resumed] * 3
-        assert [line[0] for line in rows_of(tmp_path / "metrics.csv")] == ["epoch", *epochs]
+        lines = (tmp_path / "metrics.csv").read_text().splitlines()
+        assert [line.partition(",")[0] for line in lines] == ["epoch", *epochs]
     (tmp_path / "metrics.csv").write_text("epoch,step\n1,9\n")
     with pytest.raises(ValueError, match="move it away, or name another --log-dir"):
         Reporter(3, log_dir=tmp_path, resumed=True)
@@ -252,20 +245,15 @@ def test_metrics_and_events_have_what_the_optimizers_counted(tmp_path):
 
 def test_step_times_and_leaders(tmp_path):
     write_step_times(tmp_path / "new" / "s.csv", [[0.5], [i / 1000 for i in range(200, -1, -1)], []])
-    rows = rows_of(tmp_path / "new" / "s.csv")
-    assert rows[0] == ["percent", "rank0", "rank1", "rank2"]
-    assert (rows[26], rows[101]) == (["25", "0.500000", "0.050000", ""], ["100", "0.500000", "0.200000", ""])
+    lines = (tmp_path / "new" / "s.csv").read_text().splitlines()
+    assert lines[0] == "percent,rank0,rank1,rank2"
+    assert (lines[26], lines[101]) == ("25,0.500000,0.050000,", "100,0.500000,0.200000,")
     first = [(10.0, 0, 1), (10.5, -1, 2), (12.0, 0, 0)]
     second = [(10.01, 0, 1), (10.49, -1, 2), (12.01, 0, 0)]
     third = [(10.2, 1, 2), (10.51, -1, -1)]
     write_leaders(tmp_path / "l.csv", [first, second, third])
-    assert rows_of(tmp_path / "l.csv") == [
-        ["time_s", "group", "leader"],
-        ["0.000000", "0", "1"],
-        ["0.200000", "1", "2"],
-        ["0.500000", "", "2"],
-        ["2.000000", "0", "0"],
-    ]
+    pulls = ["0.000000,0,1", "0.200000,1,2", "0.500000,,2", "2.000000,0,0"]
+    assert (tmp_path / "l.csv").read_text().splitlines() == ["time_s,group,leader", *pulls]
     write_leaders(tmp_path / "l.csv", [[(3.0, -1, -1)], []])
     assert (tmp_path / "l.csv").read_bytes() == b"time_s,group,leader\r\n0.000000,,\r\n"
     write_leaders(tmp_path / "l.csv", [[], []])
