@@ -24,7 +24,7 @@ from hvd_async.cli.output import show_findings
 from hvd_async.doctor import machine, network, programs, software
 from hvd_async.doctor.findings import Finding, Verdict, note, ok, problem
 from hvd_async.doctor.machine import GIB
-from hvd_async.doctor.network import Allreduce, Link, Measurement, in_a_job, judge_network, latency, listening
+from hvd_async.doctor.network import Allreduce, Link, Measurement, judge_network, latency, listening
 from hvd_async.doctor.programs import RESULT, Outcome, run_limited
 from hvd_async.doctor.software import PATCH, Answer, Build
 from hvd_async.errors import EngineError
@@ -88,7 +88,8 @@ def findings_in(text: str) -> dict[str, dict[str, Any]]:
 
 
 def test_a_good_environment(tmp_path: Path):
-    done = doctor(tmp_path, "--no-self-test", "--local-ranks", "1", "--json", str(tmp_path / "out.json"))
+    alone = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}
+    done = doctor(tmp_path, "--no-self-test", "--local-ranks", "1", "--json", str(tmp_path / "out.json"), **alone)
     assert done.returncode == 0, done.stdout + done.stderr
     found = findings_in((tmp_path / "out.json").read_text())
     good = ("python", "torch", "tensorflow", "keras", "horovod", "data plane", "horovod.torch", "horovod.tensorflow")
@@ -332,11 +333,8 @@ def test_a_container_and_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # -- programs with a time limit ---------------------------------------------------------------------------------------
 
 
-def test_results_and_the_exit_status_of_a_program():
-    code = "import hvd_async.doctor.programs as p; print('noise'); p.report({'a': 1}); exit(3)"
-    outcome = run_limited([sys.executable, "-c", code], 60)
-    assert (outcome.returncode, outcome.results()) == (3, [{"a": 1}])
-    with pytest.raises(EngineError, match="cannot be started"):
+def test_a_program_that_cannot_be_started():
+    with pytest.raises(EngineError, match="/no/such/program cannot be started"):
         run_limited(["/no/such/program"], 5)
 
 
@@ -426,15 +424,6 @@ def test_the_first_rank_of_each_host_is_measured_and_a_failure_is_reported(
     assert f"a[0] to {second}: {second} is behind a wall" in next(iter(judge_network(found))).fact
 
 
-@pytest.mark.parametrize(
-    ("variables", "several"),
-    [({}, False), ({"RANK": "0", "WORLD_SIZE": "1"}, False), ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}, True)],
-)
-def test_a_job_of_several_ranks_is_known(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], several: bool):
-    monkeypatch.setattr(os, "environ", variables)
-    assert in_a_job() == several
-
-
 def a_measurement(rates: Sequence[float] = (25e6, 25e6, 25e6), **changes: Any) -> Measurement:
     links = tuple(Link("a", f"b{place}", 0.0001 * (place + 1), rate, 2**23) for place, rate in enumerate(rates))
     sums = (Allreduce(2**20, 0.05, 24e6),)
@@ -459,7 +448,7 @@ def test_only_rank_0_prints_and_fails(
     """A launcher ends all ranks when one has failed: also rank 0, which has to print the problem."""
     broken = Link("a", "b", None, 1e6, 2**20, "no route")
     found = a_measurement(links=(broken,), latency_s=None, bandwidth_bytes_s=1e6)
-    monkeypatch.setattr(network, "in_a_job", lambda: True)
+    monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "2"})
     monkeypatch.setattr(network, "measure_here", lambda: (1, found))
     assert main(["doctor"]) == 0
     assert not capsys.readouterr().out

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hvd_async.runtime.log import LONGEST, PACKAGE, printable, users_line, warn
+from hvd_async.runtime.log import LONGEST, PACKAGE, printable, users_line
 
 FULL = """
 import os, sys
@@ -52,12 +52,6 @@ def test_what_waits_for_a_reader_comes_in_order_and_what_is_too_much_is_counted(
     kept = [f"hvd_async: line {number}" for number in range(len(reported) - 1)]
     assert reported[:-1] == kept
     assert reported[-1] == f"hvd_async: {1_500 - len(kept)} more lines were dropped: stderr was not read"
-
-
-def test_a_line_is_out_when_warn_returns(capfd):
-    for number in range(100):
-        warn(f"line {number}")
-        assert capfd.readouterr().err == f"hvd_async: line {number}\n"
 
 
 @pytest.mark.parametrize(
