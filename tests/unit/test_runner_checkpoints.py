@@ -26,7 +26,7 @@ class Reader(Trainer):
         return MADE_BY
 
 
-Reader.__abstractmethods__ = frozenset()
+Reader.__abstractmethods__ = frozenset()  # (it neither trains nor saves)
 
 
 def on_ranks(path, model=None):

@@ -75,6 +75,7 @@ def by_torch():
 
 
 def by_keras():
+    """In every second step compiled."""
     import keras
     import tensorflow as tf
 
