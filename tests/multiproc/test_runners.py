@@ -32,20 +32,15 @@ SAME = ("--quorum", "all", "--optimizer", "sgd", "--momentum", "0.9", "--lr", "0
 Train = Callable[..., tuple[Job, dict[str, Any]]]
 
 
-def script(runner: str) -> str:
-    return str(REPOSITORY / f"{runner}_models" / "resnet50.py")
-
-
 @pytest.fixture
 def train(forked: RunJob, tmp_path: Path) -> Train:
-    """Runs a runner with flags; the job and its summary ({} if it wrote none)."""
+    """Runs a runner with flags; the job, which ends well, and its summary."""
 
-    def run(runner: str, *line: str, ranks: int = 2) -> tuple[Job, dict[str, Any]]:
-        summary = tmp_path / "summary.json"
-        summary.unlink(missing_ok=True)
-        args = (*QUICK, "--summary", str(summary), *line)
-        job = forked(FRAMEWORKS[runner], script(runner), ranks, args=args, timeout=240.0)
-        return job, json.loads(summary.read_text()) if summary.exists() else {}
+    def run(runner: str, *line: str, ranks: int = 2, by: RunJob = forked) -> tuple[Job, dict[str, Any]]:
+        script = str(REPOSITORY / f"{runner}_models" / "resnet50.py")
+        args = (*QUICK, "--summary", str(tmp_path / "summary.json"), *line)
+        job = by(FRAMEWORKS[runner], script, ranks, args=args, timeout=240.0).check()
+        return job, json.loads((tmp_path / "summary.json").read_text())
 
     return run
 
@@ -64,28 +59,24 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("runner", [TORCH, TF])
 def test_digits_are_learned_and_the_run_is_reported(
-    launched: RunJob, forked: RunJob, tmp_path: Path, runner: str
+    launched: RunJob, forked: RunJob, train: Train, tmp_path: Path, runner: str
 ) -> None:
     line = ["--algorithm", "eager", "--quorum", "solo", "--inject", "random:1:0.01", "--epochs", "4"]
-    kept = ("--log-dir", str(tmp_path), "--summary", str(tmp_path / "s.json"), "--monitor", "10")
-    run = launched if runner == TORCH else forked
-    job = run(FRAMEWORKS[runner], script(runner), 2, args=(*QUICK, *line, *kept), timeout=240.0).check()
-    summary = json.loads((tmp_path / "s.json").read_text())
+    logs, by = tmp_path / "logs", launched if runner == TORCH else forked
+    job, summary = train(runner, *line, "--log-dir", str(logs), "--monitor", "10", by=by)
     check_kept(summary)
     assert summary["test_accuracy"] > 0.75, "guessing gets 0.1"
     assert summary["train_loss"] < 1.2
     assert summary["algorithm"] == "eager"
     assert "no gradient was lost" in job.output
     assert "epoch 4/4" in job.output
-    assert json.loads((tmp_path / "summary.json").read_text()) == summary
-    assert [row["epoch"] for row in rows_of(tmp_path)] == ["1", "2", "3", "4"]
-    assert len((tmp_path / "step_times.csv").read_text().splitlines()) > 2
-    assert list(tmp_path.glob("events.out.tfevents.*")), "for TensorBoard"
-    assert list((tmp_path / "monitor").glob("events.out.tfevents.*"))
-    assert (
-        f'hvd_async_steps_total{{rank="0"}} {summary["gradients_produced"] / 2:.1f}'
-        in (tmp_path / "metrics.prom").read_text()
-    )
+    assert json.loads((logs / "summary.json").read_text()) == summary
+    assert [row["epoch"] for row in rows_of(logs)] == ["1", "2", "3", "4"]
+    assert len((logs / "step_times.csv").read_text().splitlines()) > 2
+    for folder in (logs, logs / "monitor"):
+        assert list(folder.glob("events.out.tfevents.*")), "for TensorBoard"
+    steps = summary["gradients_produced"] / 2
+    assert f'hvd_async_steps_total{{rank="0"}} {steps:.1f}' in (logs / "metrics.prom").read_text()
 
 
 def kept_in(folder: Path) -> dict[str, bytes]:
@@ -108,7 +99,7 @@ def check_stopped(job: Job, after: str) -> None:
 
 def check_resumed(train: Train, runner: str, line: tuple[str, ...], after: str, steps: int) -> dict[str, Any]:
     job, summary = train(runner, *line)
-    assert f"resumed after {after}\n" in job.check().output
+    assert f"resumed after {after}\n" in job.output
     check_kept(summary)
     assert summary["steps"] == steps, "those of the rank with the most"
     return summary
@@ -125,7 +116,7 @@ def test_a_run_that_was_killed_continues_from_its_last_epoch_with_the_same_bits(
     assert "epoch 1/2" in job.output
     assert "epoch 2/2" not in job.output, "the kill came too late to be of use"
     check_resumed(train, TORCH, line, "epoch 1", 45)
-    train(TORCH, *twice, str(tmp_path / "whole"))[0].check()
+    train(TORCH, *twice, str(tmp_path / "whole"))
     assert len(kept_in(tmp_path / "killed")) > 10
     assert kept_in(tmp_path / "killed") == kept_in(tmp_path / "whole")
 
@@ -140,7 +131,7 @@ def test_a_run_that_was_stopped_in_mid_epoch_ends_with_the_same_bits(
     assert "starting afresh" in job.output
     check_stopped(job, "epoch 0 and 20 of 45 steps")
     check_resumed(train, TF, line, "epoch 0 and 20 of 45 steps", 25)
-    train(TF, *once, str(tmp_path / "whole"))[0].check()
+    train(TF, *once, str(tmp_path / "whole"))
     expected, again = kept_in(tmp_path / "whole"), kept_in(tmp_path / "stopped")
     assert len(expected) > 10
     # where a run stops batch-norm statistics are averaged, which rounds; they do not touch the weights
@@ -160,54 +151,52 @@ def test_every_rank_stops_where_the_signal_meets_it_and_continues_from_there(
     assert summary["gradients_produced"] == 180 - 20 - 31
 
 
-WAYS = [
-    (TORCH, "--bf16 --compression bf16 --quorum auto --optimizer lars --lr 2 --weight-decay 0.0001", 2),
-]
-SLOW_WAYS = [
-    (TORCH, "--algorithm allreduce", 1),
-    (TORCH, "--fp16 --backward-passes-per-step 2 --compression fp16", 1),
-    (TF, "--algorithm allreduce --fp16 --backward-passes-per-step 2 --compression fp16", 1),
-]
-"""With epochs: for a long run."""
-
-
-@pytest.mark.parametrize(("runner", "line", "epochs"), WAYS + (SLOW_WAYS if LONG_RUN else []))
-def test_ways_to_compute_and_to_send(train: Train, runner: str, line: str, epochs: int) -> None:
-    job, summary = train(runner, *line.split(), "--epochs", str(epochs))
-    job.check()
+@pytest.mark.parametrize(
+    ("runner", "line", "least"),
+    [
+        (
+            TORCH,
+            "--bf16 --compression bf16 --quorum auto --optimizer lars --lr 2 --weight-decay 0.0001 --epochs 2",
+            0.5,
+        ),
+        pytest.param(TORCH, "--algorithm allreduce --epochs 1", 0.3, marks=LONG),
+        pytest.param(TORCH, "--fp16 --backward-passes-per-step 2 --compression fp16 --epochs 1", 0.3, marks=LONG),
+        pytest.param(
+            TF,
+            "--algorithm allreduce --fp16 --backward-passes-per-step 2 --compression fp16 --epochs 1",
+            0.3,
+            marks=LONG,
+        ),
+    ],
+)
+def test_ways_to_compute_and_to_send(train: Train, runner: str, line: str, least: float) -> None:
+    _, summary = train(runner, *line.split())
     check_kept(summary)
     assert summary["algorithm"] == ("allreduce" if "allreduce" in line else "eager")
-    assert summary["test_accuracy"] > (0.5 if epochs > 1 else 0.3), "guessing gets 0.1"
+    assert summary["test_accuracy"] > least, "guessing gets 0.1"
 
 
 LATE = "--algorithm osgp --max-staleness 2 --schedule 0:allreduce,1:osgp --fp16 --backward-passes-per-step 2"
 PAIRS = "--algorithm adpsgd --topology ring --max-local-steps 3 --compression bf16 --inject linear:0.01"
 
 
-def check_gossiped(summary: dict[str, Any], algorithm: str) -> None:
-    assert (summary["algorithm"], summary["quorum"]) == (algorithm, None)
-    assert summary["replicas_identical"], "after the last drain"
-    assert summary["max_replica_diff"] == 0.0
-    assert summary["consensus_distance"] > 0.0, "before it"
-    assert summary["gradients_produced"] is summary["gradients_applied"] is None
-    assert summary["rounds"] > 0
-
-
 @LONG
 @pytest.mark.parametrize(("runner", "line", "epochs"), [(TF, LATE, 3), (TORCH, PAIRS, 5)])
 def test_digits_are_learned_by_gossip(train: Train, tmp_path: Path, runner: str, line: str, epochs: int) -> None:
     job, summary = train(runner, *line.split(), "--epochs", str(epochs), "--log-dir", str(tmp_path), ranks=3)
-    assert "before the last drain" in job.check().output
-    algorithm = line.split()[1]
-    check_gossiped(summary, algorithm)
+    assert "Before the last drain" in job.output
+    assert (summary["algorithm"], summary["quorum"]) == (line.split()[1], None)
+    assert summary["replicas_identical"], "after the last drain"
+    assert summary["max_replica_diff"] == 0.0
+    assert summary["gradients_produced"] is summary["gradients_applied"] is None
     assert summary["test_accuracy"] > (0.75 if epochs > 3 else 0.5), "guessing gets 0.1"
     rows = rows_of(tmp_path)
     distances = [float(row["consensus_distance"]) for row in rows]
-    assert distances[-1] == summary["consensus_distance"]
+    assert distances[-1] == summary["consensus_distance"] > 0.0, "before it"
     assert distances[0] == pytest.approx(0.0, abs=1e-5) if "allreduce" in line else distances[0] > 0.0
     # (a row tells those of the rank with most, which may be another one in each epoch)
-    assert sum(int(row["rounds"]) for row in rows) >= summary["rounds"]
-    if algorithm != "adpsgd":
+    assert sum(int(row["rounds"]) for row in rows) >= summary["rounds"] > 0
+    if "osgp" in line:
         assert summary["staleness"]["max"] <= 2
         held = summary["held_s_by_rank"]  # (None where no message was waited for, as on a busy machine)
         assert held is None or max(held) > 0.0
@@ -215,14 +204,10 @@ def test_digits_are_learned_by_gossip(train: Train, tmp_path: Path, runner: str,
 
 @LONG
 def test_a_gossiping_run_is_resumed_by_fewer_ranks_and_another_algorithm(train: Train, tmp_path: Path) -> None:
-    line = ("--checkpoint-dir", str(tmp_path), "--resume")
-    job, summary = train(TORCH, *line, "--algorithm", "sgp", "--peers", "0:1,2:2", "--epochs", "2", ranks=3)
-    job.check()
-    before = summary["test_accuracy"]
-    after = check_resumed(
-        train, TORCH, (*line, "--algorithm", "eager", "--epochs", "3", "--steps", "110"), "epoch 2", 110 - 2 * 45
-    )
-    assert before > 0.7
+    kept = ("--checkpoint-dir", str(tmp_path), "--resume")
+    _, summary = train(TORCH, *kept, "--algorithm", "sgp", "--peers", "0:1,2:2", "--epochs", "2", ranks=3)
+    assert summary["test_accuracy"] > 0.7
+    after = check_resumed(train, TORCH, (*kept, "--epochs", "3", "--steps", "110"), "epoch 2", 110 - 2 * 45)
     assert after["test_accuracy"] > 0.5, "it starts from what was learned; how far it comes depends on late gradients"
 
 
@@ -243,7 +228,7 @@ def images(tmp_path: Path) -> Path:
 def test_a_folder_with_a_corrupt_file(train: Train, images: Path) -> None:
     line = ("--data", str(images), "--image-size", "32", "--batch-size", "4", "--epochs", "2")
     job, summary = train(TORCH, *line, ranks=3)
-    assert f"skipped {images / 'train' / 'bee' / '3.jpeg'}" in job.check().output
+    assert f"skipped {images / 'train' / 'bee' / '3.jpeg'}" in job.output
     check_kept(summary)
     assert summary["gradients_produced"] == 6
 
@@ -252,7 +237,6 @@ def test_a_folder_with_a_corrupt_file(train: Train, images: Path) -> None:
 def test_batches_of_one_image(train: Train, images: Path) -> None:
     """ResNet-50 at 32 x 32 ends in one pixel: batch norm has a single value per channel."""
     few = ("--data", str(images), "--image-size", "32", "--batch-size", "1", "--steps", "1", "--epochs", "1")
-    job, summary = train(TORCH, "--model", "resnet50", "--quorum", "2", *few)
-    job.check()
+    _, summary = train(TORCH, "--model", "resnet50", "--quorum", "2", *few)
     check_kept(summary)
     assert summary["gradients_produced"] == 2

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
-from hvd_async.runtime.log import LONGEST, PACKAGE, printable, users_line, warn
+from hvd_async.runtime.log import LONGEST, PACKAGE, printable, users_line
 
 FULL = """
 import os, sys
@@ -53,37 +54,21 @@ def test_what_waits_for_a_reader_comes_in_order_and_what_is_too_much_is_counted(
     assert reported[-1] == f"hvd_async: {1_500 - len(kept)} more lines were dropped: stderr was not read"
 
 
-def test_a_line_is_out_when_warn_returns(capfd):
-    for number in range(100):
-        warn(f"line {number}")
-        assert capfd.readouterr().err == f"hvd_async: line {number}\n"
-
-
-@pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)"])
-def test_a_line_is_out_if_the_process_is_killed_right_after_it(end):
-    code = f"import os\nfrom hvd_async.runtime.log import warn\nwarn('last words')\n{end}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
-    assert done.stderr == b"hvd_async: last words\n"
-
-
-def test_a_line_is_out_from_an_exit_hook():
-    code = "import atexit\nfrom hvd_async.runtime.log import warn\natexit.register(lambda: warn('last words'))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
-    assert done.stderr == b"hvd_async: last words\n"
-
-
-def test_a_forked_process_says_its_own(capfd):
-    warn("parent")
-    if (child := os.fork()) == 0:
-        warn("child")
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert capfd.readouterr().err == "hvd_async: parent\nhvd_async: child\n"
-
-
-def test_no_stderr_is_no_error():
-    code = "import os\nfrom hvd_async.runtime.log import warn\nos.close(2)\nwarn('anybody?')"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+@pytest.mark.parametrize(
+    ("code", "status", "lines"),
+    [
+        ("warn('last words'); os._exit(0)", 0, ["last words"]),
+        ("warn('last words'); os.kill(os.getpid(), 9)", -9, ["last words"]),
+        ("atexit.register(lambda: warn('last words'))", 0, ["last words"]),
+        ("warn('parent'); child = os.fork(); child or warn('child'); child or os._exit(0); os.waitpid(child, 0)", 0,
+         ["parent", "child"]),
+        ("os.close(2); warn('anybody?')", 0, []),
+    ],
+)  # fmt: skip
+def test_a_line_is_out_whatever_the_process_does_next(code: str, status: int, lines: list[str]):
+    program = f"import atexit, os\nfrom hvd_async.runtime.log import warn\n{code}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.splitlines()) == (status, [f"hvd_async: {line}" for line in lines])
 
 
 def test_text_is_one_line_of_bounded_length():
@@ -93,19 +78,15 @@ def test_text_is_one_line_of_bounded_length():
     assert printable("x" * LONGEST) == "x" * LONGEST
 
 
-def test_a_script_next_to_the_package_is_user_code():
-    """Whatever its name begins with; called from another one."""
-    assert level_of(f"{PACKAGE.rstrip(os.sep)}_tools.py") == 1
-
-
-def test_an_installed_package_is_not_user_code():
-    """A scheduler of torch calls ``step()``, and the line of user code is where the scheduler was called."""
-    assert level_of("/env/lib/site-packages/torch/optim/lr_scheduler.py") == 2
-
-
-def level_of(file: str) -> int:
-    """Return the level that a function of this file gets, called from here."""
-    script = {"users_line": users_line}
+@pytest.mark.parametrize(
+    ("file", "level"),
+    [
+        (f"{PACKAGE.rstrip(os.sep)}_tools.py", 1),  # a script next to the package, whatever its name begins with
+        # (a scheduler of torch calls step(), and the line of user code is where the scheduler was called)
+        ("/env/lib/site-packages/torch/optim/lr_scheduler.py", 2),
+    ],
+)
+def test_an_installed_package_is_not_user_code(file: str, level: int):
+    script: dict[str, Any] = {"users_line": users_line}
     exec(compile("def level():\n    return users_line()", file, "exec"), script)
-    level: int = script["level"]()  # type: ignore[operator,assignment]
-    return level
+    assert script["level"]() == level

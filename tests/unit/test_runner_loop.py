@@ -26,6 +26,8 @@ DIGITS = ("--epochs", "4", "--batch-size", "60", "--lr", "0.1", "--cosine", "--i
 UNEVEN = ("--batch-size", "479")
 """At 3 ranks: 2, 1 and 1 steps an epoch."""
 NEVER = 10**6
+FREE = [NEVER] * 3
+"""Steps after which no rank is asked to stop."""
 
 
 open_once = functools.cache(open_source)
@@ -55,48 +57,55 @@ class Job:
     """Ranks as threads. `gather` checks that all ranks call the same one, and fails rather than hang."""
 
     def __init__(self, size):
-        self.size, self.barrier, self.values = size, threading.Barrier(size), {}
+        self.size, self.barrier, self.values, self.calls = size, threading.Barrier(size, timeout=30), {}, []
 
     def world(self, rank):
         def gather(value, name):
             self.values[rank] = (name, value)
-            self.barrier.wait(timeout=20)
-            rows = [self.values[other] for other in range(self.size)]
-            self.barrier.wait(timeout=20)
-            assert {row[0] for row in rows} == {name}
-            return [row[1] for row in rows]
+            self.barrier.wait()
+            names, values = zip(*(self.values[other] for other in range(self.size)), strict=True)
+            self.barrier.wait()
+            assert set(names) == {name}
+            self.calls += [name] * (rank == 0)
+            return list(values)
 
         return World(rank, self.size, gather)
 
+    def run(self, work):
+        """What `work(rank)` returns on each rank; if it fails on one, no other waits for that."""
 
-class Clock:
-    """A second for each training step, and what is slept."""
+        def on(rank):
+            try:
+                return work(rank)
+            except BaseException:
+                self.barrier.abort()
+                raise
 
-    def __init__(self):
-        self.now = 0.0
-
-    def sleep(self, seconds):
-        self.now += seconds
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(on, range(self.size)))
 
 
 class Counter:
     """A trainer that learns nothing: its loss is 1 / (1 + drains), its accuracy is given.
 
-    `calls` has what the loop asked for, in order; distances: of the ranks at each epoch's end, if they gossip.
+    `now` is a second for each training step, and what is slept; `calls` has what the loop asked for, in order.
     """
 
     checkpoint_suffix, opening = ".txt", None
 
-    def __init__(self, clock, size, right=(1.0,), pace=1, distances=()):
-        """pace: rounds that this rank sees at each of its steps."""
-        self.clock, self.size, self.right, self.pace, self.distances = clock, size, list(right), pace, distances
-        self.rates, self.sizes, self.drains, self.seen, self.calls = [], [], 0, [], []
+    def __init__(self, job, right=(1.0,), pace=1, distances=()):
+        """pace: rounds that this rank sees at each step; distances: of gossiping ranks at each epoch's end."""
+        self.job, self.right, self.pace, self.distances = job, list(right), pace, distances
+        self.now, self.rates, self.sizes, self.drains, self.seen, self.calls = 0.0, [], [], 0, [], []
+
+    def sleep(self, seconds):
+        self.now += seconds
 
     def begin_epoch(self, epoch):
         self.calls.append(f"epoch {epoch}")
 
     def train_step(self, batch, rate):
-        self.clock.now += 1.0
+        self.now += 1.0
         self.rates.append(rate)
         self.sizes.append(len(batch))
         self.seen.append(batch.images.tobytes())
@@ -120,7 +129,7 @@ class Counter:
     def consensus_distance(self):
         if not self.distances:
             return None
-        self.clock.now += 64.0
+        self.now += 64.0
         return self.distances[self.drains]
 
     def correct(self, batch):
@@ -136,13 +145,13 @@ class Counter:
         return Position(*json.loads(path.read_text())) if path.exists() else None
 
     def counts(self):
-        return OptimizerCounts.synchronous(len(self.rates), self.size, 0.0)
+        return OptimizerCounts.synchronous(len(self.rates), self.job.size, 0.0)
 
     def replicas(self):
         return Replicas(True, 0.0, 0.0)
 
 
-def run_all(size, *line, right=(1.0,), paces=(), distances=(), stops=None):
+def run_all(size, *line, kind=Counter, right=(1.0,), paces=(), distances=(), stops=None):
     """(summaries, trainers) of a whole job with digits at 8 x 8.
 
     stops: the steps after which each rank is asked to stop; without it no rank can be asked.
@@ -150,36 +159,28 @@ def run_all(size, *line, right=(1.0,), paces=(), distances=(), stops=None):
     job, options = Job(size), parse("torch", ["--image-size", "8", *line])
 
     def rank(index):
-        clock = Clock()
-        trainer = Counter(clock, size, right, paces[index] if paces else 1, distances)
+        trainer = kind(job, right, paces[index] if paces else 1, distances)
         asked = (lambda: len(trainer.rates) >= stops[index]) if stops else None
-        run = Run(options, job.world(index), asked=asked, clock=lambda: clock.now, sleep=clock.sleep)
+        run = Run(options, job.world(index), asked=asked, clock=lambda: trainer.now, sleep=trainer.sleep)
         return run.fit(trainer), trainer
 
-    with ThreadPoolExecutor(size) as pool:
-        results = list(pool.map(rank, range(size)))
-    return [summary for summary, _ in results], [trainer for _, trainer in results]
+    summaries, trainers = zip(*job.run(rank), strict=True)
+    return list(summaries), list(trainers)
 
 
 # -- whole runs -------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_of_three_uneven_ranks():
-    summaries, trainers = run_all(3, "--epochs", "2", "--batch-size", "160")  # 1438 images: 480, 479, 479
-    assert summaries[0] == summaries[1] == summaries[2]
-    assert [sum(trainer.sizes) for trainer in trainers] == [960, 958, 958]
-    assert [trainer.drains for trainer in trainers] == [2, 2, 2]
-    assert (summaries[0].steps, summaries[0].train_loss, summaries[0].test_accuracy) == (6, 0.5, 1.0)
-    assert summaries[0].images_per_sec == pytest.approx(2 * 1438 / 6)
-    assert summaries[0].step_time_s["mean"] == 1.0
-
-
 @pytest.mark.parametrize("algorithm", ["eager", "sgp", "lsgd"])
 def test_ranks_with_fewer_batches_take_part_in_the_rest(algorithm):
     summaries, trainers = run_all(3, *UNEVEN, "--algorithm", algorithm, "--epochs", "2", distances=(0.5, 0.25))
+    assert summaries[0] == summaries[1] == summaries[2]
     assert [len(trainer.rates) for trainer in trainers] == [4, 2, 2]
+    assert [sum(trainer.sizes) for trainer in trainers] == [960, 958, 958]
     assert {trainer.drains for trainer in trainers} == {2}
-    assert (summaries[0].steps, summaries[0].consensus_distance) == (4, 0.25)
+    assert (summaries[0].steps, summaries[0].train_loss, summaries[0].test_accuracy) == (4, 0.5, 1.0)
+    assert summaries[0].images_per_sec == pytest.approx(2 * 1438 / 4)
+    assert (summaries[0].step_time_s["mean"], summaries[0].consensus_distance) == (1.0, 0.25)
 
 
 def test_the_rate_follows_the_fraction_of_the_epoch_and_a_preset_scales_it():
@@ -194,7 +195,7 @@ def test_the_rate_follows_the_fraction_of_the_epoch_and_a_preset_scales_it():
 def test_delays_are_slept_and_the_end_is_written(tmp_path, capsys):
     line = ["--epochs", "1", "--batch-size", "719", "--inject", "rank:1:2.5", "--log-dir", str(tmp_path)]
     summaries, trainers = run_all(2, *line, "--summary", str(tmp_path / "s.json"))
-    assert [trainer.clock.now for trainer in trainers] == [1.0, 3.5]
+    assert [trainer.now for trainer in trainers] == [1.0, 3.5]
     assert summaries[0].step_time_s["mean"] == 2.25
     text = capsys.readouterr().out
     assert "Ranks slept for --inject, in order: 0, 2.5 s.\n" in text
@@ -203,11 +204,6 @@ def test_delays_are_slept_and_the_end_is_written(tmp_path, capsys):
     assert written["step_time_s"] == summaries[0].step_time_s
     assert json.loads((tmp_path / "summary.json").read_text()) == written
     assert {float(row["rank1"]) - float(row["rank0"]) for row in rows_of(tmp_path / "step_times.csv")} == {2.5}
-
-
-def test_tests_come_every_n_epochs_and_at_the_end(tmp_path):
-    run_all(1, "--epochs", "5", "--batch-size", "1438", "--eval-every", "2", "--log-dir", str(tmp_path))
-    assert [row["test_accuracy"] != "" for row in rows_of(tmp_path / "metrics.csv")] == [0, 1, 0, 1, 1]
 
 
 def test_with_pace_rounds_an_epoch_ends_by_rounds_and_a_slow_rank_gives_less():
@@ -233,18 +229,18 @@ def test_a_test_leaves_the_ranks_their_own_weights_until_the_end():
     assert trainer.calls == ["epoch 0", *looked, "epoch 1", *looked, "epoch 2", "drain", "test"]
     assert summaries[0].consensus_distance == 0.125, "before the last drain"
     assert summaries[0].replicas_identical, "after it"
-    _, (trainer,) = run_all(1, *GOSSIP, "--eval-every", "2")
-    assert trainer.calls[:3] == ["epoch 0", "consensus", "own"]
 
 
-def test_measuring_the_distance_is_no_training_time(tmp_path):
-    line = (*GOSSIP, "--inject", "rank:1:2", "--log-dir", str(tmp_path))
+def test_measuring_the_distance_is_no_training_time_and_tests_come_every_n_epochs(tmp_path):
+    line = (*GOSSIP, "--inject", "rank:1:2", "--eval-every", "2", "--log-dir", str(tmp_path))
     summaries, (trainer, _) = run_all(2, *line, distances=(0.5, 0.25, 0.125))
-    assert trainer.clock.now == 3 * 65
+    assert trainer.calls[:3] == ["epoch 0", "consensus", "own"], "without a test"
+    assert trainer.now == 3 * 65
     assert summaries[0].images_per_sec == pytest.approx(1438 / 3), "of the slower rank"
     rows = rows_of(tmp_path / "metrics.csv")
     assert [float(row["seconds"]) for row in rows] == pytest.approx([3] * 3), "of the slower rank"
     assert [float(row["consensus_distance"]) for row in rows] == [0.5, 0.25, 0.125]
+    assert [row["test_accuracy"] for row in rows] == ["", "1.0", "1.0"], "the last epoch is always tested"
 
 
 # -- checkpoints, --steps and --resume --------------------------------------------------------------------------------
@@ -268,40 +264,51 @@ def test_checkpoints_and_resume(tmp_path, capsys):
     assert (summaries[0].steps, summaries[0].test_accuracy, summaries[0].train_loss) == (0, 1.0, None)
 
 
-def check_parts(parts, whole):
-    """The runs together saw the same images, varied alike, at the same rates and with the same delays, as one run."""
+@pytest.mark.parametrize(
+    ("line", "stops", "steps"),
+    [
+        (DIGITS, (3, 5, 13, 16, 29), [[3] * 3, [2] * 3, [8] * 3, [3] * 3, [13] * 3]),
+        ((*UNEVEN, "--epochs", "9"), (3, 4, 7), None),
+        *(([*DIGITS, "--algorithm", one], ([3, 5, 8], [2, 0, 1], FREE), None) for one in ("eager", "allreduce", "sgp")),
+        (DIGITS, ([3, NEVER, NEVER], FREE), [[3, 8, 8], [29, 24, 24]]),  # the others end their epoch
+        ((*DIGITS, "--algorithm", "allreduce"), ([11, NEVER, 12], FREE), [[11] * 3, [17] * 3]),
+        ((*UNEVEN, "--epochs", "3"), ([3, 2, 1], [1, 0, 0], FREE), None),
+    ],
+)
+def test_a_run_in_parts_loses_and_repeats_nothing(tmp_path, line, stops, steps):
+    """Each ended by --steps, in mid-epoch, or by requests to stop: they see the same images as one run, varied alike,
+    at the same rates, and have the same delays."""
+    kept, parts = (*line, "--checkpoint-dir", str(tmp_path), "--resume"), []
+    for stop in stops:
+        if isinstance(stop, int):
+            summaries, trainers = run_all(3, *kept, "--steps", str(stop))
+        else:
+            summaries, trainers = run_all(3, *kept, stops=stop)
+            assert (summaries == [None] * 3) == (stop is not FREE)
+        assert all("drain" in trainer.calls for trainer in trainers), "before a checkpoint all ranks are the same"
+        parts.append(trainers)
+    _, whole = run_all(3, *line, *(("--steps", str(stop)) if isinstance(stop, int) else ()))
     for rank, trainer in enumerate(whole):
         own = [part[rank] for part in parts]
         assert [seen for part in own for seen in part.seen] == trainer.seen
         assert [rate for part in own for rate in part.rates] == trainer.rates
-        assert sum(part.clock.now for part in own) == pytest.approx(trainer.clock.now)
+        assert sum(part.now for part in own) == pytest.approx(trainer.now)
+    assert steps is None or [[len(trainer.rates) for trainer in part] for part in parts] == steps
 
 
-@pytest.mark.parametrize(
-    ("ranks", "line", "stops"),
-    [(3, DIGITS, (3, 5, 13, 16, 29)), (3, (*UNEVEN, "--epochs", "9"), (3, 4, 7))],
-)
-def test_a_run_that_steps_ended_in_mid_epoch_continues_with_the_next_batch(tmp_path, capsys, ranks, line, stops):
-    kept = [*line, "--checkpoint-dir", str(tmp_path), "--resume"]
-    parts = [run_all(ranks, *kept, "--steps", str(stop))[1] for stop in stops]
-    check_parts(parts, run_all(ranks, *line, "--steps", str(stops[-1]))[1])
-    if line is DIGITS:
-        assert [[len(one.rates) for one in part] for part in parts] == [[n] * ranks for n in (3, 2, 8, 3, 13)]
-        assert "resumed after epoch 0 and 3 of 8 steps" in capsys.readouterr().out
-
-
-def test_a_run_continues_with_fewer_ranks_and_other_algorithms(tmp_path, capsys):
-    # An epoch has 24 steps of 20 images at 3 ranks, 36 at 2.
-    line = ("--batch-size", "20", "--checkpoint-dir", str(tmp_path), "--resume")
-    run_all(3, *line, "--algorithm", "sgp", "--epochs", "3")
-    _, trainers = run_all(2, *line, "--algorithm", "eager", "--epochs", "5", "--steps", "154")
-    assert [len(trainer.rates) for trainer in trainers] == [154 - 3 * 36] * 2
-    assert position(tmp_path) == [4, 10, 36, []]
-    _, trainers = run_all(3, *line, "--algorithm", "lsgd", "--epochs", "5")
-    assert [len(trainer.rates) for trainer in trainers] == [17] * 3, "from the same share of the epoch"
-    text = capsys.readouterr().out
-    assert "resumed after epoch 3\n" in text
-    assert "resumed after epoch 4 and 7 of 24 steps" in text
+def test_a_run_continues_at_other_sizes_and_by_other_algorithms_from_the_same_share_of_the_epoch(tmp_path):
+    """An epoch has 24 steps of 20 images at 3 ranks (23 in lockstep), 36 at 2, 72 at 1."""
+    for size, line, stops, steps, place in (
+        (3, "--algorithm sgp --epochs 3", None, [72, 72, 72], [3, 0, 0, []]),
+        (2, "--algorithm eager --steps 154", None, [46, 46], [4, 10, 36, []]),
+        (3, "--algorithm lsgd", [3, 5, 4], [3, 5, 4], [4, 11, 24, [10, 12, 11]]),
+        (3, "--algorithm allreduce", [2, 2, 2], [2, 2, 2], [4, 13, 23, [13, 13, 13]]),
+        (1, "--algorithm eager", [NEVER], [31], [5, 0, 0, []]),
+    ):
+        kept = ("--batch-size", "20", "--epochs", "5", "--checkpoint-dir", str(tmp_path), "--resume")
+        _, trainers = run_all(size, *kept, *line.split(), stops=stops)
+        assert [len(trainer.rates) for trainer in trainers] == steps
+        assert position(tmp_path) == place
 
 
 def test_with_pace_rounds_steps_are_rounds(tmp_path):
@@ -316,26 +323,6 @@ def test_with_pace_rounds_steps_are_rounds(tmp_path):
 # -- requests to stop -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("line", "stops", "steps"),
-    [
-        *(((*DIGITS, "--algorithm", name), ([3, 5, 8], [2, 0, 1]), None) for name in ("eager", "allreduce", "sgp")),
-        (DIGITS, ([3, NEVER, NEVER],), [[3, 8, 8], [29, 24, 24]]),  # the others end their epoch
-        ((*DIGITS, "--algorithm", "allreduce"), ([11, NEVER, 12],), [[11] * 3, [17] * 3]),
-        ((*UNEVEN, "--epochs", "3"), ([3, 2, 1], [1, 0, 0]), None),
-    ],
-)
-def test_ranks_that_are_asked_to_stop_lose_and_repeat_nothing(tmp_path, line, stops, steps):
-    kept, parts = (*line, "--checkpoint-dir", str(tmp_path), "--resume"), []
-    for each in (*stops, [NEVER] * 3):
-        summaries, trainers = run_all(3, *kept, stops=each)
-        assert (summaries == [None] * 3) == (each[0] != NEVER)
-        assert all("drain" in trainer.calls for trainer in trainers), "before a checkpoint all ranks are the same"
-        parts.append(trainers)
-    check_parts(parts, run_all(3, *line)[1])
-    assert steps is None or [[len(trainer.rates) for trainer in part] for part in parts] == steps
-
-
 def test_a_stop_costs_no_test_and_keeps_the_best(tmp_path, capsys):
     kept = (*DIGITS, "--checkpoint-dir", str(tmp_path), "--resume")
     _, trainers = run_all(2, *kept, stops=[5, 5])
@@ -348,17 +335,6 @@ def test_a_stop_costs_no_test_and_keeps_the_best(tmp_path, capsys):
     assert json.loads((tmp_path / "last.txt").read_text())[:2] == [1, best[1]]
     run_all(2, *kept, right=(0.5,), stops=[NEVER] * 2)
     assert json.loads((tmp_path / "best.txt").read_text()) == best
-
-
-def test_a_stopped_run_continues_at_another_size_and_in_lockstep_by_its_share(tmp_path):
-    line = (*DIGITS, "--checkpoint-dir", str(tmp_path), "--resume")
-    run_all(3, *line, stops=[3, 5, 4])
-    assert position(tmp_path) == [0, 4, 8, [3, 5, 4]]
-    _, trainers = run_all(3, *line, "--algorithm", "allreduce", stops=[2, 2, 2])
-    assert [len(trainer.rates) for trainer in trainers] == [2, 2, 2]
-    assert position(tmp_path) == [0, 6, 7, [6, 6, 6]]
-    _, trainers = run_all(1, *line, "--epochs", "1", stops=[NEVER])
-    assert len(trainers[0].rates) == 24 - 21
 
 
 LISTENER = """
@@ -395,12 +371,6 @@ def test_a_signal_ends_no_process_and_one_that_the_launcher_blocked_is_kept(when
 MINUTE = ("--minutes", "1", "--epochs", "6", "--lr", "1", "--cosine", "--batch-size", "60")
 
 
-def run_one(trainer, *line, world=None):
-    clock = trainer.clock
-    options = parse("torch", ["--image-size", "8", *line])
-    Run(options, world or Job(1).world(0), clock=lambda: clock.now, sleep=clock.sleep).fit(trainer)
-
-
 @pytest.mark.parametrize("line", [(), ("--algorithm", "allreduce"), ("--pace", "rounds")])
 def test_all_ranks_end_with_the_time(line):
     summaries, trainers = run_all(3, *MINUTE, *line)
@@ -414,12 +384,11 @@ def test_the_schedule_takes_all_of_the_time_and_a_slow_first_step_is_not_taken_f
         opening = "the first step takes long"
 
         def train_step(self, batch, rate):
-            self.clock.now += 20.0 * (not self.rates)
+            self.now += 20.0 * (not self.rates)
             return super().train_step(batch, rate)
 
-    trainer = Tracing(Clock(), 1)
-    run_one(trainer, *MINUTE)
-    assert (trainer.clock.now, len(trainer.rates)) == (60.0, 40)
+    _, (trainer,) = run_all(1, *MINUTE, kind=Tracing)
+    assert (trainer.now, len(trainer.rates)) == (60.0, 40)
     assert trainer.rates[:24] == pytest.approx([cosine(step / 24 / 6) for step in range(24)]), "by --epochs at first"
     assert trainer.rates[24:] == pytest.approx([cosine((20 + step) / 60) for step in range(24, 40)]), "by the clock"
     lines = capsys.readouterr().out.splitlines()
@@ -430,13 +399,10 @@ def test_the_schedule_takes_all_of_the_time_and_a_slow_first_step_is_not_taken_f
 
 @pytest.mark.parametrize(("algorithm", "questions"), [("eager", 0), ("allreduce", QUESTIONS)])
 def test_ranks_ask_each_other_now_and_then_only_in_lockstep(algorithm, questions):
-    asked = []
-    world = Job(1).world(0)
-    counting = world._replace(gather=lambda value, name: (asked.append(name), world.gather(value, name))[1])
-    trainer = Counter(Clock(), 1)
-    run_one(trainer, "--minutes", "5", "--batch-size", "60", "--algorithm", algorithm, world=counting)
+    _, (trainer,) = run_all(1, "--minutes", "5", "--batch-size", "60", "--algorithm", algorithm)
     assert 0 <= len(trainer.rates) - 300 <= (300 / QUESTIONS if questions else 0)
-    assert questions <= asked.count("hvd_async.runner.asked") <= questions + 2 * bool(questions)
+    asked = trainer.job.calls.count("hvd_async.runner.asked")
+    assert questions <= asked <= questions + 2 * bool(questions)
 
 
 def test_the_checkpoint_of_a_run_that_the_clock_ended_says_where_it_is(tmp_path):
@@ -457,11 +423,10 @@ def test_what_does_not_fit_the_job_or_the_data_ends_it_without_a_traceback(capsy
 
     for split in ("train", "val"):
         (tmp_path / split / "ant").mkdir(parents=True)
-    picky = Picky(Clock(), 1)
     for call, hint in (
         (lambda: start(parse("torch", ["--inject", "random:2:0.1"]), Job(1).world(0)), "start at least 2 ranks"),
         (lambda: start(parse("torch", ["--data", str(tmp_path)]), Job(1).world(0)), "put images there, or remove"),
-        (lambda: run_one(picky, "--checkpoint-dir", str(tmp_path), "--resume"), "another model"),
+        (lambda: run_all(1, "--checkpoint-dir", str(tmp_path), "--resume", kind=Picky), "another model"),
     ):
         with pytest.raises(SystemExit) as stopped:
             call()

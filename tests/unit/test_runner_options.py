@@ -1,5 +1,7 @@
 """The command line of the training scripts: what reaches the options, and what is refused with a hint."""
 
+import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -7,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from hvd_async.algorithms.eager.config import EagerOptions
 from hvd_async.algorithms.gossip.config import GossipOptions
 from hvd_async.algorithms.leader.config import LeaderOptions
 from hvd_async.algorithms.option import options_of
 from hvd_async.algorithms.registry import ALGORITHMS, OPTIONS
 from hvd_async.runner.options import build_parser, parse
-from hvd_async.runtime.launch import HOROVODRUN, LAUNCHERS, TORCHRUN
+from hvd_async.runtime.launch import HOROVODRUN, TORCHRUN
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_FLAG = {"algorithm", "seed", "arrival_lead", "bucket_cap_mb", "late_cap_mb", "nonfinite", "buffers"}
@@ -31,118 +32,87 @@ def test_every_option_of_a_family_is_a_flag_and_every_flag_is_in_the_help():
 @pytest.mark.parametrize("name", [name for name, one in ALGORITHMS.items() if one.waits_for != "all"])
 def test_without_flags_an_optimizer_has_its_defaults(name):
     family = OPTIONS[ALGORITHMS[name].family]
-    options = parse("tensorflow", ["--algorithm", name])
-    assert options.own == (family(algorithm=name) if "algorithm" in options_of(family) else family())
+    own = parse("tensorflow", ["--algorithm", name]).own
+    assert own == (family(algorithm=name) if "algorithm" in options_of(family) else family())
+
+
+EVERY_FLAG = (
+    "--algorithm eager --quorum 2 --max-staleness 0 --grace 0.01 --weight-prediction 1.5 --weighting samples "
+    "--inject linear:0.1 --data . --image-size 64 --no-augment --workers 2 --model small --batch-size 8 --epochs 9 "
+    "--steps 5 --optimizer sgd --lr 0.2 --warmup-epochs 1.5 --lr-decay-epochs 3.0,6.0 --momentum 0.8 --nesterov "
+    "--weight-decay 0.1 --label-smoothing 0.1 --bn-momentum 0.99 --seed 7 --threads 1 --checkpoint-dir c --resume "
+    "--log-dir l --summary s.json --progress bar --eval-every 3 --monitor 5 --pace steps --compression bf16 "
+    "--backward-passes-per-step 4 --preset sgp-imagenet --fp16",
+    "--algorithm osgp --topology linear --peers 0:1,30:2 --mixing uniform --max-staleness 3 --hierarchical "
+    "--average-every 10 --gossip-every 4 --max-local-steps 2 --schedule 0:allreduce,5:osgp,60:adpsgd --bf16",
+    "--algorithm diloco --average-every 0:1,5:8 --fragments 2 --outer-lr 0.5 --outer-momentum 0.8 --minutes 2.5",
+    "--algorithm sgp --hierarchical-gossip --quasi-global --compression int8 --cosine",
+    "--algorithm lsgd --global-period 8 --local-period 4 --local-pull 0.2 --global-pull 0.3 --local-prox 0.05 "
+    "--global-prox 0.0 --group 2 --loss-window 5 --lr-spread power",
+    "--algorithm easgd --global-period 4 --alpha 0.1 --beta 0.5",
+)
+
+
+def given(line):
+    """(name of the option, its value as text) of each flag."""
+    for flag, text in re.findall(r"--(\S+)(?: ([^- ]\S*))?", line):
+        name = "hierarchical" if flag == "hierarchical-gossip" else flag.removeprefix("no-").replace("-", "_")
+        yield name, text or str(not flag.startswith("no-"))
+
+
+@pytest.mark.parametrize("line", EVERY_FLAG, ids=lambda line: line.split()[1])
+def test_every_flag_reaches_the_options_and_changes_no_other_one(line):
+    options = parse("torch", line.split())
+    family, flags = type(options.own), dict(given(line))
+    shown = {
+        name: re.sub(r"[ (){}']", "", str(value))
+        for name, value in [*vars(options).items(), *vars(options.own).items()]
+    }
+    assert {name: shown[name] for name in flags} == flags
+    others = set(options_of(family)) - flags.keys()
+    defaults = family(algorithm=options.algorithm) if "algorithm" in options_of(family) else family()
+    assert {name: getattr(options.own, name) for name in others} == {name: getattr(defaults, name) for name in others}
     assert options.settings == asdict(options.own)
+    gossips, follows = isinstance(options.own, GossipOptions), isinstance(options.own, LeaderOptions)
+    assert (options.gossips, options.follows, options.has_own_weights) == (gossips, follows, gossips or follows)
     assert options.lockstep is False
 
 
-def test_everything_reaches_the_options(tmp_path):
-    line = (
-        f"--algorithm eager --quorum 2 --max-staleness 0 --grace 0.01 --weight-prediction 1.5 --weighting samples "
-        f"--inject linear:0.1 --data {tmp_path} "
-        "--image-size 64 --no-augment --workers 2 --model small --batch-size 8 --epochs 9 --steps 5 --optimizer sgd "
-        "--lr 0.2 --warmup-epochs 1.5 --lr-decay-epochs 3,6 --momentum 0.8 --nesterov --weight-decay 0.1 "
-        "--label-smoothing 0.1 --bn-momentum 0.99 --seed 7 --threads 1 --checkpoint-dir c --resume --log-dir l "
-        "--summary s.json --progress bar --eval-every 3 --monitor 5 --pace steps --compression bf16 "
-        "--backward-passes-per-step 4 --preset sgp-imagenet --fp16"
-    )
-    options = parse("torch", line.split())
-    given = {flag[2:].replace("-", "_") for flag in line.split() if flag.startswith("--")}
-    known = {action.dest for action in build_parser("torch")._actions} - {"help", "cosine", "bf16", "minutes"}
-    others = {name for family in (GossipOptions, LeaderOptions) for name in options_of(family)} - WITHOUT_FLAG
-    assert {name.removeprefix("no_") for name in given} | others == known, "a flag is missing from this test"
-    assert options.own == EagerOptions(
-        quorum=2, max_staleness=0, grace=0.01, weight_prediction=1.5, weighting="samples", seed=7, pace="steps"
-    )
-    assert (options.data, options.image_size, options.workers, options.augment) == (str(tmp_path), 64, 2, False)
+def test_no_flag_is_missing_from_these():
+    known = {action.dest for action in build_parser("torch")._actions} - {"help"}
+    assert {name for line in EVERY_FLAG for name, _ in given(line)} == known
+
+
+def test_what_the_flags_make():
+    options = parse("torch", EVERY_FLAG[0].split())
     assert (options.schedule.base, options.schedule.epochs, options.schedule.warmup) == (0.2, 9, 1.5)
     assert (options.schedule.decay_epochs, options.schedule.cosine) == ((3.0, 6.0), False)
-    assert (options.momentum, options.nesterov, options.weight_decay, options.bn_momentum) == (0.8, True, 0.1, 0.99)
-    assert (options.injector.delay, options.injector.seed, options.seed, options.threads) == (0.1, 7, 7, 1)
-    assert (options.checkpoint_dir, options.resume, options.log_dir) == (Path("c"), True, Path("l"))
-    assert (options.summary, options.progress, options.eval_every, options.monitor) == (Path("s.json"), "bar", 3, 5)
-    assert (options.model, options.optimizer, options.preset) == ("small", "sgd", "sgp-imagenet")
-    assert (options.steps, options.label_smoothing, options.batch_size) == (5, 0.1, 8)
-    assert (options.compression, options.step_images, options.weighted) == ("bf16", 32, True)
+    assert (options.injector.delay, options.injector.seed, options.step_images, options.weighted) == (0.1, 7, 32, True)
     assert (options.precision, options.lr_images) == ("fp16", None), "--lr is as given"
-    assert parse("torch", ["--bf16", "--pace", "rounds"]).by_rounds
-    assert parse("torch", ["--bf16"]).precision == "bf16"
-
-
-def test_every_flag_of_gossip_reaches_the_optimizer():
-    line = (
-        "--algorithm osgp --topology linear --peers 0:1,30:2 --mixing uniform --max-staleness 3 --hierarchical "
-        "--average-every 10 --gossip-every 4 --max-local-steps 2 --schedule 0:allreduce,5:osgp,60:adpsgd"
-    )
-    options = parse("torch", line.split())
-    assert options.own == GossipOptions(
-        algorithm="osgp",
-        topology="linear",
-        peers={0: 1, 30: 2},
-        mixing="uniform",
-        max_staleness=3,
-        hierarchical=True,
-        max_local_steps=2,
-        average_every=10,
-        gossip_every=4,
-        schedule={0: "allreduce", 5: "osgp", 60: "adpsgd"},
-    )
-    assert (options.quorum, options.gossips, options.follows, options.has_own_weights) == (None, True, False, True)
-    line = "--algorithm diloco --average-every 0:1,5:8 --fragments 2 --outer-lr 0.5 --outer-momentum 0.8"
-    assert parse("torch", line.split()).own == GossipOptions(
-        algorithm="diloco", average_every={0: 1, 5: 8}, fragments=2, outer_lr=0.5, outer_momentum=0.8
-    )
-    line = "--algorithm sgp --hierarchical-gossip --quasi-global --compression int8"
-    assert parse("torch", line.split()).own == GossipOptions(algorithm="sgp", hierarchical=True, quasi_global=True)
-
-
-def test_every_flag_of_leaders_reaches_the_optimizer():
-    line = (
-        "--algorithm lsgd --global-period 8 --local-period 4 --local-pull 0.2 --global-pull 0.3 --local-prox 0.05 "
-        "--global-prox 0 --group 2 --loss-window 5 --lr-spread power"
-    )
-    options = parse("torch", line.split())
-    assert options.own == LeaderOptions(
-        algorithm="lsgd",
-        local_period=4,
-        global_period=8,
-        local_pull=0.2,
-        global_pull=0.3,
-        local_prox=0.05,
-        global_prox=0.0,
-        group=2,
-        loss_window=5,
-        lr_spread="power",
-    )
-    assert (options.follows, options.has_own_weights, options.gossips, options.lockstep) == (True, True, False, False)
-    elastic = parse("tensorflow", ["--algorithm", "easgd", "--global-period", "4", "--alpha", "0.1", "--beta", "0.5"])
-    assert elastic.own == LeaderOptions(algorithm="easgd", global_period=4, alpha=0.1, beta=0.5)
-    assert elastic.init_settings == {}
+    other = parse("torch", ["--bf16", "--pace", "rounds"])
+    assert (other.precision, other.by_rounds, other.weighted, other.quorum) == ("bf16", True, False, "majority")
+    assert parse("torch", ["--algorithm", "sgp"]).quorum is None
 
 
 @pytest.mark.parametrize(
-    ("group", "size", "of_host", "asked"),
+    ("line", "size", "of_host", "asked"),
     [
-        ((), "4", "4", False),  # one host
-        (("--group", "4"), "4", "2", False),
-        (("--group", "1"), "4", "4", False),
-        ((), "4", "1", True),  # the other host may have three
-        (("--group", "2"), "4", "4", True),
-        ((), None, None, True),  # another launcher's, which says nothing that is known here
+        ("--algorithm lsgd", "4", "4", False),  # one host
+        ("--algorithm lsgd --group 4", "4", "2", False),
+        ("--algorithm lsgd --group 1", "4", "4", False),
+        ("--algorithm lsgd", "4", "1", True),  # the other host may have three
+        ("--algorithm lsgd --group 2", "4", "4", True),
+        ("--algorithm lsgd", None, None, True),  # another launcher's, which says nothing that is known here
+        ("--algorithm easgd", "4", "2", False),
     ],
 )
 @pytest.mark.parametrize("launcher", [HOROVODRUN, TORCHRUN])
 def test_process_sets_are_asked_for_where_there_may_be_several_groups(
-    monkeypatch, group, size, of_host, asked, launcher
+    monkeypatch, line, size, of_host, asked, launcher
 ):
-    for name in [name for one in LAUNCHERS for name in (one.rank, one.size, one.local_rank, one.local_size) if name]:
-        monkeypatch.delenv(name, raising=False)
-    if size is not None:
-        for name, value in ((launcher.rank, "0"), (launcher.size, size), (launcher.local_size, of_host)):
-            monkeypatch.setenv(name, value)
-    options = parse("torch", ["--algorithm", "lsgd", *group])
-    assert options.init_settings == ({"process_sets": "dynamic"} if asked else {})
+    values = {launcher.rank: "0", launcher.size: size, launcher.local_size: of_host} if size else {}
+    monkeypatch.setattr(os, "environ", values)
+    assert parse("torch", line.split()).init_settings == ({"process_sets": "dynamic"} if asked else {})
 
 
 @pytest.mark.parametrize(

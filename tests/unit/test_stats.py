@@ -10,71 +10,41 @@ import pytest
 
 from hvd_async.stats import GossipStats, LeaderStats, Stats
 
-
-def test_counts_of_partial_allreduce():
-    first = Stats(
-        steps=4,
-        rounds=3,
-        total_produced=8,
-        staleness={0: 2, 3: 1},
-        held_s=(1.0, 2.0, 3.0),
-        latency_s=1.0,
-        latency_max_s=5.0,
-        held_bytes=9,
-        peak_bytes=9,
-    )
-    later = Stats(
-        steps=1, rounds=1, staleness={1: 1, 3: 1}, held_s=(0.5,), latency_s=3.0, latency_max_s=4.0, peak_bytes=2
-    )
-    assert first + later == Stats(
-        steps=5,
-        rounds=4,
-        staleness={0: 2, 1: 1, 3: 2},
-        held_s=(0.5,),  # (of the ranks that there are now, as total_produced and held_bytes)
-        latency_s=1.5,
-        latency_max_s=5.0,
-        peak_bytes=9,
-    )
-    assert Stats() + Stats() == Stats()
-
-
-def test_counts_of_gossip():
-    first = GossipStats(steps=2, exchanges=1, waited_for=(1.0, 2.0), latency_s=1.0, push_sum_weight=0.5, rounds=1)
-    later = GossipStats(steps=1, exchanges=3, waited_for=(1.0, 0.0, 4.0), latency_s=2.0, rounds=3)
-    assert first + later == GossipStats(
-        steps=3, exchanges=4, waited_for=(2.0, 2.0, 4.0), latency_s=1.75, push_sum_weight=1.0, rounds=4
-    )
+MERGED = {
+    "partial allreduce": (
+        Stats(steps=4, rounds=3, total_produced=8, staleness={0: 2, 3: 1}, held_s=(1.0, 2.0, 3.0), latency_s=1.0,
+              latency_max_s=5.0, held_bytes=9, peak_bytes=9),
+        Stats(steps=1, rounds=1, staleness={1: 1, 3: 1}, held_s=(0.5,), latency_s=3.0, latency_max_s=4.0, peak_bytes=2),
+        # (held_s is of the ranks that there are now, as total_produced and held_bytes)
+        Stats(steps=5, rounds=4, staleness={0: 2, 1: 1, 3: 2}, held_s=(0.5,), latency_s=1.5, latency_max_s=5.0,
+              peak_bytes=9),
+    ),
+    "gossip": (
+        GossipStats(steps=2, exchanges=1, waited_for=(1.0, 2.0), latency_s=1.0, push_sum_weight=0.5, rounds=1),
+        GossipStats(steps=1, exchanges=3, waited_for=(1.0, 0.0, 4.0), latency_s=2.0, rounds=3),
+        GossipStats(steps=3, exchanges=4, waited_for=(2.0, 2.0, 4.0), latency_s=1.75, push_sum_weight=1.0, rounds=4),
+    ),
+    "leaders": (
+        LeaderStats(steps=10, pulls=1, led={0: 1}, led_group={0: 1, 1: 1}, distance=2.0, distances=2, pull_s=1.0,
+                    mean_loss=3.0, bytes_received=300, wait_s=1.5, history=((1.0, 0, 0),)),
+        LeaderStats(steps=5, pulls=3, led={0: 2, 1: 1}, distance=4.0, distances=2, pull_s=3.0, mean_loss=0.5,
+                    bytes_received=100, wait_s=0.5, history=((2.0, -1, 1),)),
+        LeaderStats(steps=15, pulls=4, led={0: 3, 1: 1}, led_group={0: 1, 1: 1}, distance=3.0, distances=4, pull_s=2.5,
+                    mean_loss=0.5, bytes_received=400, wait_s=2.0, history=((1.0, 0, 0), (2.0, -1, 1))),
+    ),
+    "nothing and leaders": (LeaderStats(), LeaderStats(pulls=1, pull_s=1.0), LeaderStats(pulls=1, pull_s=1.0)),
+    **{f"nothing of {kind.__name__}": (kind(), kind(), kind()) for kind in (Stats, GossipStats, LeaderStats)},
+}  # fmt: skip
 
 
-def test_counts_of_leaders():
-    first = LeaderStats(
-        steps=10, pulls=1, led={0: 1}, led_group={0: 1, 1: 1}, distance=2.0, distances=2, pull_s=1.0, mean_loss=3.0,
-        bytes_received=300, wait_s=1.5, history=((1.0, 0, 0),),
-    )  # fmt: skip
-    later = LeaderStats(
-        steps=5, pulls=3, led={0: 2, 1: 1}, distance=4.0, distances=2, pull_s=3.0, mean_loss=0.5, bytes_received=100,
-        wait_s=0.5, history=((2.0, -1, 1),),
-    )  # fmt: skip
-    both = LeaderStats(
-        steps=15, pulls=4, led={0: 3, 1: 1}, led_group={0: 1, 1: 1}, distance=3.0, distances=4, pull_s=2.5,
-        mean_loss=0.5, bytes_received=400, wait_s=2.0, history=((1.0, 0, 0), (2.0, -1, 1)),
-    )  # fmt: skip
+@pytest.mark.parametrize(("first", "later", "both"), MERGED.values(), ids=MERGED)
+def test_counts_of_two_runs(first, later, both):
     assert first + later == both
-    assert LeaderStats() + first == first
-    assert LeaderStats() + LeaderStats() == LeaderStats()
 
 
 def test_printed_counts_say_which_rank_is_the_straggler_and_that_nothing_is_lost():
-    eager = Stats(
-        steps=10,
-        rounds=8,
-        gradients_applied=20,
-        total_produced=20,
-        staleness={0: 6, 2: 4},
-        contributors={1: 4, 2: 4},
-        wait_s=0.5,
-        held_s=(0.1, 2.0),
-    )
+    eager = Stats(steps=10, rounds=8, gradients_applied=20, total_produced=20, staleness={0: 6, 2: 4},
+                  contributors={1: 4, 2: 4}, wait_s=0.5, held_s=(0.1, 2.0))  # fmt: skip
     assert str(eager).splitlines() == [
         "steps: 10 of this rank; 8 rounds, with 1.5 ranks on average",
         "waited: this rank waited 0.5 s in all, 50.0 ms a step",

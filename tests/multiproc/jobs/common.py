@@ -113,6 +113,16 @@ class Baton:
             time.sleep(0.01)
 
 
+def begin_last(step: str, rank: int, size: int, slow: int, seconds: float) -> None:
+    """Begin a step; rank ``slow`` computes for some seconds longer once the others have begun theirs."""
+    ready = [Baton(f"{step}.{each}") for each in range(size)]
+    ready[rank].lay()
+    if rank == slow:
+        for other in ready:
+            other.wait()
+        time.sleep(seconds)
+
+
 def integers(shape: tuple[int, ...], rank: int, step: int, index: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     """A gradient of whole numbers in [-8, 8], different for every rank, step (from 1) and parameter."""
     generator = np.random.default_rng([rank, step, index])
