@@ -151,6 +151,7 @@ REFUSED = {
     "elastic --framework tensorflow": "does not work on Keras 3",
     "advice --arms all,horovod": "there is no mode 'horovod'",
     "gpu --ranks 2": "the arm 'plain' is of one rank",
+    "gpu --arms plain,all:lead=7": "variants are confirm, check",
 }
 
 
@@ -200,6 +201,21 @@ def test_ratios_end_when_they_are_known(bench, monkeypatch, tmp_path):
     bench("no_stragglers", "--repetitions 9 --arms horovod,all")
     assert True in enough
     assert not enough[0]
+
+
+def test_gpu_runs_variants_of_arms(bench):
+    arms = "plain,all,all:confirm,plain:item,solo:lead=8"
+    content = bench("gpu", f"--arms {arms} --no-profile --repetitions 1")
+    assert [row["arm"] for row in content["rows"]] == arms.split(",")
+    blocks = {block["arm"]: block for _, _, plan, _ in bench.asked for block in plan["blocks"]}
+    assert not any(block.get("keep") or block.get("profile") for block in blocks.values())
+    assert "environment" not in blocks["all"]
+    for arm, own in (
+        ("all:confirm", {"base": "all", "environment": {"HVD_ASYNC_CONFIRM": "1"}}),
+        ("plain:item", {"base": "plain", "reads_loss": True}),
+        ("solo:lead=8", {"own": {"arrival_lead": 0.008}}),
+    ):
+        assert blocks[arm] | own == blocks[arm]
 
 
 # -- all cases --------------------------------------------------------------------------------------------------------
