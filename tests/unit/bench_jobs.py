@@ -77,11 +77,7 @@ def timed(block: Block, rank: int, size: int, well: bool) -> Own:
     stats: Own = {"staleness": {"0": 3 * count // 4, "1": count - 3 * count // 4}, "contributors": {"2": count}}
     stats |= {"steps": count, "averagings": count // (1 if well else 2), "pulls": count // 2, "rounds": count}
     own: Own = {"ends": ends, "stats": {} if rival else stats, "rounds_before": 3, "identical": True}
-    own |= {
-        "waited": 0.1 * count,
-        "sent": 8e6 * count,
-        "cpu": 0.02 * count,
-    }
+    own |= {"waited": 0.1 * count, "sent": 8e6 * count, "cpu": 0.02 * count}
     own |= {"engine_s": (0.001 if well else 0.1) * count, "latency_s": None if rival else 0.1}
     own |= {"computed": [row[rank] + 0.001 * (rank + 1) for row in times][:count], "norm": 50.0}
     own |= {"distance": 0.5 if gossip_of(arm) else None, "of_mean": 0.95 if arm in LEADERS else None}

@@ -24,7 +24,7 @@ from hvd_async.algorithms.eager.quorum import (
 from hvd_async.runtime.protocol import Finished
 from tests.conftest import LONG_RUN, examples
 from tests.unit.moves import opened, step, whys
-from tests.unit.virtual import Course, VirtualJob
+from tests.unit.virtual import Course, train
 
 Durations = list[list[float]]
 
@@ -35,7 +35,7 @@ def replayed(durations: Durations, count: int, staleness: int, pace: str) -> Cou
     def duration(rank: int, step: int) -> float | None:
         return durations[rank][step - 1] if step <= len(durations[rank]) else None
 
-    return VirtualJob(EagerConfig(count, staleness, 0.0, 0, 1, pace), len(durations), duration).run()
+    return train(EagerConfig(count, staleness, 0.0, 0, 1, pace), len(durations), duration)
 
 
 @st.composite
@@ -160,10 +160,9 @@ def slow_last(rank: int, step: int) -> float:
 
 @pytest.mark.parametrize("pace", ["steps", "rounds"])
 def test_auto_learns_how_long_a_rank_takes_that_comes_too_late_to_wait(pace):
-    job = VirtualJob(EagerConfig("auto", 16, 0.0, 0, 1, pace), 4, slow_last, 60)
-    given = job.run().given
-    assert given[3] < given[0], "it was never late"
-    assert {rank: set(seconds) for rank, seconds in learned(job.rounds).items()} == {
+    found = train(EagerConfig("auto", 16, 0.0, 0, 1, pace), 4, slow_last, 60)
+    assert found.given[3] < found.given[0], "it was never late"
+    assert {rank: set(seconds) for rank, seconds in learned(found.machine).items()} == {
         0: {0.25}, 1: {0.25}, 2: {0.25}, 3: {1.25}
     }  # fmt: skip
 
@@ -176,7 +175,7 @@ P, ROUNDS = 8, 300
 def course(
     quorum: Quorum, duration: Callable[[int, int], float], pace: str, size: int = P, staleness: int = 16
 ) -> Course:
-    return VirtualJob(EagerConfig(quorum, staleness, 0.0, 0, 1, pace), size, duration, ROUNDS).run()
+    return train(EagerConfig(quorum, staleness, 0.0, 0, 1, pace), size, duration, ROUNDS)
 
 
 def jitter(rank: int, step: int) -> float:
