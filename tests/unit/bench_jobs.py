@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from hvd_async.traces.recorder import Recorder
+from scripts.bench import parser
 from scripts.benchmarks.support.arms import MUTANT, PLAIN
 from scripts.benchmarks.support.names import LEADERS, gossip_of, read_name, waits_for_none
 from scripts.benchmarks.support.nemesis import HOROVOD, Schedule, Trouble
@@ -49,11 +50,7 @@ VARIANTS = {
 
 def options(case: Any, *line: str, **more: Any) -> argparse.Namespace:
     """Return a case's options by a command line."""
-    parser = argparse.ArgumentParser()
-    for name in ("--arms", "--ranks", "--repetitions", "--limit"):
-        parser.add_argument(name)
-    case.add_arguments(parser)
-    return argparse.Namespace(**vars(parser.parse_args(line)) | {"resume": None, "quick": False} | more)
+    return argparse.Namespace(**vars(parser().parse_args([case.name, *line])) | more)
 
 
 def timed(block: Block, rank: int, size: int, well: bool) -> Own:

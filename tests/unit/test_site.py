@@ -6,7 +6,6 @@ The build itself refuses links that lead nowhere and pages outside of the naviga
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import os
 import pathlib
@@ -21,10 +20,6 @@ from scripts.website import api, repository_links, sequence_diagram
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-needs_mkdocs = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings")),
-    reason="what builds the site is not installed: pip install -e '.[docs]'",
-)
 LOADED = re.compile(
     r'<(?:(?:script|img|iframe|source|use)\b|link\b[^>]* rel="(?:icon|stylesheet)")[^>]* (?:src|href)="([^"#]+)'
 )
@@ -34,6 +29,8 @@ LOADED = re.compile(
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The folder of the site, built as scripts/site.sh does."""
+    for name in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(name, reason="what builds the site is not installed: pip install -e '.[docs]'")
     folder = tmp_path_factory.mktemp("site")
     command = [
         sys.executable,
@@ -65,7 +62,6 @@ def inventory(site):
     return {name: target.replace("$", name) for name, _, _, target, _ in lines}
 
 
-@needs_mkdocs
 def test_every_public_name_is_documented_where_the_inventory_says(site, inventory, pages):
     """(That pages name all that is public is tests/conformance/test_public_names.py's.)"""
     names = re.findall(r"^::: (\S+)$", "".join(api.pages().values()), re.MULTILINE)
@@ -75,7 +71,6 @@ def test_every_public_name_is_documented_where_the_inventory_says(site, inventor
         assert f'id="{anchor}"' in pages[site / file], name
 
 
-@needs_mkdocs
 def test_so_are_the_methods_of_wrapped_optimizers(inventory):
     for classes in api.METHODS.values():
         for path in classes.values():
@@ -86,7 +81,6 @@ def test_so_are_the_methods_of_wrapped_optimizers(inventory):
             assert not missing, f"{kind}: {missing}"
 
 
-@needs_mkdocs
 def test_nothing_is_fetched_from_elsewhere(site, pages):
     loaded = {(path.parent / target).resolve() for path, text in pages.items() for target in LOADED.findall(text)}
     assert len(loaded) > 5
@@ -95,7 +89,6 @@ def test_nothing_is_fetched_from_elsewhere(site, pages):
     assert not [path.name for path in site.rglob("*.css") if outside.search(path.read_text(encoding="utf-8"))]
 
 
-@needs_mkdocs
 def test_the_search_works_without_a_server_and_diagrams_are_drawn(site, pages):
     text = (site / "search" / "search_index.js").read_text(encoding="utf-8")
     places = {entry["location"].partition("#")[0] for entry in json.loads(text.removeprefix("var __index = "))["docs"]}
