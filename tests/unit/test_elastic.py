@@ -44,7 +44,7 @@ def jobs(draw: st.DrawFn) -> tuple[np.ndarray, list[int]]:
 
 
 def remains_of(took: np.ndarray, rank: int, seen: int) -> Remains:
-    """Return what a rank that has seen so many rounds has left; each gradient is 1 at an index of its own."""
+    """Return what a rank has left that has seen this many rounds; each gradient is 1 at an index of its own."""
     ranks, _, steps = took.shape
     none = [PendingGradient(None, []) for _ in range(BUCKETS)]
     held = {round_: [*none] for round_ in (0, *range(seen + 1, int(took.max(initial=0)) + 1))}

@@ -71,7 +71,7 @@ def train(
                 pending.clear()
 
     def release(free: Iterable[int], now: float) -> bool:
-        """Have ranks take the newest version and compute; return whether the job goes on."""
+        """Have ranks take the newest version and compute; return whether the job continues."""
         for rank in free:
             version[rank] = course.rounds
             if config.pace == "rounds" and steps[rank]:
@@ -85,8 +85,8 @@ def train(
 
     opening = [Registered(0, config, ["w"], [1], timeline=rank == 0) for rank in range(size)]
     assert [c for rank, one in enumerate(opening) for c in machine.handle(rank, one, 0.0)] == [Accepted(0)]
-    goes_on = release(range(size), 0.0)
-    while goes_on:
+    continues = release(range(size), 0.0)
+    while continues:
         now, rank = heapq.heappop(arrivals)
         course.seconds = now
         step[rank] = version[rank] + 1 if config.pace == "rounds" else step[rank] + 1
@@ -98,5 +98,5 @@ def train(
         # Ranks whose round has fired continue: first the rank that came, then the others as they came.
         free = sorted((one for one in waiting if step[one] <= course.rounds), key=lambda one: one != rank)
         waiting = [one for one in waiting if one not in free]
-        goes_on = release(free, now)
+        continues = release(free, now)
     return course
