@@ -20,7 +20,7 @@ from scripts.benchmarks.support import arms, launch, plot
 from scripts.benchmarks.support.launch import NotHereError
 from scripts.benchmarks.support.nemesis import drawn
 from scripts.benchmarks.support.report import Case, Panel, Report, columns, row
-from tests.unit import bench_jobs
+from tests.unit.bench_jobs import OPTIONS, VARIANTS, blocks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXED = json.loads((ROOT / "tests" / "fixtures" / "benchmarks" / "rows.json").read_text())
@@ -37,7 +37,7 @@ def bench(monkeypatch, tmp_path):
 
     def job(job, ranks, plan, *, limit, on_block=None, **how):
         run.asked.append((job, ranks, plan, limit))
-        found = bench_jobs.blocks_of(job, ranks, plan, run.well)
+        found = blocks_of(job, ranks, plan, run.well)
         for block in found if on_block is not None else ():
             on_block(block)
         return found
@@ -67,7 +67,7 @@ def check_drawing(case, rows):
     assert all(axes.has_data() for axes in figure.axes), "an empty panel"
 
 
-@pytest.mark.parametrize("name", RUNS := bench_jobs.OPTIONS | bench_jobs.VARIANTS)
+@pytest.mark.parametrize("name", RUNS := OPTIONS | VARIANTS)
 def test_a_run_is_judged_written_and_drawn_with_the_keys_that_rows_have_always_had(bench, capsys, name):
     case = name.split()[0]
     content, fixed = bench(case, RUNS[name]), FIXED[case]
@@ -87,7 +87,7 @@ def test_a_run_is_judged_written_and_drawn_with_the_keys_that_rows_have_always_h
     check_drawing(case, content["rows"])
 
 
-@pytest.mark.parametrize("case", bench_jobs.OPTIONS)
+@pytest.mark.parametrize("case", OPTIONS)
 def test_a_bad_run_misses_goals_and_a_quick_one_is_smaller_and_judges_only_what_is_exact(bench, case):
     """(``advice`` predicts what was recorded, which here is what is measured.)"""
 
@@ -99,7 +99,7 @@ def test_a_bad_run_misses_goals_and_a_quick_one_is_smaller_and_judges_only_what_
     assert all(goal["judged"] == goal["exact"] for goal in quick["goals"])
     check_drawing(case, quick["rows"])
     bench.well = False
-    bad = bench(case, bench_jobs.OPTIONS[case])
+    bad = bench(case, OPTIONS[case])
     assert case == "advice" or not all(goal["met"] for goal in bad["goals"])
 
 
@@ -113,7 +113,7 @@ def test_lists_that_are_named_stay_in_a_quick_run_which_is_drawn(bench, tmp_path
 @pytest.mark.parametrize("name", ["straggler", "sequence_lengths", "hetero", "network", "advice", "time_to_accuracy"])
 def test_arms_alternate_within_a_job(bench, name):
     """Each repetition has all arms, and begins with another one."""
-    bench(name, f"{bench_jobs.OPTIONS[name]} --repetitions 3")
+    bench(name, f"{OPTIONS[name]} --repetitions 3")
     for _, _, plan, _ in bench.asked:
         blocks = [block for block in plan["blocks"] if not block.get("tuning") and "trace" not in block]
         same = [str((block.get("delay"), block.get("even"))) for block in blocks]
@@ -126,7 +126,7 @@ def test_arms_alternate_within_a_job(bench, name):
 
 
 def test_every_case_is_tried_and_has_its_old_name():
-    assert [name for name in module.CASES if name != "scale"] == list(bench_jobs.OPTIONS)
+    assert [name for name in module.CASES if name != "scale"] == list(OPTIONS)
     parser = module.parser()
     old = {"no_stragglers": "balanced", "split_classes": "hard", "sequence_lengths": "lengths"}
     assert {name: case.old_name for name, case in module.CASES.items() if case.old_name} == old
@@ -191,7 +191,7 @@ def test_ratios_end_when_they_are_known(bench, monkeypatch, tmp_path):
 
     def job(job, ranks, plan, *, on_block, while_running, **how):
         assert plan["may_end"]
-        for block in bench_jobs.blocks_of(job, ranks, plan, True):
+        for block in blocks_of(job, ranks, plan, True):
             on_block(block)
             while_running(tmp_path)
             enough.append((tmp_path / launch.ENOUGH).exists())
