@@ -14,10 +14,9 @@ import pytest
 from jobs.torchrun_training import COMPUTE
 from launch import JOBS, REPOSITORY, ForkServer, forking, run_job
 
-from hvd_async.advisor.advice import advise
 from hvd_async.cli.main import main
 from hvd_async.doctor import programs
-from hvd_async.traces.format import Trace, read_trace
+from hvd_async.traces.format import read_trace
 from tests.conftest import LONG_RUN
 
 pytestmark = pytest.mark.multiproc
@@ -41,60 +40,45 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: folder / kind for kind in KINDS}
 
 
-@pytest.fixture(scope="module")
-def traces(folders: dict[str, Path]) -> dict[str, Trace]:
-    return {kind: read_trace(folder) for kind, folder in folders.items()}
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_script_is_recorded_whole(traces: dict[str, Trace], kind: str) -> None:
-    trace = traces[kind]
-    own = kind in UNDER_TORCHRUN
+def test_a_script_is_recorded_whole_and_the_slow_rank_works_while_the_other_one_waits(
+    folders: dict[str, Path], kind: str
+) -> None:
+    """If waits in one of the passes of a script for torchrun counted as work, half of the difference would be gone."""
+    trace, own = read_trace(folders[kind]), kind in UNDER_TORCHRUN
     assert (trace.ranks, trace.steps) == (2, 20 if own else 27)
     assert [header.algorithm for header in trace.headers] == [KINDS[kind]] * 2
     assert trace.headers[0].parameter_bytes == 4 * ((9 * 4 + 2 * 4 + 5) if own else (8 * 4 + 4))
     assert all(header.synchronized and header.run is not None for header in trace.headers)
     assert trace.synchronous == (kind != "own")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_slow_rank_works_and_the_other_one_waits(traces: dict[str, Trace], kind: str) -> None:
-    """If waits in one of the passes of a script for torchrun counted as work, half of the difference would be gone."""
-    trace = traces[kind]
-    slept = 0.75 * (COMPUTE[1] - COMPUTE[0]) if kind in UNDER_TORCHRUN else 0.0
+    slept = 0.75 * (COMPUTE[1] - COMPUTE[0]) if own else 0.0
     assert np.median(trace.work[:, 1] - trace.work[:, 0]) > slept
     assert np.median(trace.waits[:, 0] - trace.waits[:, 1]) > slept
     assert abs(trace.begin[1:] - trace.done[:-1]).max() < 1e-5
-    assert (trace.arrived >= trace.begin).all()
-    assert (trace.released >= trace.arrived).all()
-    assert (trace.done >= trace.released).all()
+    assert (np.diff([trace.begin, trace.arrived, trace.released, trace.done], axis=0) >= 0).all()
 
 
-@pytest.mark.parametrize("kind", ["horovod", "eager"])
-def test_the_advisor_blames_the_slow_rank(traces: dict[str, Trace], kind: str) -> None:
-    found = advise(traces[kind], modes="solo,pace rounds,adpsgd", resamples=2, steps=50)
-    assert found.culprits.slow == 1
-    assert found.own is not None
-    gains = {each.mode.name: each.gain.mean for each in found.predictions}
-    assert gains["adpsgd"] > gains["horovod"]
+BASES = {"horovod": "Horovod", "eager": "synchronous SGD", "ddp": "DDP", "fsdp": "FSDP"}
 
 
-@pytest.mark.parametrize(("kind", "base"), [("ddp", "DDP"), *([("fsdp", "FSDP")] if LONG_RUN else [])])
-def test_the_advice_is_next_to_what_the_job_runs(
-    folders: dict[str, Path], capsys: pytest.CaptureFixture[str], kind: str, base: str
+@pytest.mark.parametrize("kind", [kind for kind in BASES if kind in KINDS])
+def test_the_advisor_blames_the_slow_rank_and_compares_with_what_the_job_runs(
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    few = [str(folders[kind]), "--modes", "solo,adpsgd", "--resamples", "2", "--steps", "50"]
+    few, base = [str(folders[kind]), "--modes", "solo,adpsgd", "--resamples", "2", "--steps", "50"], BASES[kind]
     assert main(["advise", *few]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert text.startswith("Rank 1 on host ")
     assert "Fix that first" in text
     assert f"({base} has 1.00:" in text
-    assert f"the recorded job ({base})" in text
-    assert "Horovod" not in text
+    assert f"the recorded job ({base})" in text or kind == "eager"
+    assert ("Horovod" in text) == (base == "Horovod")
     assert main(["advise", *few, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["trace"]["compared_with"] == base
-    assert {each["mode"]: each["gain"]["low"] for each in found["modes"]}["adpsgd"] > 1.2
+    gains = {each["mode"]: each["gain"] for each in found["modes"]}
+    assert gains["adpsgd"]["mean"] > 1.0
+    assert gains["adpsgd"]["low"] > 1.2 or kind not in UNDER_TORCHRUN
 
 
 @pytest.mark.skipif(not LONG_RUN, reason="tried in a long run: HVD_ASYNC_TEST_LONG=1")

@@ -20,25 +20,23 @@ from tests.conftest import LONG_RUN
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "virtual_cluster.py"
 
 
+pytestmark = [
+    pytest.mark.multiproc,
+    pytest.mark.skipif(not LONG_RUN, reason="virtual clusters are tried in a long run: HVD_ASYNC_TEST_LONG=1"),
+]
+
+
 def output(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def have_namespaces() -> bool:
-    if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
-        return False
+@pytest.fixture(scope="module", autouse=True)
+def _namespaces() -> None:
     name = f"hva-probe-{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode == 0
-    if made:
-        output("ip", "netns", "delete", name)
-    return made
-
-
-pytestmark = [
-    pytest.mark.multiproc,
-    pytest.mark.skipif(not LONG_RUN, reason="virtual clusters are tried in a long run: HVD_ASYNC_TEST_LONG=1"),
-    pytest.mark.skipif(LONG_RUN and not have_namespaces(), reason="network namespaces need root, ip and tc"),
-]
+    tools = shutil.which("ip") and shutil.which("tc")
+    if os.geteuid() or not tools or subprocess.run(["ip", "netns", "add", name]).returncode:
+        pytest.skip("network namespaces need root, ip and tc")
+    output("ip", "netns", "delete", name)
 
 
 def left() -> list[str]:

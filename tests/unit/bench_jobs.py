@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from hvd_async.traces.recorder import Recorder
+from scripts.bench import parser
 from scripts.benchmarks.support.arms import MUTANT, PLAIN
 from scripts.benchmarks.support.names import LEADERS, gossip_of, read_name, waits_for_none
 from scripts.benchmarks.support.nemesis import HOROVOD, Schedule, Trouble
@@ -49,11 +50,7 @@ VARIANTS = {
 
 def options(case: Any, *line: str, **more: Any) -> argparse.Namespace:
     """Return a case's options by a command line."""
-    parser = argparse.ArgumentParser()
-    for name in ("--arms", "--ranks", "--repetitions", "--limit"):
-        parser.add_argument(name)
-    case.add_arguments(parser)
-    return argparse.Namespace(**vars(parser.parse_args(line)) | {"resume": None, "quick": False} | more)
+    return argparse.Namespace(**vars(parser().parse_args([case.name, *line])) | more)
 
 
 def timed(block: Block, rank: int, size: int, well: bool) -> Own:
@@ -77,11 +74,7 @@ def timed(block: Block, rank: int, size: int, well: bool) -> Own:
     stats: Own = {"staleness": {"0": 3 * count // 4, "1": count - 3 * count // 4}, "contributors": {"2": count}}
     stats |= {"steps": count, "averagings": count // (1 if well else 2), "pulls": count // 2, "rounds": count}
     own: Own = {"ends": ends, "stats": {} if rival else stats, "rounds_before": 3, "identical": True}
-    own |= {
-        "waited": 0.1 * count,
-        "sent": 8e6 * count,
-        "cpu": 0.02 * count,
-    }
+    own |= {"waited": 0.1 * count, "sent": 8e6 * count, "cpu": 0.02 * count}
     own |= {"engine_s": (0.001 if well else 0.1) * count, "latency_s": None if rival else 0.1}
     own |= {"computed": [row[rank] + 0.001 * (rank + 1) for row in times][:count], "norm": 50.0}
     own |= {"distance": 0.5 if gossip_of(arm) else None, "of_mean": 0.95 if arm in LEADERS else None}

@@ -24,35 +24,18 @@ from hvd_async.algorithms.eager.quorum import (
 from hvd_async.runtime.protocol import Finished
 from tests.conftest import LONG_RUN, examples
 from tests.unit.moves import opened, step, whys
-from tests.unit.virtual import Course, VirtualJob
+from tests.unit.virtual import Course, train
 
 Durations = list[list[float]]
 
 
-@pytest.mark.parametrize(
-    ("count", "staleness", "rate"),
-    [
-        (1, 16, 3 / 3),  # rank 0 fires at 1, 2 and 3 s, each time with one fresh gradient
-        (2, 16, 6 / 9),  # both are in at 3, 6 and 9 s, and fresh
-        (1, 0, 6 / 9),  # synchronous by the bound
-        (1, 1, 4 / 6),  # 1 s: rank 0; 3 s: rank 0, and rank 1 late; at 6 s both are fresh, and rank 0 has no more
-    ],
-)
-def test_rates_by_hand(count, staleness, rate):
-    assert fresh_rate([[1.0] * 3, [3.0] * 3], count, staleness) == pytest.approx(rate)
-
-
-def test_a_rate_in_no_time_is_none():
-    assert fresh_rate([[0.0], [0.0]], 2, 16) == 0.0
-
-
 def replayed(durations: Durations, count: int, staleness: int, pace: str) -> Course:
-    """What the state machine makes of ranks that take so long."""
+    """Run the state machine with ranks that take so long."""
 
     def duration(rank: int, step: int) -> float | None:
         return durations[rank][step - 1] if step <= len(durations[rank]) else None
 
-    return VirtualJob(EagerConfig(count, staleness, 0.0, 0, 1, pace), len(durations), duration).run()
+    return train(EagerConfig(count, staleness, 0.0, 0, 1, pace), len(durations), duration)
 
 
 @st.composite
@@ -70,6 +53,7 @@ def courses(draw: st.DrawFn) -> tuple[Durations, int, int, str]:
 @given(courses())
 @example(([[1.0] * 12, [9.01] * 12], 1, 2, "steps"))
 @example(([[1.0] * 12, [9.01] * 12], 1, 2, "rounds"))
+@example(([[0.0], [0.0]], 2, 16, "steps"))
 def test_a_replay_is_what_the_state_machine_does(course):
     durations, count, staleness, pace = course
     expected = replayed(durations, count, staleness, pace)
@@ -90,75 +74,36 @@ def test_candidates_have_both_ends_and_are_few(size):
 # -- learning -------------------------------------------------------------------------------------------------
 
 
-class Teacher:
-    """Feeds an ``AutoQuorum`` synchronous rounds."""
-
-    def __init__(self, size: int, pace: str = "steps") -> None:
-        self.auto, self.now = AutoQuorum(range(size), 16, pace), 0.0
-
-    def round(self, *durations: float) -> None:
-        """One in which rank r takes ``durations[r]``."""
+def taught(auto: AutoQuorum, rounds: int, *durations: float, now: float = 0.0) -> float:
+    """Play synchronous rounds in which rank r takes ``durations[r]``, and return when they end."""
+    for start in (now + number * max(durations) for number in range(rounds)):
         for seconds, rank in sorted((seconds, rank) for rank, seconds in enumerate(durations)):
-            self.auto.arrived(rank, self.now + seconds, late=False)
-        self.now += max(durations)
-        self.auto.fired(self.now)
-
-
-def test_it_is_synchronous_until_it_has_learned():
-    teacher = Teacher(3)
-    assert teacher.auto.take_notice() == "auto: learning how long the ranks take"
-    for _ in range(LEARN):  # the first round says nothing: no rank was free before it
-        teacher.round(1.0, 1.0, 9.0)
-        assert teacher.auto.choose(1).quorum == 3
-        assert teacher.auto.take_notice() is None
-    teacher.round(1.0, 1.0, 9.0)
-    choice = teacher.auto.choose(1)
-    assert choice.quorum == 2
-    news = teacher.auto.take_notice()
-    assert news == choice.why
-    assert news.startswith(f"auto: 2 of 3 ranks; fresh gradients per second by the last {LEARN} steps are 1: ")
-    assert teacher.auto.take_notice() is None
+            auto.arrived(rank, start + seconds, late=False)
+        auto.fired(start + max(durations))
+    return now + rounds * max(durations)
 
 
 def test_a_choice_lasts_some_rounds_and_follows_the_ranks():
-    teacher = Teacher(2)
-    for _ in range(LEARN + 1):
-        teacher.round(1.0, 1.0)
-    assert teacher.auto.choose(1).quorum == 2
-    assert teacher.auto.take_notice() is not None
-    for _ in range(48):
-        teacher.round(1.0, 9.0)
-    assert teacher.auto.choose(RENEW).quorum == 2
-    assert teacher.auto.take_notice() is None
-    assert teacher.auto.choose(1 + RENEW).quorum == 1
-    assert "1 of 2 ranks" in str(teacher.auto.take_notice())
+    auto = AutoQuorum(range(2), 16, "steps")
+    now = taught(auto, LEARN + 1, 1.0, 1.0)
+    assert auto.choose(1).quorum == 2
+    assert auto.take_notice() is not None
+    taught(auto, 48, 1.0, 9.0, now=now)
+    assert auto.choose(RENEW).quorum == 2
+    assert auto.take_notice() is None
+    assert auto.choose(1 + RENEW).quorum == 1
+    assert "1 of 2 ranks" in str(auto.take_notice())
 
 
 @pytest.mark.parametrize(("seconds", "quorum"), [(2.04, 2), (2.1, 1)])
 def test_a_little_better_is_not_enough(seconds, quorum):
     """Counts that differ by less than the margin do not flap."""
-    teacher = Teacher(2, "rounds")
-    for _ in range(48):
-        teacher.round(1.0, seconds)
+    auto = AutoQuorum(range(2), 16, "rounds")
+    taught(auto, 48, 1.0, seconds)
     rates = [fresh_rate([[1.0] * 48, [seconds] * 48], count, 16, "rounds") for count in (1, 2)]
-    assert rates[1] < rates[0]
+    assert rates[0] > rates[1]
     assert (rates[0] > MARGIN * rates[1]) == (quorum == 1), "the example has lost its point"
-    assert teacher.auto.choose(1).quorum == quorum
-
-
-def test_a_drain_says_nothing_about_the_ranks():
-    one, two = Teacher(2), Teacher(2)
-    for teacher in (one, two):
-        teacher.round(1.0, 1.0)
-        teacher.round(1.0, 1.0)
-    two.auto.interrupted()
-    two.now += 1000.0
-    for teacher in (one, two):
-        teacher.round(1.0, 1.0)
-        teacher.round(1.0, 1.0)
-    assert one.auto.choose(1) == one.auto.choose(2)
-    assert one.auto.choose(1).quorum == two.auto.choose(1).quorum == 2
-    assert {d for durations in two.auto._durations.values() for d in durations} == {1.0}
+    assert auto.choose(1).quorum == quorum
 
 
 # -- in the state machine -------------------------------------------------------------------------------------
@@ -208,69 +153,57 @@ def test_auto_learns_how_long_a_rank_takes_until_its_last_bucket_and_nothing_fro
     assert learned(rounds) == {0: [2.0, 1.0], 1: [4.0]}
 
 
+def slow_last(rank: int, step: int) -> float:
+    """Let rank 3 take five times as long as the others."""
+    return 1.25 if rank == 3 else 0.25
+
+
 @pytest.mark.parametrize("pace", ["steps", "rounds"])
 def test_auto_learns_how_long_a_rank_takes_that_comes_too_late_to_wait(pace):
-    def duration(rank: int, step: int) -> float:
-        return 1.25 if rank == 3 else 0.25
-
-    job = VirtualJob(EagerConfig("auto", 16, 0.0, 0, 1, pace), 4, duration, 60)
-    course = job.run()
-    assert course.given[3] < course.given[0], "it was never late"
-    assert {rank: set(seconds) for rank, seconds in learned(job.rounds).items()} == {
+    found = train(EagerConfig("auto", 16, 0.0, 0, 1, pace), 4, slow_last, 60)
+    assert found.given[3] < found.given[0], "it was never late"
+    assert {rank: set(seconds) for rank, seconds in learned(found.machine).items()} == {
         0: {0.25}, 1: {0.25}, 2: {0.25}, 3: {1.25}
     }  # fmt: skip
 
 
 # -- is it nearly the best? -----------------------------------------------------------------------------------
 
-P, ROUNDS, COMPUTE = 8, 300, 0.3
+P, ROUNDS = 8, 300
 
 
-def drawn(*key: object) -> random.Random:
-    """A generator of its own for each key."""
-    return random.Random(str(key))
+def course(
+    quorum: Quorum, duration: Callable[[int, int], float], pace: str, size: int = P, staleness: int = 16
+) -> Course:
+    return train(EagerConfig(quorum, staleness, 0.0, 0, 1, pace), size, duration, ROUNDS)
 
 
 def jitter(rank: int, step: int) -> float:
-    return COMPUTE * drawn(rank, step).uniform(0.98, 1.02)
+    return 0.3 * random.Random(str((rank, step))).uniform(0.98, 1.02)
 
 
-def straggler(rank: int, step: int) -> float:
-    """One random rank of eight 0.3 s late in every step."""
-    return jitter(rank, step) + 0.3 * (drawn(step).randrange(P) == rank)
+DURATIONS: dict[str, Callable[[int, int], float]] = {
+    "a random straggler": lambda rank, step: jitter(rank, step) + 0.3 * (random.Random(step).randrange(P) == rank),
+    "a slow rank": lambda rank, step: jitter(rank, step) * (5 if rank == 3 else 1),
+    "skew": lambda rank, step: jitter(rank, step) + 0.03 * rank,
+}
 
 
-def slow(rank: int, step: int) -> float:
-    """One rank five times slower."""
-    return jitter(rank, step) * (5 if rank == 3 else 1)
-
-
-def skew(rank: int, step: int) -> float:
-    """Rank r r x 30 ms late."""
-    return jitter(rank, step) + 0.03 * rank
-
-
-def course(quorum: Quorum, duration: Callable[[int, int], float], pace: str) -> Course:
-    return VirtualJob(EagerConfig(quorum, 16, 0.0, 0, 1, pace), P, duration, ROUNDS).run()
-
-
-PACES = [(straggler, "steps"), (slow, "rounds")]
-if LONG_RUN:
-    PACES = [(duration, pace) for duration in (straggler, jitter, slow, skew) for pace in ("steps", "rounds")]
-
-
-@pytest.mark.parametrize(("duration", "pace"), PACES)
-def test_auto_reaches_nearly_the_best_fixed_count(duration, pace):
-    rates = {count: course(count, duration, pace).rate for count in range(1, P + 1)}
-    best = max(rates, key=lambda count: rates[count])
-    auto = course("auto", duration, pace)
-    print(f"{duration.__name__} {pace}: auto {auto.rate:.2f}, best {best} of {P} with {rates[best]:.2f} a second")
+@pytest.mark.parametrize(
+    ("kind", "pace"),
+    [
+        ("a random straggler", "steps"),
+        ("a slow rank", "rounds"),
+        *([("a random straggler", "rounds"), ("skew", "steps"), ("skew", "rounds")] if LONG_RUN else []),
+    ],
+)
+def test_auto_reaches_nearly_the_best_fixed_count(kind, pace):
+    rates = {count: course(count, DURATIONS[kind], pace).rate for count in range(1, P + 1)}
+    best, auto = max(rates, key=lambda count: rates[count]), course("auto", DURATIONS[kind], pace)
     assert auto.rounds == ROUNDS
     assert auto.rate >= 0.95 * rates[best], f"{auto.rate / rates[best]:.3f} of {rates}"
-    if duration is not jitter and not (duration is slow and pace == "steps"):  # (there the bound makes all wait)
-        assert min(rates.values()) < 0.8 * rates[best], "all counts are as good: it shows nothing"
-    if best < P:
-        assert "auto: " in auto.reasons[-1]
+    assert min(rates.values()) < 0.8 * rates[best], "all counts are as good: it shows nothing"
+    assert best == P or "auto: " in auto.reasons[-1]
 
 
 # -- the bound in time ----------------------------------------------------------------------------------------
@@ -280,20 +213,13 @@ def test_auto_reaches_nearly_the_best_fixed_count(duration, pace):
 def test_a_rank_that_is_slow_for_good_gives_fewer_gradients_and_holds_no_rank_in_pace_rounds(quorum):
     """Four ranks, one five times slower: as fast as the other three; in pace "steps" it holds them up."""
 
-    def duration(rank: int, step: int) -> float:
-        return 1.25 if rank == 3 else 0.25
-
-    def job(pace: str, size: int, staleness: int) -> Course:
-        config = EagerConfig(quorum, staleness, 0.0, 0, 1, pace)
-        return VirtualJob(config, size, duration, ROUNDS).run()
-
-    three, rounds, steps = job("steps", 3, 16), job("rounds", 4, 16), job("steps", 4, 16)
+    three, rounds, steps = (course(quorum, slow_last, *job) for job in (("steps", 3), ("rounds", 4), ("steps", 4)))
     assert three.seconds == 0.25 * ROUNDS
     assert steps.seconds > 4 * three.seconds
     learned = 0.0 if quorum != "auto" else (LEARN + 1) * 1.0  # s that synchronous rounds take longer
     assert rounds.seconds == pytest.approx(three.seconds + learned, abs=1.5)
     assert rounds.given[3] == pytest.approx(ROUNDS / 5, abs=3)
     assert set(rounds.staleness) <= {0, 1, 4, 5}  # (at the same instant the first of three fires alone)
-    tight = job("rounds", 4, 2)  # slower by more than the bound: it holds them up
+    tight = course(quorum, slow_last, "rounds", 4, staleness=2)  # slower by more than the bound: it holds them up
     assert tight.seconds > 1.5 * three.seconds
     assert max(tight.staleness) <= 2

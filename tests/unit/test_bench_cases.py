@@ -20,62 +20,63 @@ from scripts.benchmarks.support import arms, launch, plot
 from scripts.benchmarks.support.launch import NotHereError
 from scripts.benchmarks.support.nemesis import drawn
 from scripts.benchmarks.support.report import Case, Panel, Report, columns, row
-from tests.unit import bench_jobs
+from tests.unit.bench_jobs import OPTIONS, VARIANTS, blocks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXED = json.loads((ROOT / "tests" / "fixtures" / "benchmarks" / "rows.json").read_text())
 """By case: what its JSON was before the cases were put on one timed job: keys of rows and settings, units, the name."""
-RUNS = bench_jobs.OPTIONS | bench_jobs.VARIANTS
 COMMON = {"arm", "setting", "value", "unit", "low", "high", "speedup", "bound", "accuracy"}
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    """``scripts/bench.py`` as it is run, with jobs that are made up; ``asked``: (job, ranks, plan, limit) of each."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+def bench(monkeypatch, tmp_path):
+    """``scripts/bench.py``, run with a command line and made-up jobs: returns the JSON, if the run writes one.
 
-    def run(job, ranks, plan, *, limit, on_block=None, **how):
-        module.asked.append((job, ranks, plan, limit))
-        found = bench_jobs.blocks_of(job, ranks, plan, module.well)
+    ``asked``: (job, ranks, plan, limit) of each job; ``well``: whether jobs find what is hoped for.
+    """
+
+    def job(job, ranks, plan, *, limit, on_block=None, **how):
+        run.asked.append((job, ranks, plan, limit))
+        found = blocks_of(job, ranks, plan, run.well)
         for block in found if on_block is not None else ():
             on_block(block)
         return found
 
+    def run(case, line="", *, code=0):
+        written = [] if case == "all" else ["--json", str(tmp_path / "found.json")]
+        monkeypatch.setattr(sys, "argv", ["bench.py", case, *line.split(), *written])
+        run.asked.clear()
+        assert module.main() == code
+        return json.loads((tmp_path / "found.json").read_text()) if written else None
+
     few = {"resamples": 1, "steps": 10}
-    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(launch, "run", job)
     monkeypatch.setattr(advice, "advise", lambda trace, modes, resamples, everything: advise(trace, modes=modes, **few))
     monkeypatch.setattr(arms, "PACKAGES", {})  # rivals are there
     monkeypatch.setattr(plot, "DPI", 20)
     monkeypatch.setattr(ConstrainedLayoutEngine, "execute", lambda self, figure: None)  # takes longer than to draw
-    module.asked, module.well = [], True
-    return module
-
-
-def run(bench, monkeypatch, *line):
-    monkeypatch.setattr(sys, "argv", ["bench.py", *map(str, line)])
-    return bench.main()
+    run.asked, run.well = [], True
+    return run
 
 
 def check_drawing(case, rows):
     """Draw rows: no panel is empty."""
-    plot.draw(figure := Figure(layout="constrained"), case, rows)
+    plot.draw(figure := Figure(layout="constrained"), module.CASES[case], rows)
     assert figure.axes
     assert all(axes.has_data() for axes in figure.axes), "an empty panel"
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_is_judged_written_and_drawn_with_the_keys_that_rows_have_always_had(
-    bench, monkeypatch, tmp_path, capsys, name
-):
+@pytest.mark.parametrize("name", RUNS := OPTIONS | VARIANTS)
+def test_a_run_is_judged_written_and_drawn_with_the_keys_that_rows_have_always_had(bench, capsys, name):
     case = name.split()[0]
-    assert run(bench, monkeypatch, case, *RUNS[name].split(), "--json", tmp_path / "found.json") == 0
+    content, fixed = bench(case, RUNS[name]), FIXED[case]
     out, err = capsys.readouterr()
-    content, fixed = json.loads((tmp_path / "found.json").read_text()), FIXED[case]
     assert content.keys() >= {"case", "ranks", "transport", "machine", "rows", "goals", "notes"}
     assert content["case"] == fixed["case"]
     assert all(row.keys() >= COMMON for row in content["rows"])
     assert {row["unit"] for row in content["rows"]} <= {*fixed["units"]}
-    if name in bench_jobs.OPTIONS:
+    if name == case:
         assert {*fixed["keys"]} <= {key for row in content["rows"] for key in row}
         assert {*fixed["setting"]} <= {key for row in content["rows"] for key in row["setting"]}
         assert content["goals"] or name == "advice"
@@ -83,44 +84,36 @@ def test_a_run_is_judged_written_and_drawn_with_the_keys_that_rows_have_always_h
     blocks = [(ranks, json.dumps(block)) for _, ranks, plan, _ in bench.asked for block in plan.get("blocks", ())]
     assert len(set(blocks)) == len(blocks), "the same block twice: the second's result would be that of the first"
     assert f"[{len(blocks)}/{len(blocks)}]" in err or not blocks
-    check_drawing(bench.CASES[case], content["rows"])
+    check_drawing(case, content["rows"])
 
 
-@pytest.mark.parametrize("case", [case for case in bench_jobs.OPTIONS if case != "advice"])
-def test_a_bad_run_misses_goals(bench, monkeypatch, tmp_path, capsys, case):
+@pytest.mark.parametrize("case", OPTIONS)
+def test_a_bad_run_misses_goals_and_a_quick_one_is_smaller_and_judges_only_what_is_exact(bench, case):
     """(``advice`` predicts what was recorded, which here is what is measured.)"""
-    bench.well = False
-    assert run(bench, monkeypatch, case, *bench_jobs.OPTIONS[case].split(), "--json", tmp_path / "found.json") == 0
-    goals = json.loads((tmp_path / "found.json").read_text())["goals"]
-    assert not all(goal["met"] for goal in goals)
-    assert "MISSED" in capsys.readouterr().out
 
-
-@pytest.mark.parametrize("case", bench_jobs.OPTIONS)
-def test_a_quick_run_is_smaller_and_judges_only_what_is_exact(bench, monkeypatch, tmp_path, case):
-    assert run(bench, monkeypatch, case) == 0
-    usual, bench.asked = bench.asked, []
-    assert run(bench, monkeypatch, case, "--quick", "--json", tmp_path / "found.json") == 0
-    assert sum(len(json.dumps(plan)) for _, _, plan, _ in bench.asked) < sum(len(json.dumps(p)) for _, _, p, _ in usual)
+    bench(case)
+    usual, quick = bench.asked.copy(), bench(case, "--quick")
+    assert len(json.dumps([plan for _, _, plan, _ in bench.asked])) < len(json.dumps([plan for _, _, plan, _ in usual]))
     assert sum(limit for *_, limit in bench.asked) <= sum(limit for *_, limit in usual)
-    content = json.loads((tmp_path / "found.json").read_text())
-    assert "a quick run" in content["notes"][-1]
-    assert all(goal["judged"] == goal["exact"] for goal in content["goals"])
-    check_drawing(bench.CASES[case], content["rows"])
+    assert "a quick run" in quick["notes"][-1]
+    assert all(goal["judged"] == goal["exact"] for goal in quick["goals"])
+    check_drawing(case, quick["rows"])
+    bench.well = False
+    bad = bench(case, OPTIONS[case])
+    assert case == "advice" or not all(goal["met"] for goal in bad["goals"])
 
 
-def test_lists_that_are_named_stay_in_a_quick_run_which_is_drawn(bench, monkeypatch, tmp_path):
-    line = ["--arms", "horovod,all", "--delay", "0.7", "--plot", tmp_path / "drawn.png"]
-    run(bench, monkeypatch, "straggler", "--quick", *line)
+def test_lists_that_are_named_stay_in_a_quick_run_which_is_drawn(bench, tmp_path):
+    bench("straggler", f"--quick --arms horovod,all --delay 0.7 --plot {tmp_path / 'drawn.png'}")
     assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
     blocks = bench.asked[0][2]["blocks"]
     assert {(block["arm"], block["delay"]) for block in blocks} == {("horovod", 0.7), ("all", 0.7)}
 
 
 @pytest.mark.parametrize("name", ["straggler", "sequence_lengths", "hetero", "network", "advice", "time_to_accuracy"])
-def test_arms_alternate_within_a_job(bench, monkeypatch, name):
+def test_arms_alternate_within_a_job(bench, name):
     """Each repetition has all arms, and begins with another one."""
-    assert run(bench, monkeypatch, name, *bench_jobs.OPTIONS[name].split(), "--repetitions", "3") == 0
+    bench(name, f"{OPTIONS[name]} --repetitions 3")
     for _, _, plan, _ in bench.asked:
         blocks = [block for block in plan["blocks"] if not block.get("tuning") and "trace" not in block]
         same = [str((block.get("delay"), block.get("even"))) for block in blocks]
@@ -132,19 +125,13 @@ def test_arms_alternate_within_a_job(bench, monkeypatch, name):
             assert len({each[0] for each in rounds}) == min(3, len(arms), len(rounds))
 
 
-def test_every_case_helps_and_has_its_old_name(bench, capsys):
-    assert [name for name in bench.CASES if name != "scale"] == [n for n in bench.CASES if n in bench_jobs.OPTIONS]
-    assert {*bench_jobs.OPTIONS} == {*bench.CASES} - {"scale"}
-    parser = bench.parser()
+def test_every_case_is_tried_and_has_its_old_name():
+    assert [name for name in module.CASES if name != "scale"] == list(OPTIONS)
+    parser = module.parser()
     old = {"no_stragglers": "balanced", "split_classes": "hard", "sequence_lengths": "lengths"}
-    assert {name: case.old_name for name, case in bench.CASES.items() if case.old_name} == old
-    for name in [*bench.CASES, *old.values(), "all"]:
-        with pytest.raises(SystemExit) as left:
-            parser.parse_args([name, "--help"])
-        assert left.value.code == 0
-        assert "--quick" in capsys.readouterr().out
+    assert {name: case.old_name for name, case in module.CASES.items() if case.old_name} == old
     for current, former in old.items():
-        assert bench.current_name(former) == current
+        assert module.current_name(former) == current
         assert vars(parser.parse_args([former])) == vars(parser.parse_args([current])) | {"case": former}
 
 
@@ -164,13 +151,15 @@ REFUSED = {
     "elastic --framework tensorflow": "does not work on Keras 3",
     "advice --arms all,horovod": "there is no mode 'horovod'",
     "gpu --ranks 2": "the arm 'plain' is of one rank",
+    "gpu --arms plain,all:lead=7": "variants are confirm, check",
 }
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_what_cannot_be_is_refused_before_any_job(bench, monkeypatch, capsys, line):
+def test_what_cannot_be_is_refused_before_any_job(bench, capsys, line):
+    case, _, options = line.partition(" ")
     with pytest.raises(SystemExit) as left:
-        run(bench, monkeypatch, *line.split())
+        bench(case, options)
     assert left.value.code == 2
     assert REFUSED[line] in capsys.readouterr().err
     assert not bench.asked
@@ -181,9 +170,7 @@ def test_what_cannot_be_is_refused_before_any_job(bench, monkeypatch, capsys, li
 
 def test_nemesis_goes_through_the_schedules_of_its_seeds_again(bench, monkeypatch):
     """As a job's end by force leaves it: the others follow in another job, and the broken one counts as a violation."""
-
-    whole = launch.run
-    seen = []
+    whole, seen = launch.run, []
 
     def dies(job, ranks, plan, **how):
         seen.append([schedule["seed"] for schedule in plan["schedules"]])
@@ -193,61 +180,67 @@ def test_nemesis_goes_through_the_schedules_of_its_seeds_again(bench, monkeypatc
         return whole(job, ranks, plan, **how)
 
     monkeypatch.setattr(launch, "run", dies)
-    arms = ",".join({drawn(seed).kind for seed in (11, 12, 13)})
-    assert run(bench, monkeypatch, "nemesis", "--seeds", 11, 12, 13, "--arms", arms) == 0
+    kinds = {drawn(seed).kind for seed in (11, 12, 13)}
+    bench("nemesis", f"--seeds 11 12 13 --arms {','.join(kinds)}")
     assert seen == [[11, 12, 13], [13]]
 
 
-def test_ratios_end_when_they_are_known(bench, monkeypatch):
+def test_ratios_end_when_they_are_known(bench, monkeypatch, tmp_path):
     """The driver says so by a file, and the job does no further repetition."""
+    enough = []
 
-    ended = []
-
-    def job(job, ranks, plan, *, limit, on_block, while_running, **how):
+    def job(job, ranks, plan, *, on_block, while_running, **how):
         assert plan["may_end"]
-        folder = Path(how.pop("folder", "."))
-        for block in bench_jobs.blocks_of(job, ranks, plan, True):
+        for block in blocks_of(job, ranks, plan, True):
             on_block(block)
-            if not ended and block["repetition"] >= 8:
-                while_running(folder)
-                ended.append(block["repetition"])
+            while_running(tmp_path)
+            enough.append((tmp_path / launch.ENOUGH).exists())
         return []
 
-    touched = []
     monkeypatch.setattr(launch, "run", job)
-    monkeypatch.setattr(Path, "touch", lambda self: touched.append(self.name))
-    assert run(bench, monkeypatch, "no_stragglers", "--repetitions", "9", "--arms", "horovod,all") == 0
-    assert touched == [launch.ENOUGH]
+    bench("no_stragglers", "--repetitions 9 --arms horovod,all")
+    assert True in enough
+    assert not enough[0]
+
+
+def test_gpu_runs_variants_of_arms(bench):
+    arms = "plain,all,all:confirm,plain:item,solo:lead=8"
+    content = bench("gpu", f"--arms {arms} --no-profile --repetitions 1")
+    assert [row["arm"] for row in content["rows"]] == arms.split(",")
+    blocks = {block["arm"]: block for _, _, plan, _ in bench.asked for block in plan["blocks"]}
+    assert not any(block.get("keep") or block.get("profile") for block in blocks.values())
+    assert "environment" not in blocks["all"]
+    for arm, own in (
+        ("all:confirm", {"base": "all", "environment": {"HVD_ASYNC_CONFIRM": "1"}}),
+        ("plain:item", {"base": "plain", "reads_loss": True}),
+        ("solo:lead=8", {"own": {"arrival_lead": 0.008}}),
+    ):
+        assert blocks[arm] | own == blocks[arm]
 
 
 # -- all cases --------------------------------------------------------------------------------------------------------
 
 
 def test_all_runs_every_case_and_one_that_fails_does_not_end_it(bench, monkeypatch, tmp_path, capsys):
+    outcomes = {"well": None, "elsewhere": NotHereError("it needs a GPU"), "broken": KeyError("a bug")}
 
-    def case(name, work):
+    def case(name):
+        def work(args, say):
+            if outcomes[name] is not None:
+                raise outcomes[name]
+            return Report(module.CASES[name], 4, [row("solo", {}, 3.0, "s")])
+
         return Case(name, "help", "Text.", work, columns("arm"), (Panel(),), 4, "solo", 1, old_name=f"old_{name}")
 
-    def well(args, say):
-        return Report(bench.CASES["well"], 4, [row("solo", {}, 3.0, "s")])
-
-    def raises(error):
-        def work(args, say):
-            raise error
-
-        return work
-
-    found = {"well": well, "elsewhere": raises(NotHereError("it needs a GPU")), "broken": raises(KeyError("a bug"))}
-    monkeypatch.setattr(bench, "CASES", {name: case(name, work) for name, work in found.items()})
-    assert run(bench, monkeypatch, "all", "--out", tmp_path) == 1
+    monkeypatch.setattr(module, "CASES", {name: case(name) for name in outcomes})
+    bench("all", f"--out {tmp_path}", code=1)
     out, err = capsys.readouterr()
     assert "SKIPPED elsewhere: it needs a GPU" in out
     assert "FAILED  broken" in out
     assert "KeyError" in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old_well.json", "old_well.png"]
     assert json.loads((tmp_path / "old_well.json").read_text())["rows"][0]["value"] == 3.0
-    bench.CASES.pop("broken")
-    assert run(bench, monkeypatch, "all", "--out", tmp_path) == 0
+    bench("all", f"--out {tmp_path} --only well elsewhere")
 
 
 def test_without_a_gpu_the_case_says_so(monkeypatch):
@@ -261,33 +254,29 @@ def test_without_a_gpu_the_case_says_so(monkeypatch):
 
 
 def test_results_are_kept_and_a_run_continues_with_what_is_left(monkeypatch, tmp_path):
-
     args = types.SimpleNamespace(ranks=2, resume=tmp_path / "kept", limit=None)
-    blocks = [launch.block_of(arm, seed, {"name": "small"}, steps=1) for seed in (0, 1) for arm in ("all", "solo")]
     asked = []
 
-    def job(job, ranks, plan, *, on_block, dies=(), **how):
+    def job(job, ranks, plan, *, on_block, **how):
         for block in plan["blocks"]:
             asked.append((block["arm"], block["repetition"]))
-            if asked[-1] == ("all", 1) and len(asked) == 3:
+            if len(asked) == 3:
                 raise launch.JobError("killed")
-            on_block(block | {"by_rank": []})
+            on_block(block)
+
+    def measured(arms, repetitions, steps=1):
+        blocks = [launch.block_of(arm, number, {}, steps=steps) for number in range(repetitions) for arm in arms]
+        found = launch.measure(args, "timed", blocks, lambda _: None, lambda _: "", seconds=1.0)
+        return [(block["arm"], block["repetition"]) for block in found]
 
     monkeypatch.setattr(launch, "run", job)
-    how = {"say": lambda _: None, "tell": lambda _: "", "seconds": 1.0}
     with pytest.raises(launch.JobError):
-        launch.measure(args, "timed", blocks, **how)
+        measured(["all", "solo"], 2)
     with args.resume.open("a") as file:
         file.write('["cut off')
-    found = launch.measure(args, "timed", blocks, **how)
+    assert measured(["all", "solo"], 2) == [("all", 0), ("solo", 0), ("all", 1), ("solo", 1)]
     assert asked == [("all", 0), ("solo", 0), ("all", 1), ("all", 1), ("solo", 1)]
-    assert [(block["arm"], block["repetition"]) for block in found] == [
-        ("all", 0),
-        ("solo", 0),
-        ("all", 1),
-        ("solo", 1),
-    ]
-    launch.measure(args, "timed", [launch.block_of("all", 0, {"name": "small"}, steps=2)], **how)
+    measured(["all"], 1, steps=2)
     assert len(asked) == 6, "another block"
 
 

@@ -12,14 +12,7 @@ import pytest
 from scripts.benchmarks.cases import CASES, imbalance, network, trainings
 from scripts.benchmarks.support import data, plot
 from scripts.benchmarks.support.arms import MUTANT, has_own_weights, installed, is_eager, parse_arms
-from scripts.benchmarks.support.figures import (
-    Interval,
-    Ratios,
-    mean_interval,
-    median_interval,
-    slope,
-    spread,
-)
+from scripts.benchmarks.support.figures import Interval, Ratios, mean_interval, median_interval, slope, spread
 from scripts.benchmarks.support.names import RIVALS
 from scripts.benchmarks.support.report import Goal, columns, finite, row, table
 from tests.unit.bench_jobs import options
@@ -83,11 +76,10 @@ def test_a_list_has_each_arm_once_in_its_order(monkeypatch):
     hosts = ["solo-hosts", "sgp-hosts", "adpsgd-bf16-hosts", "local-hosts"]
     assert parse_arms(",".join(hosts), 4, local_size=2, **EVERY) == hosts
     assert [arm for arm in ("solo", "0.75", "sgp", "lsgd", "ddp", "plain") if is_eager(arm)] == ["solo", "0.75"]
-    assert [arm for arm in ("sgp", "lsgd", "torchft", "solo", "ddp") if has_own_weights(arm)] == [
-        "sgp",
-        "lsgd",
-        "torchft",
-    ]
+    own = ["sgp", "lsgd", "torchft"]
+    assert [arm for arm in (*own, "solo", "ddp") if has_own_weights(arm)] == own
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchft" else name)
+    assert installed(["horovod", "torchft", "sgp"]) == ["horovod", "sgp"]
 
 
 @pytest.mark.parametrize(
@@ -105,20 +97,14 @@ def test_a_list_has_each_arm_once_in_its_order(monkeypatch):
         ("lsgd", {"gossip": True}, "is not there in this case"),
         ("sgp-hosts", EVERY, "-hosts is for partial allreduce and gossip, --per-host 2"),
         ("sgp-hosts", {**EVERY, "local_size": 3}, "3 ranks per host do not divide 4 ranks"),
+        ("decent-dp", {"ranks": 6, "rivals": RIVALS}, "decent-dp wants 2, 4, 8"),
+        ("torchft-diloco", {"rivals": RIVALS}, "pip install torchft"),
     ],
 )
-def test_arms_that_cannot_be_are_refused(text, case, hint):
+def test_arms_that_cannot_be_are_refused(monkeypatch, text, case, hint):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=hint):
-        parse_arms(text, 4, **case)
-
-
-def test_rivals_that_are_not_installed_or_do_not_pair_off_are_refused(monkeypatch):
-    with pytest.raises(ValueError, match="decent-dp wants 2, 4, 8"):
-        parse_arms("horovod,decent-dp", 6, RIVALS)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchft" else name)
-    with pytest.raises(ValueError, match="pip install torchft"):
-        parse_arms("horovod,torchft-diloco", 4, RIVALS)
-    assert installed(["horovod", "torchft", "sgp"]) == ["horovod", "sgp"]
+        parse_arms(text, **{"ranks": 4, **case})
 
 
 @pytest.mark.parametrize("case", ["network", "time_to_accuracy", "nemesis", "scale"])
@@ -238,15 +224,8 @@ def test_messages_go_after_the_computation_or_under_it():
 
 
 def test_an_arm_has_its_best_rate_and_a_kind_its_arms():
-    def trained(arm, lr, score):
-        return {"arm": arm, "lr": lr, "by_rank": [{"curve": [[1.0, score]]}]}
-
-    found = [
-        trained("horovod", 0.6, 0.8),
-        trained("sgp", 0.2, 0.7),
-        trained("horovod", 0.2, 0.8),
-        trained("sgp", 0.6, 0.9),
-    ]
+    scores = [("horovod", 0.6, 0.8), ("sgp", 0.2, 0.7), ("horovod", 0.2, 0.8), ("sgp", 0.6, 0.9)]
+    found = [{"arm": arm, "lr": lr, "by_rank": [{"curve": [[1.0, score]]}]} for arm, lr, score in scores]
     assert trainings.best_rates(found) == {"horovod": 0.2, "sgp": 0.6}
     assert trainings.arms_of("network", ["horovod", "osgp-bf16", "dpsgd-qg"]) == ["horovod", "osgp-bf16"]
     assert trainings.arms_of("classes", ["horovod", "osgp-bf16", "dpsgd-qg"]) == ["horovod", "dpsgd-qg"]
@@ -266,19 +245,17 @@ def test_targets_are_reached_between_looks():
 
 
 def test_the_soonest_that_loses_no_accuracy_is_taken():
-    def arm(name, seconds, low=-0.004):
-        return {"arm": name, "until": seconds, "both_s": float(np.median(seconds)), "difference_low": low}
-
-    horovod, quick = arm("horovod", [4.0, 4.1, 4.2]), arm("solo", [1.0, 1.1, 1.2], low=-0.02)
-    never, good, near = (
-        arm("lsgd", [0.5, math.inf, math.inf]),
-        arm("sgp", [2.0, 2.5, 3.0]),
-        arm("dpsgd", [2.1, 2.4, 3.3]),
-    )
-    assert [each["arm"] for each in trainings.choose([horovod, quick, never, near, good])] == [
-        "dpsgd",
-        "sgp",
-        "horovod",
+    until = {
+        "horovod": [4.0, 4.1, 4.2],
+        "solo": [1.0, 1.1, 1.2],
+        "lsgd": [0.5, math.inf, math.inf],
+        "dpsgd": [2.1, 2.4, 3.3],
+        "sgp": [2.0, 2.5, 3.0],
+    }
+    rows = [
+        {"arm": arm, "until": s, "both_s": float(np.median(s)), "difference_low": -0.02 if arm == "solo" else -0.004}
+        for arm, s in until.items()
     ]
-    assert trainings.is_level(near["until"], good["until"])
-    assert not trainings.is_level(near["until"], horovod["until"])
+    assert [each["arm"] for each in trainings.choose(rows)] == ["dpsgd", "sgp", "horovod"]
+    assert trainings.is_level(until["dpsgd"], until["sgp"])
+    assert not trainings.is_level(until["dpsgd"], until["horovod"])

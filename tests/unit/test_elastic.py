@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+import types
 from collections.abc import Callable
+from itertools import product
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -29,60 +33,44 @@ BUCKETS = 2
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[list[Remains], np.ndarray, list[int]]:
-    """Survivors of a job of eager ranks; which round took each of their gradients [rank, bucket, step], 0 for none; how
-    many rounds each has seen."""
+def jobs(draw: st.DrawFn) -> tuple[np.ndarray, list[int]]:
+    """A job of eager ranks: which round took each gradient [rank, bucket, step], 0 for none; the rounds each rank has
+    seen."""
     ranks, steps, rounds = draw(st.integers(1, 4)), draw(st.integers(0, 4)), draw(st.integers(0, 5))
-    took = np.zeros((ranks, BUCKETS, steps), int)
+    count = ranks * BUCKETS * steps
+    took = draw(st.lists(st.integers(0, rounds), min_size=count, max_size=count))
     seen = draw(st.lists(st.integers(0, rounds), min_size=ranks, max_size=ranks))
-    remains = []
-    for rank in range(ranks):
-        in_rounds: dict[int, list[PendingGradient]] = {}
-        pending = [PendingGradient(None, []) for _ in range(BUCKETS)]
-        for bucket in range(BUCKETS):
-            for step in range(steps):
-                took[rank, bucket, step] = round_ = draw(st.integers(0, rounds))
-                one = np.zeros(ranks * steps)
-                one[rank * steps + step] = 1.0
-                if round_ == 0:
-                    own = pending
-                elif round_ > seen[rank]:
-                    own = in_rounds.setdefault(round_, [PendingGradient(None, []) for _ in range(BUCKETS)])
-                else:
-                    continue
-                vector, versions = own[bucket]
-                own[bucket] = PendingGradient(one if vector is None else vector + one, [*versions, step])
-        remains.append(Remains(seen[rank], in_rounds, pending, begun=steps, ended=steps))
-    return remains, took, seen
+    return np.array(took, int).reshape(ranks, BUCKETS, steps), seen
 
 
-@given(jobs())
-def test_each_gradient_of_a_survivor_is_in_the_weights_or_pending_and_never_both(job):
-    """Whatever rounds each survivor has seen: the rounds that only others saw count as well."""
-    remains, took, seen = job
-    version = max(seen)
+def remains_of(took: np.ndarray, rank: int, seen: int) -> Remains:
+    """Return what a rank has left that has seen this many rounds; each gradient is 1 at an index of its own."""
     ranks, _, steps = took.shape
-    for bucket in range(BUCKETS):
-        counted = np.zeros(ranks * steps)
-        for rank, own in enumerate(remains):
-            after = own.after(version, own.ended)
-            assert not after.in_rounds
-            assert after.version == version
-            vector, versions = after.pending[bucket]
-            counted += 0.0 if vector is None else vector
-            assert len(versions) == (0 if vector is None else vector.sum())
-            in_weights = (took[rank, bucket] > 0) & (took[rank, bucket] <= version)
-            counted[rank * steps : (rank + 1) * steps] += in_weights
-        np.testing.assert_array_equal(counted, 1.0)
+    none = [PendingGradient(None, []) for _ in range(BUCKETS)]
+    held = {round_: [*none] for round_ in (0, *range(seen + 1, int(took.max(initial=0)) + 1))}
+    for (bucket, step), round_ in np.ndenumerate(took[rank]):
+        if round_ in held:
+            one = np.zeros(ranks * steps)
+            one[rank * steps + step] = 1.0
+            vector, versions = held[round_][bucket]
+            held[round_][bucket] = PendingGradient(one if vector is None else vector + one, [*versions, step])
+    return Remains(seen, in_rounds=held, pending=held.pop(0), begun=steps, ended=steps)
 
 
 @given(jobs(), st.integers(0, 3), st.integers(0, 3))
-def test_counting_from_an_earlier_round_changes_no_gradient(job, rounds, steps):
-    for own in job[0]:
-        moved = own.counted_from(rounds, steps)
-        assert moved.version == own.version + rounds
-        assert moved.begun == own.begun + steps
-        assert moved.counted_from(-rounds, -steps) == own or not own.pending
+def test_each_gradient_of_a_survivor_is_in_the_weights_or_pending_and_never_both(job, rounds, steps):
+    """Whatever rounds each survivor has seen, and from whichever round and step they are counted: the rounds that only
+    others saw count as well."""
+    took, seen = job
+    version, ended = max(seen), took.shape[2]
+    counted = ((took > 0) & (took <= version)).astype(float)
+    for rank, own in enumerate(seen):
+        after = remains_of(took, rank, own).counted_from(rounds, steps).after(version + rounds, ended + steps)
+        assert (after.in_rounds, after.version, after.begun) == ({}, version + rounds, ended + steps)
+        for bucket, (vector, versions) in enumerate(after.pending):
+            counted[:, bucket] += 0.0 if vector is None else vector.reshape(len(seen), ended)
+            assert len(versions) == (0 if vector is None else vector.sum())
+    np.testing.assert_array_equal(counted, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +134,7 @@ def test_ranks_continue_from_the_one_that_is_furthest(reports, position, source,
     found = plan(reports)
     (agreed,) = found.optimizers
     assert (found.position, agreed.source, agreed.takers) == (position, source, frozenset(takers))
+    assert agreed.lost == 0, "an orderly change of the ranks loses nothing"
     assert agreed.ended == reports[position].optimizers[0].ended
     assert agreed.rounds == reports[source].optimizers[0].rounds
     assert found.newcomers == frozenset(rank for rank, report in enumerate(reports) if report is NEW) - {found.position}
@@ -161,157 +150,116 @@ def test_a_state_that_cannot_be_gone_on_from_is_refused():
 # -- gradients of ranks that are gone -------------------------------------------------------------------------------
 
 
-@st.composite
-def losses(draw: st.DrawFn) -> tuple[list[Report], int, bool]:
-    """Survivors' reports, how many gradients of ranks that are gone are in no round, and whether anybody can know."""
-    ranks, rounds = draw(st.integers(1, 5)), draw(st.integers(0, 4))
-    took = [draw(st.lists(st.integers(0, rounds + 1), max_size=6)) for _ in range(ranks)]  # the round after: none yet
-    seen = [draw(st.integers(0, rounds)) for _ in range(ranks)]
-    gone = draw(st.sets(st.integers(0, ranks - 1), max_size=ranks - 1))
-    known = draw(st.booleans())
-    there = [rank for rank in range(ranks) if rank not in gone]
-    last = max(seen[rank] for rank in there)
+@given(jobs(), st.booleans(), st.data())
+def test_gradients_of_lost_ranks_in_no_round_are_counted(job, known, data):
+    """``known``: the coordinator has said how many gradients each rank has handed over."""
+    took, seen = job
+    gone = data.draw(st.sets(st.integers(0, len(seen) - 1), max_size=len(seen) - 1))
+    there = [rank for rank in range(len(seen)) if rank not in gone]
     reports = []
     for rank in there:
-        own = [round_ for round_ in took[rank] if round_ <= rounds]
+        own = took[rank][took[rank] > 0].tolist()
         counts = GradientCounts(
             place=rank,
-            size=ranks,
-            applied=sum(round_ <= seen[rank] for each in took for round_ in each),
-            produced=len(took[rank]),
+            size=len(seen),
+            applied=int(((took > 0) & (took <= seen[rank])).sum()),
+            produced=took[rank].size,
             in_rounds={number: own.count(number) for number in {*own} if number > seen[rank]},
-            pending=len(took[rank]) - len(own),
-            handed_over=tuple(map(len, took)) if known else None,
+            pending=took[rank].size - len(own),
+            handed_over=(took[0].size,) * len(seen) if known else None,
         )
         reports.append(Report(True, [Standing(seen[rank], 3, 3, gradients=counts)]))
-    return reports, sum(round_ > last for rank in gone for round_ in took[rank]), known or not gone
-
-
-@given(losses())
-def test_gradients_of_lost_ranks_in_no_round_are_counted(job):
-    reports, lost, known = job
-    assert plan(reports).optimizers[0].lost == (lost if known else None)
+    last = max(seen[rank] for rank in there)
+    lost = int(sum(((took[rank] == 0) | (took[rank] > last)).sum() for rank in gone))
+    assert plan(reports).optimizers[0].lost == (lost if known or not gone else None)
 
 
 # -- meeting ----------------------------------------------------------------------------------------------------------
 
 
-class Horovod:
-    """Whose ``init`` fails so often."""
-
-    def __init__(self, failures: int, problem: str = f"{INIT_FAILED}. Please check log messages") -> None:
-        self.failures, self.problem, self.calls = failures, problem, list[str]()
-
-    def init(self) -> None:
-        self.calls.append("init")
-        if self.failures:
-            self.failures -= 1
-            raise ValueError(self.problem)
-
-    def shutdown(self) -> None:
-        self.calls.append("shutdown")
+FAILED = ValueError(f"{INIT_FAILED}. Please check log messages")
 
 
-def test_ranks_meet_again_where_one_dies_meanwhile(monkeypatch):
-    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    horovod = Horovod(2)
-    elastic.meet(horovod.shutdown, horovod.init)
-    assert horovod.calls == ["init", "shutdown", "init", "shutdown", "init"]
-    with pytest.raises(ValueError, match=INIT_FAILED):
-        elastic.meet(horovod.shutdown, Horovod(elastic.MEETINGS).init)
-    with pytest.raises(ValueError, match="process set"):
-        elastic.meet(horovod.shutdown, Horovod(1, "no such process set").init)
-    monkeypatch.delenv("HOROVOD_ELASTIC")
-    with pytest.raises(ValueError, match=INIT_FAILED):
-        elastic.meet(horovod.shutdown, Horovod(1).init)
+@pytest.mark.parametrize(
+    ("elastic_job", "outcomes", "error"),
+    [
+        (True, [FAILED, FAILED, None], None),
+        (True, [FAILED] * elastic.MEETINGS, INIT_FAILED),
+        (True, [ValueError("no such process set")], "process set"),
+        (False, [FAILED], INIT_FAILED),
+    ],
+)
+def test_ranks_meet_again_where_one_dies_meanwhile(monkeypatch, elastic_job, outcomes, error):
+    monkeypatch.delenv("HOROVOD_ELASTIC", raising=False)
+    if elastic_job:
+        monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    horovod = Mock()
+    horovod.init.side_effect = outcomes
+    with pytest.raises(ValueError, match=error) if error else contextlib.nullcontext():
+        elastic.meet(horovod.shutdown, horovod.init)
+    assert [name for name, *_ in horovod.method_calls] == ["init", *["shutdown", "init"] * (len(outcomes) - 1)]
 
 
 def test_a_rank_whose_host_has_left_the_job_ends_well(monkeypatch, capfd):
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     monkeypatch.setenv("HOROVOD_RANK", "-1")  # (as Horovod's library does it, where Python does not look)
-    horovod = Horovod(1)
     with pytest.raises(SystemExit) as left:
-        elastic.meet(horovod.shutdown, horovod.init)
-    assert left.value.code == 0
-    assert horovod.calls == ["init"]
+        elastic.meet(shutdown := Mock(), Mock(side_effect=FAILED))
+    assert (left.value.code, shutdown.called) == (0, False)
     assert "host has left the job" in capfd.readouterr().err
 
 
-def test_silence_counts_sooner_in_elastic_jobs(monkeypatch):
-    for name in ("HOROVOD_ELASTIC", "HVD_ASYNC_DEAD_AFTER", "HOROVOD_GLOO_TIMEOUT_SECONDS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(limit := "HOROVOD_GLOO_OPERATION_TIMEOUT_SECONDS", "")
-    monkeypatch.delenv(limit)
+ELASTIC = {"HOROVOD_ELASTIC": "1"}
+QUICK = {**ELASTIC, "HVD_ASYNC_DEAD_AFTER": "3.5"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "dead_after", "gloo"),
+    [
+        ({}, 25.0, None),
+        (ELASTIC, 7.0, "9"),
+        (QUICK, 3.5, "6"),
+        ({**QUICK, "HOROVOD_GLOO_TIMEOUT_SECONDS": "120"}, 3.5, "6"),  # (that of meeting may be longer)
+        ({**QUICK, "HOROVOD_GLOO_TIMEOUT_SECONDS": "5"}, 3.5, "5"),  # (a shorter one holds)
+    ],
+)
+def test_silence_counts_sooner_in_elastic_jobs(monkeypatch, environment, dead_after, gloo):
+    monkeypatch.setattr(os, "environ", environment.copy())
     time_limits.limit_gloo()
-    assert (time_limits.dead_after(), limit in os.environ) == (25.0, False)
-    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    time_limits.limit_gloo()
-    assert time_limits.dead_after() == 7.0 < float(os.environ[limit]) < 10.0
-    monkeypatch.setenv("HVD_ASYNC_DEAD_AFTER", "3.5")
-    monkeypatch.delenv(limit)
-    time_limits.limit_gloo()
-    assert os.environ[limit] == "6"
-    for gloo, found in (("120", "6"), ("5", "5")):  # (that of meeting may be longer; a shorter one holds)
-        monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", gloo)
-        monkeypatch.delenv(limit)
-        time_limits.limit_gloo()
-        assert os.environ[limit] == found
+    assert time_limits.dead_after() == dead_after
+    assert os.environ.get("HOROVOD_GLOO_OPERATION_TIMEOUT_SECONDS") == gloo
 
 
 # -- commits ----------------------------------------------------------------------------------------------------------
 
 
-class _Engine:
-    """One whose ``wait`` may not be needed."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-
-    def wait(self, ready: Callable[[], bool], _: object) -> None:
-        assert ready(), "a rank waits in commit()"
-
-
 @given(st.integers(1, 5), st.data())
 def test_all_ranks_stop_at_the_same_commit_and_none_passes_it(ranks, data):
     """Whenever each is asked, and informed. One that was asked takes its next commit when it is informed."""
+
+    def wait(ready: Callable[[], bool], _: object) -> None:
+        assert ready(), "a rank waits in commit()"
+
+    engine = types.SimpleNamespace(changed=threading.Condition(), wait=wait)
     counts, own = CommitCounts(ranks), [Commits() for _ in range(ranks)]
-    informed: dict[int, int] = {}
-    stopped: dict[int, int] = {}
-    asked, stop = set[int](), None
-    assert len(counts.ask()) == 1
-    assert counts.ask() == []
-    while len(stopped) < ranks:
-        moves = [("ask", rank) for rank in range(ranks) if rank not in asked]
-        moves += [("tell", rank) for rank in range(ranks) if stop is not None and rank not in informed]
-        free = [rank for rank in range(ranks) if rank not in stopped and (rank not in asked or rank in informed)]
-        moves += [("commit", rank) for rank in free]
-        move, rank = data.draw(st.sampled_from(moves))
-        if move == "ask":
+    assert counts.count(0, 0) is None, "no rank has asked"
+    assert (len(counts.ask()), counts.ask()) == (1, [])
+    moves = st.sampled_from([(what, rank) for what in ("ask", "tell", "commit") for rank in range(ranks)])
+    drawn = data.draw(st.lists(moves, max_size=40))
+    asked, stopped, stop = set[int](), dict[int, int](), None
+    end = list(product(("ask", "tell", *["commit"] * (len(drawn) + 1)), range(ranks)))
+    for what, rank in drawn + end:
+        is_free = rank not in stopped and (rank not in asked or own[rank].stop_at is not None)
+        if what == "ask" and rank not in asked:
             asked.add(rank)
-            for command in counts.count(rank, own[rank].answer().made) or ():
+            for command in counts.count(rank, own[rank].answer().made):
                 stop = command.commit
-        elif move == "tell":
-            informed[rank] = own[rank].stop_at = stop
-        elif own[rank].commit(_Engine()):
+            assert counts.count(rank, 0) is None, "a second answer"
+        elif what == "tell":
+            own[rank].stop_at = stop
+        elif what == "commit" and is_free and own[rank].commit(engine):
             stopped[rank] = own[rank].made
-        if own[rank].made > 30 and rank not in asked:
-            asked.add(rank)
-            for command in counts.count(rank, own[rank].answer().made) or ():
-                stop = command.commit
-    assert {*stopped.values()} == {stop}
-
-
-def test_commits_that_no_rank_has_asked_for_are_refused():
-    counts = CommitCounts(2)
-    assert counts.count(0, 3) is None
-    counts.ask()
-    assert counts.count(0, 3) == []
-    assert counts.count(0, 3) is None
-
-
-def test_an_orderly_change_of_the_ranks_loses_nothing():
-    reports = [Report(True, [Standing(4, 3, 3)]) for _ in range(2)]
-    assert plan(reports).optimizers[0].lost == 0
+    assert stopped == dict.fromkeys(range(ranks), stop)
 
 
 def test_a_drain_of_adpsgd_that_a_death_breaks_off_leaves_this_ranks_weights():

@@ -13,15 +13,11 @@ from typing import Any
 import pytest
 
 from scripts.benchmarks.cases import experiments
+from scripts.benchmarks.support import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED: dict[str, Any] = json.loads((ROOT / "tests" / "fixtures" / "benchmarks" / "gpu_experiments.json").read_text())
 """By file without its suffix: what the parts write, with figures of an H100 of before rounds in stream order."""
-WELL = {"all": 0.985, "solo": 0.975, "sgp": 0.96, "adpsgd": 0.96, "lsgd": 0.96}
-
-
-def row(arm: str, ratio: float, value: float = 3700.0, batch: int = 128) -> dict[str, Any]:
-    return {"arm": arm, "ratio": ratio, "value": value, "setting": {"batch_size": batch}}
 
 
 def event(name: str, cat: str, ts: float, dur: float, tid: int, correlation: int | None = None) -> dict[str, Any]:
@@ -81,12 +77,29 @@ def test_a_recorded_run(folder: Path) -> None:
     assert experiments.table(experiments.Results(folder)).endswith("8 of 17 goals are met")
 
 
-def test_a_run_that_meets_its_goals(folder: Path) -> None:
-    rows = [row("plain", 1.0), *(row(arm, ratio) for arm, ratio in WELL.items())]
-    (folder / "goals.json").write_text(json.dumps({"rows": rows}))
+SANITIZER, GOALS = (
+    (6, "torch's CUDA sanitizer"),
+    {"all": 0.985, "solo": 0.975, "sgp": 0.96, "adpsgd": 0.96, "lsgd": 0.96},
+)
+ROWS = [
+    {"arm": arm, "ratio": ratio, "value": 3700.0, "setting": {"batch_size": 128}}
+    for arm, ratio in {"plain": 1.0, **GOALS}.items()
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("goals", {"rows": ROWS}, {(3, f"{arm} over plain"): (f"{ratio:.3f}", True) for arm, ratio in GOALS.items()}),
+        ("goals", {"rows": ROWS}, {(1, "virtual GPU, all"): ("0.806, measured 0.985", False)}),
+        ("sanitizer", {"checked": True, "complaints": {"sgp": "a race"}}, {SANITIZER: ("complains: sgp", False)}),
+        ("sanitizer", {"checked": False, "complaints": {}}, {SANITIZER: ("done, 21 s", False)}),
+    ],
+)
+def test_other_results(folder: Path, name: str, content: dict[str, Any], expected: dict[Any, Any]) -> None:
+    (folder / f"{name}.json").write_text(json.dumps(content))
     lines = found(folder)
-    assert all(lines[3, f"{arm} over plain"].met for arm in WELL)
-    assert not lines[1, "virtual GPU, all"].met
+    assert {key: (lines[key].value, lines[key].met) for key in expected} == expected
 
 
 def test_parts_without_results_miss_and_say_why(tmp_path: Path) -> None:
@@ -99,55 +112,12 @@ def test_parts_without_results_miss_and_say_why(tmp_path: Path) -> None:
     assert not any(line.met for line in lines.values())
 
 
-@pytest.mark.parametrize(
-    ("content", "value"),
-    [({"checked": True, "complaints": {"sgp": "a race"}}, "complains: sgp"),
-     ({"checked": False, "complaints": {}}, "done, 21 s")],
-)  # fmt: skip
-def test_a_sanitizer_that_complains_or_did_not_look(folder: Path, content: dict[str, Any], value: str) -> None:
-    (folder / "sanitizer.json").write_text(json.dumps(content))
-    line = found(folder)[6, "torch's CUDA sanitizer"]
-    assert (line.value, line.met) == (value, False)
-
-
 def test_idle_time_belongs_to_the_phase_whose_kernel_ends_it() -> None:
     idle = {phase: ms * 5 * 1e3 for phase, ms in experiments.idle_of(TRACE).items()}
     assert idle == pytest.approx({"backward": 100.0, "update": 300.0, "engine": 40.0, "forward": 50.0})
 
 
-def test_the_benchmark_runs_variants_of_arms(monkeypatch: pytest.MonkeyPatch) -> None:
-    from scripts.benchmarks.cases import overhead
-    from scripts.benchmarks.support import launch
-    from tests.unit import bench_jobs
-
-    asked: list[dict[str, Any]] = []
-
-    def run(job: str, ranks: int, plan: dict[str, Any], *, on_block: Any, **how: Any) -> None:
-        asked.extend(plan["blocks"])
-        for block in bench_jobs.blocks_of(job, ranks, plan, True):
-            on_block(block)
-
-    monkeypatch.setattr(launch, "run", run)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    arms = "plain,all,all:confirm,plain:item,solo:lead=8"
-    line = ["--no-profile"]
-    args = bench_jobs.options(overhead.GPU, *line, arms=arms, ranks=1, repetitions=1, limit=1.0)
-    report = overhead.gpu(args, lambda _: None)
-    assert [row["arm"] for row in report.rows] == arms.split(",")
-    blocks = {block["arm"]: block for block in asked}
-    assert not any(block.get("keep") or block.get("profile") for block in asked)
-    assert (blocks["all:confirm"]["base"], blocks["all:confirm"]["environment"]) == ("all", {"HVD_ASYNC_CONFIRM": "1"})
-    assert "environment" not in blocks["all"]
-    assert (blocks["plain:item"]["base"], blocks["plain:item"]["reads_loss"]) == ("plain", True)
-    assert blocks["solo:lead=8"]["own"] == {"arrival_lead": 0.008}
-    args.arms = "plain,all:lead=7"
-    with pytest.raises(ValueError, match="variants are confirm, check"):
-        overhead.gpu(args, lambda _: None)
-
-
 def test_without_horovod_torchrun_starts_the_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from scripts.benchmarks.support import launch
-
     monkeypatch.setenv("HVD_ASYNC_TRANSPORT", "torch")
     monkeypatch.setattr(launch, "find_horovod", lambda: None)
     assert launch._command(tmp_path, 2, False, None, 1, False)[1:3] == ["-m", "torch.distributed.run"]
@@ -155,12 +125,13 @@ def test_without_horovod_torchrun_starts_the_ranks(monkeypatch: pytest.MonkeyPat
     assert launch._command(tmp_path, 2, False, None, 1, False)[0].endswith("horovodrun")
 
 
-def test_the_script_says_what_it_needs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("argument", "words"), [(None, "name a folder"), ("out", "no torch that sees a GPU"), ("--x", "unknown")]
+)
+def test_the_script_says_what_it_needs(tmp_path: Path, argument: str | None, words: str) -> None:
     script = ["bash", str(ROOT / "scripts" / "gpu_experiments.sh"), "--python", sys.executable]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    for more, words in (([], "name a folder"), ([str(tmp_path)], "no torch that sees a GPU"), (["--x"], "unknown")):
-        ended = subprocess.run(
-            [*script, *more], capture_output=True, text=True, timeout=120, check=False, env=environment
-        )
-        assert ended.returncode == 1
-        assert words in ended.stderr
+    script += [] if argument is None else [argument]
+    settings = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=settings)
+    assert ended.returncode == 1
+    assert words in ended.stderr

@@ -74,17 +74,13 @@ def test_a_folder_is_drawn_as_the_runner_wrote_it(tmp_path):
     assert line.get_ydata() == pytest.approx([1, 1 / 2, 1 / 3])
 
 
-def test_runs_are_compared(plot, tmp_path, capsys):
+def test_runs_are_compared_and_leaders_are_drawn_by_rank(plot, tmp_path, capsys):
     files = [logged(tmp_path / "a"), logged(tmp_path / "b", "lsgd", None)]
     write_leaders(tmp_path / "b" / "leaders.csv", [PULLS])
     plot.main([*map(str, files), "--plot", str(tmp_path / "new" / "runs.png")])
     assert (tmp_path / "new" / "runs.png").read_bytes().startswith(b"\x89PNG")
     assert "wrote" in capsys.readouterr().out
-
-
-def test_leaders_are_drawn_by_rank(tmp_path):
-    write_leaders(tmp_path / "leaders.csv", [PULLS])
-    (run,) = runs.read([tmp_path / "leaders.csv"], 6)
+    (run,) = runs.read([tmp_path / "b" / "leaders.csv"], 6)
     assert run.pulls == [(0.0, 0, 1), (0.2, 1, 3), (1.0, -1, 3), (2.0, 0, 0), (3.5, -1, 0)]
     (axes,) = titles(run).values()
     assert [text.get_text() for text in axes.get_yticklabels()] == [f"rank {rank}" for rank in range(6)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -15,15 +14,12 @@ from scripts.benchmarks.support import simulated
 from scripts.benchmarks.support.schedule import (
     Level,
     averaged,
-    gradients_of,
     job_of,
-    linear,
     one_random,
     play,
     replay,
     simulate,
 )
-from tests.conftest import LONG_RUN
 
 SLOW = Network(latency=0.002, bandwidth=1e8, hop=0.0001, cycle=0.001, operation=0.002, event=1e-5, sending=1e-5)
 QUORUMS = ("all", "majority", "solo", "k3", "0.75", "auto")
@@ -62,20 +58,22 @@ def test_workloads_are_what_they_say():
 
 
 @pytest.mark.parametrize("arm", ["solo", "majority", "all", "k3", "0.75"])
+@pytest.mark.parametrize("barrier", [False, True])
 @pytest.mark.parametrize("times", [uneven(), one_random(40, 8, 0.3, 0.2, 0), schedule.one_slow(60, 4, 0.1, 5)])
-def test_free_communication_gives_the_figures_of_the_schedule_played(arm, times):
-    found = simulate(arm, Setup(times, seed=2), grace=0.0)
-    played = replay(times, arm, seed=2)
+def test_free_communication_gives_the_figures_of_the_schedule_played(arm, barrier, times):
+    found = simulate(arm, Setup(times, seed=2, barrier=barrier), grace=0.0)
+    played = replay(times, arm, seed=2, barrier=barrier)
     assert found.seconds == played.seconds
     assert found.wait_s == pytest.approx(played.wait, abs=1e-12)
     assert found.steps_per_s == len(times) / played.seconds
+    if barrier and len(np.unique(times)) == times.size:  # (no two ranks come at once)
+        assert found.contributors == pytest.approx(played.contributors)
 
 
-@pytest.mark.parametrize("arm", ["solo", "majority", "all", "k3"])
-def test_free_communication_gives_each_gradients_staleness(arm):
-    times = uneven()
-    late = [gradient.staleness for gradient in gradients_of(play(times, arm))]
-    assert sorted(Counter(simulate(arm, Setup(times), grace=0.0).staleness).elements()) == sorted(late)
+def test_staleness_by_hand():
+    """Rank 0 arrives at 1, 2, 6; rank 1 at 3, 4, 5. Solo fires at 1, 2, 5, and the drain takes the last gradient."""
+    found = simulate("solo", Setup(np.array([[1.0, 3.0], [1.0, 1.0], [4.0, 1.0]])), grace=0.0)
+    assert found.staleness == {0: 4, 1: 1, 2: 1}
 
 
 @pytest.mark.parametrize("arm", ["solo", "majority", "k3"])
@@ -88,14 +86,6 @@ def test_free_communication_waits_for_the_staleness_bound_as_the_schedule_played
     assert found.max_staleness == bound
 
 
-def test_after_a_barrier_waits_are_those_of_the_schedule_played():
-    times = linear(20, 8, 0.03)
-    for arm in ("all", "majority", "solo"):
-        found = simulate(arm, Setup(times, barrier=True), grace=0.0)
-        assert found.wait_s == pytest.approx(replay(times, arm, barrier=True).wait, abs=1e-12)
-        assert found.contributors == pytest.approx(replay(times, arm, barrier=True).contributors)
-
-
 def test_in_pace_rounds_a_slow_rank_keeps_no_rank_waiting():
     """Seven ranks take 1 s a step and one 4 s: in 40 s that is 290 steps of all."""
     setup = Setup(schedule.one_slow(10, 8, 1.0, 4), window=40.5)
@@ -106,26 +96,15 @@ def test_in_pace_rounds_a_slow_rank_keeps_no_rank_waiting():
     assert found.max_staleness == 4  # its gradient is computed while four rounds are applied, and goes with the next
 
 
-def test_in_pace_rounds_the_staleness_bound_makes_fast_ranks_wait():
-    setup = Setup(schedule.one_slow(10, 4, 1.0, 10), window=100.5)
-    found = simulate("solo", setup, grace=0.0, pace="rounds", max_staleness=2)
-    assert found.max_staleness <= 2
-    assert found.wait_s > 1.0
-
-
-def test_grace_lets_those_in_that_come_right_after():
-    times = np.tile([1.0, 1.001, 1.002, 1.5], (40, 1))
-    without, fixed = (simulate("solo", Setup(times), grace=grace) for grace in (0.0, 0.1))
-    assert without.contributors == 1.0
-    assert fixed.contributors > 2.5
-    assert simulate("solo", Setup(times)).contributors > 1.5  # grace="auto" has learned it
-
-
 def test_a_round_starts_when_its_grace_is_over_whether_or_not_another_rank_comes():
     found = simulate("solo", Setup(np.array([[1.0, 9.0]] * 4)), grace=0.5)
     # Rank 0 waits half a second for rank 1 in each of its four steps; rank 1 is late for all but the last round.
     assert found.wait_s == pytest.approx(4 * 0.5 / 8)
     assert found.seconds == 36.0
+    times = np.tile([1.0, 1.001, 1.002, 1.5], (40, 1))
+    contributors = [simulate("solo", Setup(times), grace=grace).contributors for grace in (0.0, 0.1)]
+    assert contributors == [1.0, pytest.approx(3.0, abs=0.5)]
+    assert simulate("solo", Setup(times)).contributors > 1.5, 'grace="auto" has not learned it'
 
 
 # -- what communication takes, by hand --------------------------------------------------------------------------
@@ -199,35 +178,27 @@ def test_averages_inside_groups_wait_for_the_group_alone():
 # -- what holds of all ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arm", OURS if LONG_RUN else OURS[::3])
-def test_nothing_is_lost_whatever_the_network(arm):
-    for ranks in (5, 8):
-        for setup in (Setup(uneven(24, ranks)), Setup(uneven(24, ranks), SLOW, 4.0, 3, local_size=2)):
-            found = simulate(arm, setup)
-            assert found.produced == found.applied
-            assert found.steps >= 24 * ranks
-            assert found.seconds > 0
-            assert found.produced > 0 or arm == "local-sgd"  # which hands nothing over but averages
-            if arm in QUORUMS:
-                assert found.produced == 24 * ranks * setup.buckets
-
-
 @pytest.mark.parametrize("pace", ["steps", "rounds"])
-def test_every_gradient_is_applied_and_none_is_later_than_allowed(pace):
-    for bound in (0, 2, 16):
-        found = simulate("solo", Setup(uneven(40, 6), SLOW, 2.0, 4), max_staleness=bound, pace=pace)
-        assert found.produced == found.applied > 0
-        assert found.max_staleness <= bound
-        assert sum(found.staleness.values()) * 4 == found.produced
+@pytest.mark.parametrize("bound", [0, 2, 16])
+def test_every_gradient_is_applied_and_none_is_later_than_allowed(pace, bound):
+    found = simulate("solo", Setup(uneven(40, 6), SLOW, 2.0, 4), max_staleness=bound, pace=pace)
+    assert found.produced == found.applied > 0
+    assert found.max_staleness <= bound
+    assert sum(found.staleness.values()) * 4 == found.produced
 
 
 @pytest.mark.parametrize("arm", OURS + RIVALS)
-def test_the_same_seed_gives_the_same_and_another_does_not(arm):
+def test_nothing_is_lost_and_the_same_seed_gives_the_same_and_another_does_not(arm):
     first, again, other = (
-        simulate(arm, Setup(uneven(20, 4, seed), SLOW, 4.0, local_size=2, seed=seed)) for seed in (1, 1, 2)
+        simulate(arm, Setup(uneven(20, 8, seed), SLOW, 4.0, 3, local_size=2, seed=seed)) for seed in (1, 1, 2)
     )
     assert first == again
     assert first.seconds != other.seconds
+    if arm in OURS:
+        assert first.steps >= 20 * 8
+        assert first.produced == first.applied
+        assert first.produced > 0 or arm == "local-sgd"  # which hands nothing over but averages
+        assert first.produced == 20 * 8 * 3 or arm not in QUORUMS
 
 
 def test_where_no_rank_can_continue_it_says_who_waits():

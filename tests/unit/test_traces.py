@@ -32,13 +32,14 @@ class Timed:
         self.now = 100.0
         self.recorder = Recorder(folder, rank, ranks, clock=lambda: self.now, **header)
 
-    def marks(self, *marks) -> None:
-        """Let seconds pass (numbers), and call the recorder's methods (names)."""
+    def marks(self, *marks: float | str | tuple[str, float]) -> None:
+        """Let seconds pass (numbers), and call the recorder's methods (names, with an argument)."""
         for mark in marks:
-            if isinstance(mark, str):
-                getattr(self.recorder, mark)()
-            else:
+            if isinstance(mark, float | int):
                 self.now += mark
+            else:
+                name, *given = (mark,) if isinstance(mark, str) else mark
+                getattr(self.recorder, name)(*given)
 
 
 def write(folder, rank: int, ranks: int, steps: Iterable[tuple[float, float, float]], **header) -> None:
@@ -71,51 +72,38 @@ def test_what_was_recorded_is_read(tmp_path):
     assert trace.steps_per_s == pytest.approx(np.mean([1 / 0.16, 1 / 0.26, 1 / 0.36]), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("marks", "work", "waits"),
-    [
-        (("released", 1, "arrived", 1, "arrived", 1, "released", 1, "released", 1, "done"), [2], [3]),
-        ((0.5, "arrived", "done", 50, "skip", 0.5, "arrived", "done"), [0.5, 0.5], [0, 0]),
-    ],
-    ids=["the first arrival and the last release count", "what is skipped is in no step"],
-)
-def test_marks(tmp_path, marks, work, waits):
+MARKS = {
+    "the first arrival and the last release count": (
+        ("released", 1, "arrived", 1, "arrived", 1, "released", 1, "released", 1, "done"), [2], [3], [1],
+    ),
+    "what is skipped is in no step": (
+        (0.5, "arrived", "done", 50, "skip", 0.5, "arrived", "done"), [0.5, 0.5], [0, 0], [0, 0],
+    ),
+    "marked at its end; no step can have waited for longer than it took": (
+        (1, ("stepped", 0.25), 1, ("stepped", 9.0)), [0.75, 0], [0.25, 1], [0, 0],
+    ),
+    "waits become one that ends with the last; then the arrival is no mark": (
+        (1.5, ("waited", 0.5), 1.25, ("waited", 0.25), 2, "arrived", "done",
+         1.125, ("waited", 0.125), 2, "arrived", "done"), [4, 3], [0.75, 0.125], [2, 2],
+    ),
+}  # fmt: skip
+"""Of a step: what is marked, and seconds of work, of waits and after them."""
+
+
+@pytest.mark.parametrize("what", MARKS)
+def test_marks(tmp_path, what):
+    marks, *seconds = MARKS[what]
     timed = Timed(tmp_path)
     timed.marks(*marks)
     timed.recorder.close()
-    np.testing.assert_allclose(all_of(tmp_path).work[:, 0], work, atol=1e-5)
-    np.testing.assert_allclose(all_of(tmp_path).waits[:, 0], waits, atol=1e-5)
-
-
-def test_a_step_may_be_marked_at_its_end(tmp_path):
-    timed = Timed(tmp_path)
-    for waited in (0.25, 9.0):  # (no step can have waited for longer than it took)
-        timed.now += 1.0
-        timed.recorder.stepped(waited)
-    timed.recorder.close()
-    np.testing.assert_allclose(all_of(tmp_path).waits[:, 0], [0.25, 1.0], atol=1e-5)
-    np.testing.assert_allclose(all_of(tmp_path).work[:, 0], [0.75, 0.0], atol=1e-5)
-
-
-def test_waits_of_a_step_are_recorded_as_one_that_ends_with_the_last(tmp_path):
-    timed = Timed(tmp_path)
-    for waits in ((0.5, 0.25), (0.125,)):
-        for wait in waits:
-            timed.now += 1.0 + wait
-            timed.recorder.waited(wait)
-        timed.marks(2.0, "arrived", "done")  # (the step has waited already, so the arrival is no mark)
-    timed.recorder.close()
     trace = all_of(tmp_path)
-    np.testing.assert_allclose(trace.waits[:, 0], [0.75, 0.125], atol=1e-5)
-    np.testing.assert_allclose(trace.work[:, 0], [4.0, 3.0], atol=1e-5)
-    np.testing.assert_allclose((trace.done - trace.released)[:, 0], 2.0, atol=1e-5)
+    found = [each[:, 0] for each in (trace.work, trace.waits, trace.done - trace.released)]
+    np.testing.assert_allclose(found, seconds, atol=1e-5)
 
 
 def test_a_job_that_is_killed_leaves_the_steps_written_so_far(tmp_path):
     timed = Timed(tmp_path)
-    for _ in range(30):
-        timed.now += 0.1
-        timed.recorder.stepped(0.0)
+    timed.marks(*(0.1, ("stepped", 0.0)) * 30)
     assert all_of(tmp_path).steps >= 20
     timed.recorder.close()
     path = file_of(tmp_path, 0)
@@ -138,14 +126,9 @@ def test_a_full_disk_ends_the_recording_and_not_the_job(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr("hvd_async.traces.recorder.warn", said.append)
     timed = Timed(tmp_path)
-    timed.now += 0.1
-    timed.recorder.stepped(0.0)
-    timed.recorder.flush()
+    timed.marks(0.1, ("stepped", 0.0), "flush")
     with room_for(file_of(tmp_path, 0).stat().st_size + 10):
-        for _ in range(100):
-            timed.now += 1.0
-            timed.recorder.stepped(0.0)
-        timed.recorder.close()
+        timed.marks(*(1.0, ("stepped", 0.0)) * 100, "close")
     assert ["later steps are not recorded" in one for one in said] == [True]
     assert all_of(tmp_path).steps == 1
 
@@ -178,6 +161,13 @@ def test_incomplete_traces_are_refused(tmp_path):
     write(tmp_path, 2, 4, [(0.1, 0.0, 0.0)] * 30)
     with pytest.raises(ValueError, match="the folder mixes runs"):
         read_trace(tmp_path)
+    for line, error in (
+        (b'{"version":2,"what":"else"}\n', "version 2"),
+        (b'{"rank":0}\n', "read as a file of a trace"),
+    ):
+        file_of(tmp_path, 0).write_bytes(line)
+        with pytest.raises(ValueError, match=error):
+            read_trace(tmp_path)
     with pytest.raises(ValueError, match="rank must be from 0 to 2, got rank 3 of 3"):
         Recorder(tmp_path, 3, 3)
 
@@ -226,19 +216,6 @@ def test_a_run_replaces_an_earlier_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "error"),
-    [
-        (b'{"version":2,"what":"else"}\n', "version 2"),
-        (b'{"rank":0}\n', "read as a file of a trace"),
-    ],
-)
-def test_another_format_is_refused(tmp_path, line, error):
-    file_of(tmp_path, 0).write_bytes(line)
-    with pytest.raises(ValueError, match=error):
-        read_trace(tmp_path)
-
-
-@pytest.mark.parametrize(
     ("hosts", "nodes", "size"), [("aabb", "", 2), ("abab", "", 1), ("aab", "", 1), ("aaaa", "", 4), ("aaaa", "0011", 2)]
 )
 def test_ranks_of_a_host_are_counted_where_all_have_as_many(tmp_path, monkeypatch, hosts, nodes, size):
@@ -254,54 +231,48 @@ def test_ranks_of_a_host_are_counted_where_all_have_as_many(tmp_path, monkeypatc
     assert trace.hosts == (["a", "a", "a#1", "a#1"] if nodes else list(hosts))
 
 
-@pytest.mark.parametrize(("algorithm", "ahead"), [(HOROVOD, [0.0, 7.0]), ("sgp", None)])
+@pytest.mark.parametrize(("algorithm", "ahead"), [(HOROVOD, pytest.approx([0.0, 7.0], abs=1e-5)), ("sgp", None)])
 def test_clocks_of_hosts_are_compared_at_the_ends_of_waits(tmp_path, monkeypatch, algorithm, ahead):
     for rank in range(2):
         monkeypatch.setattr("socket.gethostname", lambda rank=rank: f"host{rank}")
         monkeypatch.setattr("time.time", lambda rank=rank: 1e9 + 7.0 * rank)
         write(tmp_path, rank, 2, [(0.1 + 0.1 * rank, 0.2 - 0.1 * rank, 0.0)] * 30, algorithm=algorithm)
-    found = read_trace(tmp_path).clocks_ahead
-    assert found is None if ahead is None else found == pytest.approx(ahead, abs=1e-5)
+    assert read_trace(tmp_path).clocks_ahead == ahead
 
 
 # -- optimizers -----------------------------------------------------------------------------------------------
 
 
-def plain() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 1)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def train(model, optimizer, steps: int) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-
-
 def test_a_recorded_optimizer_trains_as_before_and_under_a_scheduler(tmp_path):
-    (model, optimizer), (other, untouched) = plain(), plain()
-    waits: list[int] = []
-    recorder = recorded(optimizer, tmp_path, 0, 1, synchronize=lambda: waits.append(1))
-    with pytest.raises(ValueError, match="recorded already"):
-        recorded(optimizer, tmp_path, 0, 1)
-    schedulers = [torch.optim.lr_scheduler.StepLR(each, 2) for each in (optimizer, untouched)]
-    for _ in range(4):
-        for each, own, scheduler in zip((model, other), (optimizer, untouched), schedulers, strict=True):
-            train(each, own, 1)
+    def trained(**how) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        keys = optimizer.state_dict().keys()
+        recorder = recorded(optimizer, tmp_path, 0, 1, **how) if how else None
+        if recorder is not None:
+            with pytest.raises(ValueError, match="recorded already"):
+                recorded(optimizer, tmp_path, 0, 1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
             scheduler.step()
-    assert torch.equal(model.weight, other.weight)
-    assert optimizer.state_dict().keys() == untouched.state_dict().keys()
+        assert optimizer.state_dict().keys() == keys
+        if recorder is not None:
+            recorder.close()
+        return model.weight
+
+    waits: list[int] = []
+    assert torch.equal(trained(synchronize=lambda: waits.append(1)), trained())
     assert len(waits) == 2 * 4, "the device is waited for before every mark"
-    recorder.close()
     trace = all_of(tmp_path)
-    assert trace.steps == 4
-    assert (trace.headers[0].algorithm, trace.headers[0].parameter_bytes) == (PLAIN, 16)
+    assert (trace.steps, trace.headers[0].algorithm, trace.headers[0].parameter_bytes) == (4, PLAIN, 16)
 
 
 def test_under_this_library_the_wait_is_what_the_worker_says_also_between_steps(tmp_path):
-    _, optimizer = plain()
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
     worker = types.SimpleNamespace(wait_s=5.0)
     settings = {"algorithm": "sgp", "topology": torch.nn.Linear}
     optimizer._async = types.SimpleNamespace(worker=worker, settings=settings, size=1)

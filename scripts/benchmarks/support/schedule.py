@@ -137,36 +137,6 @@ def play(
     return Played(begun, arrived, fired)
 
 
-class Gradient(NamedTuple):
-    """Gradient of a replayed schedule. Ranks and steps count from 0, rounds from 1.
-
-    Attributes:
-        version: the round whose weights it was computed at; 0: the initial weights.
-        round: the round that carries it; after the last step's round there is one more, the drain's.
-    """
-
-    rank: int
-    step: int
-    version: int
-    round: int
-
-    @property
-    def staleness(self) -> int:
-        """Rounds between the weights that it was computed at and the weights that it is applied to."""
-        return self.round - 1 - self.version
-
-
-def gradients_of(played: Played) -> list[Gradient]:
-    """Return all gradients, by step and rank; a round carries all gradients that have arrived when it starts."""
-    versions = np.searchsorted(played.fired, played.begun + SAME, side="right").tolist()
-    rounds = np.searchsorted(played.fired, played.arrived - SAME).tolist()
-    return [
-        Gradient(rank, step, version, before + 1)
-        for step, row in enumerate(zip(versions, rounds, strict=True))
-        for rank, (version, before) in enumerate(zip(*row, strict=True))
-    ]
-
-
 def _quorum_at(arrived: NDArray[np.float64], arm: str, round_: int, seed: int) -> float:
     """Return the time at which the quorum of a round has arrived."""
     ranks = len(arrived)
