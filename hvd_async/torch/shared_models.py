@@ -211,7 +211,7 @@ def watch(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) 
     own.places = [
         _Place(weakref.ref(module), name, id(held))
         for module in live(_known.modules)
-        for name, held in module._parameters.copy().items()
+        for name, held in dict(module._parameters).items()
         if id(held) in trained
     ]
     for parameter in parameters:
