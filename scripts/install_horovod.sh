@@ -178,8 +178,9 @@ if [ -z "$wheel" ] || [ -n "$rebuild" ]; then
   sed -i 's/&\(Do[A-Za-z]*\));$/\&\1, py::call_guard<py::gil_scoped_release>());/' "$ops"
   [ "$(grep -c 'Do.*call_guard<py::gil_scoped_release>' "$ops")" -gt 100 ] || die "Horovod's mpi_ops_v2.cc is not as expected"
   flag() { [ -n "$1" ] && echo "HOROVOD_WITH_$2=1" || echo "HOROVOD_WITHOUT_$2=1"; }
+  cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)  # (which obeys these)
   settings=("$(flag "$torch" PYTORCH)" "$(flag "$tensorflow" TENSORFLOW)" "$(flag "$mpi" MPI)"
-            HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MXNET=1 CMAKE_POLICY_VERSION_MINIMUM=3.5 "HOROVOD_CMAKE=$(command -v cmake)" "MAKEFLAGS=${MAKEFLAGS:--j$(nproc)}")
+            HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MXNET=1 CMAKE_POLICY_VERSION_MINIMUM=3.5 "HOROVOD_CMAKE=$(command -v cmake)" "MAKEFLAGS=${MAKEFLAGS:--j$cores}")
   # What Horovod's headers use and do not include: up to g++ 12 other headers bring it along.
   included="-include cstdint -include stdexcept -include string"
   settings+=("CXXFLAGS=$included ${CXXFLAGS:-}" "CUDAFLAGS=$included ${CUDAFLAGS:-}")
@@ -196,7 +197,7 @@ if [ -z "$wheel" ] || [ -n "$rebuild" ]; then
     [ -z "$capability" ] || settings+=("HOROVOD_BUILD_CUDA_CC_LIST=$capability")
   fi
   log=$wheels/$key.log
-  say "Compiling on $(nproc) cores (about 5 CPU minutes; log: $log)"
+  say "Compiling on $cores cores (about 5 CPU minutes; log: $log)"
   (cd "$src" && env "${settings[@]}" TF_CPP_MIN_LOG_LEVEL=3 "$python" -m pip wheel -v --no-build-isolation --no-deps -w "$wheels/$key" .) >"$log" 2>&1 || {
     grep -m 20 -nE 'error:|Error|fatal' "$log" >&2 || true
     die "Horovod did not build. The first errors are above, the whole log is $log. The usual causes: a missing
