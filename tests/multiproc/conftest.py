@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -58,3 +61,13 @@ def launched(server: Callable[..., ForkServer]) -> RunJob:
 def job(forked: RunJob, launched: RunJob) -> Callable[[Setting], Job]:
     """``job(setting)``: the job that all tests of a setting look at."""
     return functools.cache(lambda setting: setting.run(launched if setting.launched else forked))
+
+
+@pytest.fixture(scope="session")
+def namespaces() -> None:
+    """Skip what needs network namespaces where there are none."""
+    name = f"hva-probe-{os.getpid()}"
+    tools = shutil.which("ip") and shutil.which("tc")
+    if os.geteuid() or not tools or subprocess.run(["ip", "netns", "add", name]).returncode:
+        pytest.skip("network namespaces need root, ip and tc")
+    subprocess.run(["ip", "netns", "delete", name], check=True)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from launch import REPOSITORY, ForkServer, RunJob, forking
-from test_virtual_cluster import have_namespaces
 
 from hvd_async.cli.main import main
 from hvd_async.doctor import programs
@@ -63,7 +62,7 @@ def test_ranks_measure_over_tensorflow_too(forked: RunJob) -> None:
 
 
 @pytest.mark.skipif(not LONG_RUN, reason="virtual clusters are tried in a long run: HVD_ASYNC_TEST_LONG=1")
-@pytest.mark.skipif(LONG_RUN and not have_namespaces(), reason="network namespaces need root, ip and tc")
+@pytest.mark.usefixtures("namespaces")
 def test_a_link_of_200_megabits_is_found_to_be_one(tmp_path: Path) -> None:
     file = tmp_path / "network.json"
     cluster = [sys.executable, "scripts/virtual_cluster.py", "--hosts", "2", "--mbit", "200", "--"]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from launch import GOODBYE, ForkServer, forking
-from test_virtual_cluster import have_namespaces
 
 from scripts.benchmarks.support import launch, nemesis
 from tests.conftest import LONG_RUN
@@ -96,11 +95,10 @@ def test_resets_leave_no_thread_socket_or_file_behind(histories):
 
 
 @pytest.mark.skipif(not LONG_RUN, reason="virtual hosts are tried in a long run: HVD_ASYNC_TEST_LONG=1")
+@pytest.mark.usefixtures("namespaces")
 def test_survivors_of_the_vanished_host_of_rank_0_train_on_soon():
     """Seed 206: horovodrun reported to rank 0 for minutes that its own host had ended, and only then gave the others
     their new ranks."""
-    if not have_namespaces():
-        pytest.skip("virtual hosts need root, ip and tc")
     (history,) = histories_of(3, [nemesis.drawn(206)], virtual=True)
     assert history.violations() == []
     (recovery,) = history.recoveries()

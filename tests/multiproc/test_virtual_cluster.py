@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,20 +22,12 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "virtual_cluster.py"
 pytestmark = [
     pytest.mark.multiproc,
     pytest.mark.skipif(not LONG_RUN, reason="virtual clusters are tried in a long run: HVD_ASYNC_TEST_LONG=1"),
+    pytest.mark.usefixtures("namespaces"),
 ]
 
 
 def output(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces() -> None:
-    name = f"hva-probe-{os.getpid()}"
-    tools = shutil.which("ip") and shutil.which("tc")
-    if os.geteuid() or not tools or subprocess.run(["ip", "netns", "add", name]).returncode:
-        pytest.skip("network namespaces need root, ip and tc")
-    output("ip", "netns", "delete", name)
 
 
 def left() -> list[str]:
