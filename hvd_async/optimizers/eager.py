@@ -299,10 +299,10 @@ class EagerDriver(Driver):
         super().continue_at(rounds, ended, apart)
         self._gradients = None
         if self.remains is not None:
-            self.remains = self.remains.after(rounds, ended)
-            again = self.remains.begun > ended, max(len(one.versions) for one in self.remains.pending)
-            steps, produced = self.stats_before.steps - again[0], self.stats_before.gradients_produced - again[1]
-            self.stats_before = dataclasses.replace(self.stats_before, steps=steps, gradients_produced=produced)
+            after = self.remains.after(rounds, ended)
+            again = after.counted and after.begun > ended
+            self.stats_before = dataclasses.replace(self.stats_before, steps=self.stats_before.steps - again)
+            self.remains = dataclasses.replace(after, counted=after.counted and not again)
 
     def count_lost(self, gradients: int) -> None:
         self.stats_before += Stats(gradients_lost=gradients)

@@ -188,10 +188,14 @@ class TwoBuckets:
         self.opt = hvd_torch.EagerOptimizer(plain, quorum="all", bucket_cap_mb=1e-6)
         self.state = hvd_torch.elastic.TorchState(model=self.model, optimizer=self.opt)
 
-    def take(self, spoilt: int | None) -> None:
-        """A step in which the gradient of one parameter is NaN, and its bucket goes empty."""
+    def backward(self, spoilt: int | None = None) -> None:
+        """Half a step, in which the gradient of one parameter is NaN, and its bucket goes empty."""
         self.opt.zero_grad()
         sum(p.sum() * (np.nan if i == spoilt else 1.0) for i, p in enumerate(self.model)).backward()
+
+    def take(self, spoilt: int | None = None) -> None:
+        """A step."""
+        self.backward(spoilt)
         self.opt.step()
 
 
@@ -210,6 +214,32 @@ def test_gradients_are_counted_by_bucket_across_a_change_of_the_ranks():
         return one.opt.stats().gradients_produced, one.opt.stats().gradients_applied
 
     assert changed((2, 2), TwoBuckets, before, after) == [(3, 6)] * 2
+
+
+def test_a_step_that_two_changes_of_the_ranks_interrupt_is_counted_once():
+    """Its gradients have left in ``backward()`` before the first; the second comes before ``step()``."""
+
+    def first(rank: int) -> Any:
+        one = TwoBuckets()
+        one.state.sync()
+        for _ in range(2):
+            one.take()
+        one.backward()
+        return one
+
+    def meet(rank: int, one: Any) -> Any:
+        one.opt._async.worker_now()
+        return one
+
+    def rest(rank: int, one: Any) -> int:
+        one.take()
+        one.opt.drain()
+        return int(one.opt.stats().steps)
+
+    jobs = [*among_others(2, trained(2, first), TwoBuckets, meet)]
+    for one in jobs:
+        one.opt._async.leave()
+    assert among_others(2, jobs, TwoBuckets, rest) == [3, 3]
 
 
 # -- a commit between two passes of a step -----------------------------------------------------------------------------

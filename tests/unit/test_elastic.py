@@ -86,7 +86,7 @@ def test_each_gradient_of_a_survivor_is_in_the_weights_or_pending_and_never_both
 )
 def test_a_gradient_that_is_there_is_not_brought_again(begun, ended, handed, furthest, brought):
     none = [PendingGradient(None, []) for _ in range(BUCKETS)]
-    remains = Remains(3, {}, none, begun, ended, frozenset(handed))
+    remains = Remains(3, {}, none, begun, ended, handed=frozenset(handed))
     after = remains.after(3, furthest)
     assert after.brought == frozenset(brought)
     again = after.after(3, furthest)  # ranks are lost once more, before the first step

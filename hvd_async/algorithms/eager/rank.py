@@ -595,6 +595,7 @@ class Remains:
         pending: gradients that no round had taken, by bucket.
         begun: number of steps whose gradients were handed over.
         ended: number of steps that have ended.
+        counted: whether statistics count the last of them.
         handed: buckets of the step after ``begun`` that were handed over.
         fit: whether other ranks may continue from these weights; if not, a round was half applied.
         tail: the counting elements at the end of each vector.
@@ -606,6 +607,7 @@ class Remains:
     pending: list[PendingGradient] = field(default_factory=list)
     begun: int = 0
     ended: int = 0
+    counted: bool = True
     handed: frozenset[int] = frozenset()
     fit: bool = True
     tail: Tail = field(default_factory=Tail)
@@ -1325,6 +1327,7 @@ class EagerWorker(Worker):
             pending=self._in_flight.pending(),
             begun=self._steps + all_brought,
             ended=ended,
+            counted=not all_brought,
             handed=frozenset() if all_brought else self._brought | self.gone,
             fit=fit,
             tail=self.wire.tail,
