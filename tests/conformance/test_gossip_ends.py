@@ -288,7 +288,7 @@ def test_construction_does_not_communicate():
     ids=ranks.name,
 )
 def test_a_step_that_makes_nan_is_refused_there_and_others_hear_of_it(binding, options):
-    """Of ranks that follow a leader, it is the leader's."""
+    """Ranks that follow a leader have the leader's consensus."""
     failed = threading.Event()
     value = np.nan if options is STAR else -np.inf
     loss = 0.5 if "following" in options else None

@@ -378,7 +378,7 @@ class Net:
 def measured(
     monkeypatch: pytest.MonkeyPatch, hosts: str, bandwidth: Callable[[int, int], float] = lambda i, j: 1e9
 ) -> Measurement:
-    """What all ranks measure; hosts: of each rank, named by a letter; a capital one is another of the same name."""
+    """Return the measurements of all ranks, whose hosts are letters; a capital one is another host of the same name."""
     job, thread = Job(len(hosts)), threading.local()
 
     def run(rank: int) -> Measurement:

@@ -38,7 +38,7 @@ LATER = {
     "staleness": {0: 40, 1: 15, 3: 5},
     "bytes_sent": 50_000_000,
 }
-"""What has changed 5 seconds later."""
+"""Counts that have changed 5 seconds later."""
 WAITS = "hvd_async_wait_seconds_total"
 
 

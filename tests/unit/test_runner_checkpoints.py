@@ -30,7 +30,7 @@ Reader.__abstractmethods__ = frozenset()  # (it neither trains nor saves)
 
 
 def on_ranks(path, model=None):
-    """What each of three ranks gets, or its error as text."""
+    """Return the result of each of three ranks, or its error as text."""
     job = Job(3)
 
     def restore(rank):

@@ -72,7 +72,7 @@ class Job:
         return World(rank, self.size, gather)
 
     def run(self, work):
-        """What `work(rank)` returns on each rank; if it fails on one, no other waits for that."""
+        """Return the results of `work(rank)`; if it fails on one rank, no other waits for that."""
 
         def on(rank):
             try:

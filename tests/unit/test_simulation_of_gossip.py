@@ -24,7 +24,7 @@ def test_who_waits_for_messages_that_take_longer_than_a_step(arm, step):
 
 
 MEGABYTES = {"sgp": 8.0, "osgp-bf16": 4.0, "exact-diffusion": 16.0, "noloco": 1.0, "local-sgd": 3.5, "local-bf16": 1.75}
-"""What a rank sends in a step of a model of 8 MB."""
+"""Megabytes that a rank sends in a step of a model of 8 MB."""
 
 
 @pytest.mark.parametrize("arm", [*MEGABYTES, "dpsgd", "adpsgd"])

@@ -23,7 +23,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 LOADED = re.compile(
     r'<(?:(?:script|img|iframe|source|use)\b|link\b[^>]* rel="(?:icon|stylesheet)")[^>]* (?:src|href)="([^"#]+)'
 )
-"""What a browser fetches for a page."""
+"""Addresses that a browser fetches for a page."""
 
 
 @pytest.fixture(scope="module")

@@ -87,7 +87,7 @@ MARKS = {
          1.125, ("waited", 0.125), 2, "arrived", "done"), [4, 3], [0.75, 0.125], [2, 2],
     ),
 }  # fmt: skip
-"""Of a step: what is marked, and seconds of work, of waits and after them."""
+"""Marks of a step, and its seconds of work, of waits and after them."""
 
 
 @pytest.mark.parametrize("what", MARKS)
