@@ -11,8 +11,12 @@ import torch
 
 import hvd_async.tensorflow.elastic as keras_elastic
 import hvd_async.torch as hvd_torch
+from hvd_async.algorithms.eager.gradient_format import PendingGradient
+from hvd_async.algorithms.eager.rank import Remains
 from hvd_async.errors import ReplicaStateError
+from hvd_async.stats import Stats
 from hvd_async.testing import Cluster
+from tests.conformance.drive import scripted_engine
 from tests.conformance.elastic_board import Board, Exchange, among_others, over_a_board, trained
 from tests.conformance.model_ranks import KerasModel, TorchModel
 
@@ -240,6 +244,16 @@ def test_a_step_that_two_changes_of_the_ranks_interrupt_is_counted_once():
     for one in jobs:
         one.opt._async.leave()
     assert among_others(2, jobs, TwoBuckets, rest) == [3, 3]
+
+
+def test_a_broken_off_step_is_taken_back_once_although_ranks_agree_twice_before_they_register():
+    with scripted_engine(2):
+        driver = TwoBuckets().opt._async
+    driver.stats_before = Stats(steps=6)
+    driver.remains = Remains(3, pending=[PendingGradient(None, [])] * 2, begun=6, ended=5)
+    for _ in range(2):
+        driver.continue_at(3, 5, False)
+    assert driver.stats_before.steps == 5
 
 
 # -- a commit between two passes of a step -----------------------------------------------------------------------------
