@@ -23,12 +23,10 @@ from hvd_async.algorithms.gossip.rank import Links, MessageExchange
 from hvd_async.algorithms.leader.config import LeaderConfig, StartPull
 from hvd_async.algorithms.leader.rank import LeaderWorker
 from hvd_async.algorithms.leader.selection import ALL_RANKS, CENTER, Strengths
-from hvd_async.runtime.carrier import Carrier
 from hvd_async.runtime.engine import CollectiveOrder
 from hvd_async.runtime.process_sets import RankGroup
 from hvd_async.runtime.protocol import RunCollective
 from hvd_async.runtime.worker import CollectiveCalls
-
 
 # -- what keeps the order: with one name at a time, all but the first of these commands are held ----------------------
 
@@ -50,10 +48,12 @@ class Engine:
             broadcast=self.started,
         )
         self.order: list[Any] = []
+        self.names: list[str] = []
 
     def started(self, vector: Any, *arguments: Any) -> None:
-        """Note what is submitted, by its length."""
+        """Note what is submitted, by its length and its name."""
         self.order.append(len(vector))
+        self.names += [one for one in arguments if isinstance(one, str)]
 
     def turn(self) -> int | None:
         return None if self.turns is None else self.turns.turn()
@@ -141,12 +141,11 @@ def pulls_submitted(engine: Any) -> list[Any]:
 
 
 Submitted = Callable[[Any], list[Any]]
-IN_ORDER = dict.fromkeys((rounds_submitted, exchanges_submitted, calls_submitted), [1, 2, 3, 4, 5])
-ORDERS = {**IN_ORDER, pulls_submitted: [2] * 5}  # (pulls are noted by their length, which is the same)
+HELD = (rounds_submitted, exchanges_submitted, calls_submitted, pulls_submitted)
 
 
 @pytest.mark.parametrize("in_order", [False, True])
-@pytest.mark.parametrize("submitted", ORDERS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("submitted", HELD, ids=lambda function: function.__name__)
 def test_held_commands_keep_their_order(submitted: Submitted, in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what starts in order with them, after them, waits for them."""
     for module in ("eager.rank", "gossip.rank"):
@@ -156,4 +155,14 @@ def test_held_commands_keep_their_order(submitted: Submitted, in_order: bool, mo
     found = submitted(engine)
     if in_order:
         assert found.pop() == "other"
-    assert found == ORDERS[submitted]
+    assert found == ([2] * 5 if submitted is pulls_submitted else [1, 2, 3, 4, 5])  # (pulls are all of one length)
+
+
+def test_two_optimizers_collectives_at_ends_have_names_of_their_own() -> None:
+    """Else Horovod would add up the vectors of two optimizers that are drained at once, or refuse the second."""
+    kinds = [("sum", "float32"), ("sum", "float64"), ("broadcast", "float32")]
+    engine: Any = Engine()
+    for number in (7, 8):
+        for kind, dtype in kinds:
+            CollectiveCalls(engine, None).run(RunCollective(number, kind, "an average", 3, dtype, 1, [1]))
+    assert len(engine.names) == len({*engine.names}) == 2 * len(kinds)
