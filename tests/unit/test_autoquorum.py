@@ -35,7 +35,7 @@ P, ROUNDS = 6, 300
 
 
 class Course(EagerJob):
-    """A simulated job without latency that ends when a rank is free after so many rounds, or has no further step.
+    """A simulated job without latency that ends when a rank is free after ``ROUNDS`` rounds, or has no further step.
 
     Args:
         duration: (rank, its step from 1) -> seconds from being free to the next arrival; None: there is no such step.
