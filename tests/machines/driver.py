@@ -40,6 +40,7 @@ from hvd_async.runtime.protocol import (
     RunCollective,
     Unregister,
 )
+from hvd_async.simulation import job as simulated
 from hvd_async.simulation.job import Part, RankCollectives, Unlocked
 
 MOVES = 40_000
@@ -116,24 +117,19 @@ class InPlace(RankCollectives):
         return part
 
 
-class Rank:
-    """The ``RankRuntime`` of one rank, and its training thread.
+class Rank(simulated.Rank):
+    """The ``RankRuntime`` of one rank, and its training thread; what is no move is as in a simulated job.
 
     Attributes:
         place: its place among the job's ranks; ``rank`` is its number.
         random: draws what its script does; so that depends on no other rank.
-        worker: its optimizer.
         posts, outbox, inbox: what waits for its engine, for the coordinator, and for its engine again.
         landings: collectives that may complete here, by name.
         until: what its training thread waits for.
-        thread: its training thread.
         over: whether that has ended.
         opened: whether the coordinator has its registration.
         applied: what its model holds, as the family says.
     """
-
-    elastic = replaced = False
-    failure: Exception | None = None
 
     def __init__(self, place: int, drive: Drive) -> None:
         self.place, self.rank, self.size = place, drive.numbers[place], max(drive.numbers) + 1
@@ -155,20 +151,6 @@ class Rank:
         self.ends = self.steps = 0
         self.applied: Any = None
 
-    def check(self) -> None:
-        """Do nothing: it does not fail."""
-
-    def participants(self) -> list[Any]:
-        """Return its optimizer."""
-        return [self.worker]
-
-    def register(self, participant: Any, process_set: int = 0, number: int | None = None) -> int:
-        """Return 0: there is one optimizer."""
-        return 0
-
-    def unregister(self, number: int) -> None:
-        """Do nothing."""
-
     def call_soon(self, action: Callable[[], None]) -> None:
         """Have the engine run an action; at once, if engines are quick."""
         if self.quick:
@@ -179,14 +161,6 @@ class Rank:
     def notify(self, action: Callable[[], None], hurry: bool = True) -> None:
         """As ``call_soon``."""
         self.call_soon(action)
-
-    def wait(self, ready: Callable[[], bool], waiting_for: Callable[[], str] | None = None) -> None:
-        """Refuse: programs are run by moves."""
-        raise AssertionError("a program waits without yielding")
-
-    def drain(self, flush: bool = True, process_set: int | None = None, called_on: Any = None) -> None:
-        """Refuse: programs are run by moves."""
-        raise AssertionError("a rank runs drain_program()")
 
     def send(self, event: Any) -> None:
         """Put an event on its way."""

@@ -87,25 +87,36 @@ def wire(size: int) -> Iterator[Wire]:
         made.hub.close()
 
 
-def test_events_and_commands_travel_in_order():
+def near(made: Wire) -> ZmqChannel:
+    """Rank 0's channel to the hub of its own process."""
+    made.channels.append(NearChannel(CODEC, made.hub, "here"))
+    return made.channels[-1]
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_events_and_commands_travel_in_order(in_process):
+    """Rank 0 has no socket where the coordinator is a thread of its process."""
     with wire(2) as made:
-        channels = [made.connect(rank) for rank in range(2)]
+        channels = [near(made) if in_process else made.connect(0), made.connect(1)]
         for step in range(200):
             for rank, channel in enumerate(channels):
                 channel.send(StepEntered(0, step, [{"lr": float(rank)}]))
+                channel.flush()
         heard: list[list[int]] = [[], []]
         for _ in range(400):
             rank, event = made.hear()
             assert event.hyper == [{"lr": float(rank)}]
             heard[rank].append(event.step)
-        assert heard == [list(range(200))] * 2
-        for round_ in range(200):
-            for rank in range(2):
-                made.hub.send([rank], StartRound(0, [0], round_, 0, [1]))
+        assert heard == [[*range(200)]] * 2
+        for round_ in range(100):
+            made.hub.send(range(2), StartRound(0, [0], round_, 0, [1]))
+            made.hub.send([round_ % 2], Welcome())
         made.hub.flush()
-        for channel in channels:
-            commands = [until(lambda c=channel: c.receive(WAIT)) for _ in range(200)]  # type: ignore[misc]
-            assert [command.round for command in commands] == list(range(200))
+        for rank, channel in enumerate(channels):
+            commands = [until(lambda c=channel: c.receive(WAIT)) for _ in range(150)]  # type: ignore[misc]
+            assert [command.round for command in commands if isinstance(command, StartRound)] == [*range(100)]
+            at = [place for place, command in enumerate(commands) if isinstance(command, Welcome)]
+            assert at == [3 * number + 1 + rank for number in range(50)]
 
 
 def test_commands_wait_for_no_other_event_where_ranks_are_few():
@@ -192,30 +203,36 @@ def test_garbage_from_the_coordinator_is_its_end():
         assert "cannot be read" in gone.reason
 
 
-def test_a_closed_channel_is_gone_at_the_hub_after_all_it_said():
+@pytest.mark.parametrize("in_process", [False, True])
+def test_a_closed_channel_is_gone_at_the_hub_once_and_after_all_it_said(in_process):
     with wire(2) as made:
-        first, second = made.connect(0), made.connect(1)
+        first, second = near(made) if in_process else made.connect(0), made.connect(1)
         second.send(Hello("b", 2))
         assert made.hear() == (1, Hello("b", 2))
         for step in range(20):
             first.send(GradientReady(0, [0], step))
         first.close()
         assert [made.hear() for _ in range(20)] == [(0, GradientReady(0, [0], step)) for step in range(20)]
-        rank, gone = made.hear()
-        assert rank == 0
-        assert isinstance(gone, Gone)
-        assert "without a goodbye" in gone.reason
+        assert made.hear() == (0, Gone(DIED))
+        made.hub.send(range(1), Welcome())
+        assert made.hub.hear(0.01) is None
 
 
-def test_a_closed_hub_is_gone_at_the_channels():
-    made = Wire(1)
-    channel = made.connect(0)
-    channel.send(Hello("a", 1))
-    made.hear()
-    made.hub.close()
-    gone = until(lambda: channel.receive(WAIT))
-    assert isinstance(gone, Gone)
-    channel.close()
+@pytest.mark.parametrize("in_process", [False, True])
+def test_a_closed_hub_is_gone_at_the_channels_after_all_it_said(in_process):
+    with wire(1) as made:
+        channel = near(made) if in_process else made.connect(0)
+        channel.send(Hello("a", 1))
+        channel.flush()
+        made.hear()
+        for _ in range(3):
+            made.hub.send(range(1), Welcome())
+            made.hub.flush()
+        made.hub.close()
+        heard = [until(lambda: channel.receive(WAIT)) for _ in range(4)]
+        assert heard[:3] == [Welcome()] * 3
+        assert isinstance(heard[3], Gone)
+        assert not in_process or heard[3] == channel.receive(WAIT) == Gone(ENDED, "here")
 
 
 def test_strangers_that_only_knock_do_no_harm():
@@ -396,36 +413,6 @@ def test_own_addresses(monkeypatch):
     assert own_addresses() == ["10.9.8.7"]
 
 
-def near(made: Wire) -> ZmqChannel:
-    """Rank 0's channel to the hub of its own process."""
-    made.channels.append(NearChannel(CODEC, made.hub, "here"))
-    return made.channels[-1]
-
-
-def test_rank_0_has_no_socket_where_the_coordinator_is_a_thread_of_its_process():
-    with wire(2) as made:
-        channels = [near(made), made.connect(1)]
-        for step in range(100):
-            for rank, channel in enumerate(channels):
-                channel.send(StepEntered(0, step, [{"lr": float(rank)}]))
-            channels[0].flush()
-        heard: list[list[int]] = [[], []]
-        for _ in range(200):
-            rank, event = made.hear()
-            assert event.hyper == [{"lr": float(rank)}]
-            heard[rank].append(event.step)
-        assert heard == [[*range(100)]] * 2
-        for round_ in range(100):
-            made.hub.send(range(2), StartRound(0, [0], round_, 0, [1]))
-            made.hub.send([round_ % 2], Welcome())
-        made.hub.flush()
-        for rank, channel in enumerate(channels):
-            commands = [until(lambda c=channel: c.receive(WAIT)) for _ in range(150)]  # type: ignore[misc]
-            assert [command.round for command in commands if isinstance(command, StartRound)] == [*range(100)]
-            at = [place for place, command in enumerate(commands) if isinstance(command, Welcome)]
-            assert at == [3 * number + 1 + rank for number in range(50)]
-
-
 def test_other_ranks_are_read_however_much_rank_0_sends():
     with wire(2) as made:
         channels = [near(made), made.connect(1)]
@@ -437,28 +424,6 @@ def test_other_ranks_are_read_however_much_rank_0_sends():
                 break
         else:
             raise AssertionError("rank 1 was not heard")
-
-
-def test_the_end_of_rank_0s_thread_is_reported_once_after_all_its_messages():
-    with wire(1) as made:
-        channel = near(made)
-        channel.send(Hello("here", 1))
-        channel.close()
-        assert made.hear() == (0, Hello("here", 1))
-        assert made.hear() == (0, Gone(DIED))
-        made.hub.send(range(1), Welcome())
-        assert made.hub.hear(0.01) is None
-
-
-def test_rank_0_hears_of_its_coordinators_end_after_all_its_messages():
-    with wire(1) as made:
-        channel = near(made)
-        for _ in range(3):
-            made.hub.send(range(1), Welcome())
-            made.hub.flush()
-        made.hub.close()
-        assert [channel.receive(WAIT) for _ in range(3)] == [Welcome()] * 3
-        assert [channel.receive(WAIT) for _ in range(2)] == [Gone(ENDED, "here")] * 2
 
 
 def test_rank_0_sleeps_until_a_message_arrives():

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-import hvd_async.runtime.coordinator
-import hvd_async.runtime.engine
 from hvd_async.algorithms.eager.config import EagerConfig, GradientReady, StepEntered
 from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.errors import CollectiveFailedError, EngineError, RankLostError, WaitTimeoutError
+from hvd_async.runtime import coordinator, engine
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.runtime.protocol import Event
 from hvd_async.testing import Cluster, InjectedError, MemoryCollectives
@@ -81,38 +81,24 @@ def _raise(worker: EagerWorker) -> None:
     raise ZeroDivisionError("boom")
 
 
-def test_a_rank_that_raises_is_named_with_its_host_and_what_waits_for_it(capfd):
-    outcomes = _lose(_raise)
-    assert isinstance(outcomes[1], ZeroDivisionError)
+ENDS = [
+    (_raise, "failed: ZeroDivisionError: boom", ZeroDivisionError),
+    (lambda worker: worker.engine.stop(), "closed its channel without a goodbye", EngineError),
+]
+
+
+@pytest.mark.parametrize(("end", "said", "own"), ENDS, ids=["raises", "leaves without a goodbye"])
+def test_a_lost_rank_is_named_with_its_host_and_what_waits_for_it(end, said, own, capfd):
+    outcomes = _lose(end)
+    assert isinstance(outcomes[1], own)
     for rank in (0, 2):
         assert type(outcomes[rank]) is InjectedError  # what Horovod's own failure is here, so that elastic can act
-        assert "rank 1 on host host1 failed: ZeroDivisionError: boom" in str(outcomes[rank])
+        assert f"rank 1 on host host1 {said}" in str(outcomes[rank])
         assert "waiting for round 2, rank 1 missing" in str(outcomes[rank])
         cause = outcomes[rank].__cause__
         assert isinstance(cause, RankLostError)
         assert (cause.rank, cause.host) == (1, "host1")
-    assert "hvd_async: rank 1 on host host1 failed: ZeroDivisionError: boom" in capfd.readouterr().err
-
-
-def test_a_rank_that_leaves_without_a_goodbye_is_named(capfd):
-    outcomes = _lose(lambda worker: worker.engine.stop())
-    for rank in (0, 2):
-        assert type(outcomes[rank]) is InjectedError
-        assert "rank 1 on host host1 closed its channel without a goodbye" in str(outcomes[rank])
-        assert "waiting for round 2, rank 1 missing" in str(outcomes[rank])
-    assert isinstance(outcomes[1], EngineError)
-    assert "rank 1 on host host1" in capfd.readouterr().err
-
-
-def test_ranks_that_wait_to_open_learn_of_a_lost_one():
-    def train(rank: int) -> None:
-        if rank == 1:
-            raise KeyError("no data")
-        worker, _ = make_worker()
-        worker.connect(["w"], [1])
-
-    outcomes = Cluster(2).outcomes(train)
-    assert "rank 1 on host host1 failed: KeyError: 'no data'" in str(outcomes[0])
+    assert f"hvd_async: rank 1 on host host1 {said}" in capfd.readouterr().err
 
 
 def test_after_a_failure_every_call_raises_it():
@@ -162,7 +148,7 @@ def _breaking(*ranks: int, on: Callable[[], object] = lambda: None) -> Callable[
 
 
 def test_where_horovod_fails_and_all_are_there_no_rank_is_blamed(monkeypatch):
-    monkeypatch.setattr(hvd_async.runtime.coordinator, "SETTLE", 0.05)
+    monkeypatch.setattr(coordinator, "SETTLE", 0.05)
     one = plan("all", 0, [4, 4, 4])
     outcomes = Cluster(3, wrap=_breaking(1)).outcomes(work(one))
     assert type(outcomes[1]) is InjectedError
@@ -203,14 +189,30 @@ def test_a_failed_collective_is_blamed_on_the_lost_rank_behind_it():
 # -- slow ranks -----------------------------------------------------------------------------------------------
 
 
-def test_a_slow_rank_is_only_warned_about(monkeypatch, capfd):
-    warned, original = threading.Event(), hvd_async.runtime.coordinator.warn
+@pytest.fixture
+def warned(monkeypatch) -> Callable[[ModuleType, str], threading.Event]:
+    """A function that returns an event, which is set when a module warns in these words."""
 
-    def warn(text: str) -> None:
-        original(text)
-        warned.set()
+    def watch(module: ModuleType, words: str) -> threading.Event:
+        said, original = threading.Event(), module.warn
 
-    monkeypatch.setattr(hvd_async.runtime.coordinator, "warn", warn)
+        def warn(text: str) -> None:
+            original(text)
+            if words in text:
+                said.set()
+
+        monkeypatch.setattr(module, "warn", warn)
+        return said
+
+    return watch
+
+
+def test_a_slow_rank_is_only_warned_about(warned):
+    said = warned(
+        coordinator,
+        "round 2 of optimizer 0 has waited 0 s more for rank(s) 1 (host1): alive, but slow or not calling "
+        "step()/drain(). Waiting on. Every rank",
+    )
     one = plan("all", 0, [3, 3, 3])
 
     def tweak(worker: EagerWorker) -> None:
@@ -219,61 +221,46 @@ def test_a_slow_rank_is_only_warned_about(monkeypatch, capfd):
 
             def slow(*args: Any) -> Any:
                 if worker.stats().steps == 1:
-                    assert warned.wait(30)
+                    assert said.wait(30)
                 return step(*args)
 
             worker.step = slow  # type: ignore[method-assign]
 
     check_promises(one, Cluster(3, warn_after=0.1).run(work(one, tweak)))
-    reported = capfd.readouterr().err
-    assert "round 2 of optimizer 0" in reported
-    assert "for rank(s) 1 (host1): alive, but slow or not calling step()/drain(). Waiting on. Every rank" in reported
 
 
-def test_a_rank_that_waits_for_others_to_begin_says_so(monkeypatch):
+def test_a_rank_that_waits_for_others_to_begin_says_so(monkeypatch, warned):
     monkeypatch.setenv("HVD_ASYNC_WARN_AFTER", "0.05")
-    said, begun, connect = threading.Event(), threading.Event(), Cluster._connector
-
-    def warn(text: str) -> None:
-        assert "waited 0 s more for others to begin: every rank of the job must wrap an optimizer" in text
-        said.set()
+    said = warned(engine, "waited 0 s more for others to begin: every rank of the job must wrap an optimizer")
+    begun, connect = threading.Event(), Cluster._connector
 
     def late(self: Cluster, rank: int) -> Any:
         return lambda: said.wait(30) and connect(self, rank)()
 
     def train(rank: int) -> None:
-        engine = local_engine()
-        assert engine is not None
-        engine.call_soon(begun.set)
-        engine.wait(begun.is_set)
+        own = local_engine()
+        assert own is not None
+        own.call_soon(begun.set)
+        own.wait(begun.is_set)
         assert said.is_set()
 
-    monkeypatch.setattr(hvd_async.runtime.engine, "warn", warn)
     monkeypatch.setattr(Cluster, "_connector", late)
     Cluster(1).run(train)
 
 
-def test_a_rank_that_leaves_waits_for_the_others_and_says_so(monkeypatch):
-    warned = threading.Event()
-
-    def warn(text: str) -> None:
-        if "the job's end has waited 0 s more for rank(s) 2 (host2): alive" in text:
-            warned.set()
+def test_a_rank_that_leaves_waits_for_the_others_and_says_so(warned):
+    said = warned(coordinator, "the job's end has waited 0 s more for rank(s) 2 (host2): alive")
 
     def train(rank: int) -> None:
-        assert rank != 2 or warned.wait(30)
+        assert rank != 2 or said.wait(30)
 
-    monkeypatch.setattr(hvd_async.runtime.coordinator, "warn", warn)
     Cluster(3, warn_after=0.1).run(train)
 
 
-def test_a_rank_whose_engine_stands_still_is_named_though_its_round_has_fired(monkeypatch):
+def test_a_rank_whose_engine_stands_still_is_named_though_its_round_has_fired(warned):
     """As one whose training thread holds the GIL: it has arrived nowhere, and the others wait in its collective."""
-    said, one = threading.Event(), plan("solo", 4, [1, 1, 1])
-
-    def warn(text: str) -> None:
-        if "round 1, which has begun, of optimizer 0 has waited 0 s more for rank(s) 2 (host2)" in text:
-            said.set()
+    said = warned(coordinator, "round 1, which has begun, of optimizer 0 has waited 0 s more for rank(s) 2 (host2)")
+    one, ready = plan("solo", 4, [1, 1, 1]), threading.Event()
 
     def train(rank: int) -> None:
         worker, _ = make_worker(one.config, one)
@@ -287,8 +274,6 @@ def test_a_rank_whose_engine_stands_still_is_named_though_its_round_has_fired(mo
         assert said.wait(30)
         worker.drain()
 
-    ready = threading.Event()
-    monkeypatch.setattr(hvd_async.runtime.coordinator, "warn", warn)
     Cluster(3, warn_after=0.2).run(train)
 
 

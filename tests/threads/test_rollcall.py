@@ -19,6 +19,7 @@ from hvd_async.runtime.interfaces import Gone
 from hvd_async.runtime.protocol import CallRoll, Command, Failed, Hello, JobFailed, Leaving, Present, RankLost, Welcome
 from hvd_async.runtime.transport import ZmqChannel
 from tests.threads.test_control import WAIT, Wire, until
+from tests.unit.hub import Hub
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMED_OUT = Failed("HorovodInternalError: Timed out waiting 30000ms for recv operation to complete", horovod=True)
@@ -125,10 +126,8 @@ def test_a_rank_that_is_ended_by_horovods_error_is_not_lost(monkeypatch):
 # -- the coordinator alone, in a time of its own ----------------------------------------------------------------
 
 
-class Stage:
+class Stage(Hub):
     """A hub whose events, and their times, are given beforehand."""
-
-    has_more = False
 
     def __init__(self, *script: tuple[float, int, Any]) -> None:
         self._script, self._now = list(script), 0.0
@@ -137,9 +136,6 @@ class Stage:
 
     def send(self, ranks: Sequence[int], command: Command) -> None:
         self.sent += [(rank, command) for rank in ranks]
-
-    def flush(self) -> None:
-        """Nothing is queued."""
 
     def receive(self, timeout: float | None) -> tuple[Sequence[int], Any] | None:
         assert timeout is not None
@@ -150,12 +146,6 @@ class Stage:
         if self._now > 200.0:
             self.coordinator._stopping.set()
         return None
-
-    def wake(self) -> None:
-        """No rank waits."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
     def verdict(self) -> tuple[float, Command]:
         """What rank 0 hears last, and when."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hvd_async.algorithms.eager.config import EagerConfig, StepEntered
+from hvd_async.algorithms.eager.config import EagerConfig
 from hvd_async.algorithms.eager.gradient_format import GradientFormat, ReducedRound
-from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.algorithms.eager.rank import EagerWorker
 from hvd_async.runtime.lifecycle import local_engine
+from hvd_async.simulation.arms import EagerJob
+from hvd_async.simulation.job import Setup
+from hvd_async.simulation.network import Network
 from hvd_async.stats import Stats
 from hvd_async.testing import Cluster
 from tests.threads.workload import plan as make_plan
@@ -63,75 +64,17 @@ def test_contributors_count_those_in_time_and_not_the_gradients():
 
 # -- seconds --------------------------------------------------------------------------------------------------
 
-DELAY, STEPS = 0.1, 4
 
-
-def delayed(monkeypatch: pytest.MonkeyPatch, quorum: Any, size: int = 3) -> list[Stats]:
-    """Rank 1 begins each step some time after the coordinator has heard that all others have."""
-    arrived, handle = threading.Semaphore(0), EagerStateMachine.handle
-
-    def heard(rounds: EagerStateMachine, rank: int, event: Any, now: float) -> Any:
-        commands = handle(rounds, rank, event, now)
-        if rank != 1 and isinstance(event, StepEntered):
-            arrived.release()
-        return commands
-
-    monkeypatch.setattr(EagerStateMachine, "handle", heard)
-    together = threading.Barrier(size)
-
-    def train(rank: int) -> Stats:
-        one = worker(quorum)
-        one.drain()  # (all have met)
-        for _ in range(STEPS):
-            together.wait(30)
-            if rank == 1:
-                assert all(arrived.acquire(timeout=30) for _ in range(size - 1))
-                time.sleep(DELAY)
-            one.step(rows(), HYPER)
-        one.drain()
-        return one.stats()
-
-    return Cluster(size).run(train)
-
-
-def test_a_rank_that_others_wait_for_is_named_with_the_time_it_took_them(monkeypatch):
-    began = time.monotonic()
-    outcomes = delayed(monkeypatch, "all")
-    took = time.monotonic() - began
-    for rank, stats in enumerate(outcomes):
-        assert stats.held_s == outcomes[0].held_s  # every rank knows
-        assert 0.9 * 2 * DELAY * STEPS < stats.held_s[1] < 2 * took
-        assert sum(stats.held_s) < 2 * took
-        assert max(stats.held_s) == stats.held_s[1]
-        if rank != 1:
-            assert stats.wait_s > 0.9 * DELAY * STEPS
-    assert outcomes[1].wait_s < min(outcomes[0].wait_s, outcomes[2].wait_s)
-
-
-def test_in_solo_no_rank_holds_anybody(monkeypatch):
-    for stats in delayed(monkeypatch, "solo"):
-        assert sum(stats.held_s) == 0.0
-
-
-def test_latency_is_from_the_first_command_until_all_is_back():
-    """Rank 1's engine is held up for a while by its collective: every rank's round takes that long."""
-    began = time.monotonic()
-
-    def train(rank: int) -> Stats:
-        def slowly(vector: Any, unit: float) -> Any:
-            time.sleep(DELAY if rank == 1 else 0.0)
-            return vector
-
-        one = worker("all", encode=slowly)
-        for _ in range(2):
-            one.step(rows(), HYPER)
-        one.drain()
-        return one.stats()
-
-    outcomes = Cluster(2).run(train)
-    took = time.monotonic() - began
-    for stats in outcomes:
-        assert 0.9 * DELAY < stats.latency_s <= stats.latency_max_s < took
+@pytest.mark.parametrize("quorum", ["all", "solo"])
+def test_a_rank_that_others_wait_for_is_named_with_their_seconds_and_a_sum_with_its_own(quorum):
+    """In simulated time: rank 1 takes 1/8 s longer for each step than the others, and a sum takes half a second."""
+    setup = Setup(np.tile([0.0, 0.125, 0.0], (4, 1)), Network(operation=0.5))
+    job = EagerJob("", setup, quorum)
+    job.run()
+    for rank in job.ranks:
+        stats = rank.worker.stats()
+        assert stats.held_s == (0.0, 2 * 4 * 0.125 if quorum == "all" else 0.0, 0.0), "every rank knows"
+        assert (stats.latency_s, stats.latency_max_s) == (0.5, 0.5)
 
 
 # -- bytes ----------------------------------------------------------------------------------------------------

@@ -103,11 +103,6 @@ def test_wrong_quorum_is_refused_with_a_hint(quorum):
     assert '"solo", "majority", "all", "auto", a number of ranks from 1 to 4, or a fraction' in str(caught.value)
 
 
-@pytest.mark.parametrize("quorum", ["solo", "majority", "all", "auto", 1, 4, 0.01, 0.75, 1.0])
-def test_right_quorum_is_taken(quorum):
-    check_quorum(quorum, 4)
-
-
 @pytest.mark.parametrize(("text", "quorum"), [("solo", "solo"), ("3", 3), ("0.75", 0.75), ("1", 1), ("1.0", 1.0),
                                               ("auto", "auto"), ("most", "most")])  # fmt: skip
 def test_parse(text, quorum):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hvd_async.algorithms.eager.config import EagerConfig, GradientReady
+from hvd_async.algorithms.eager.config import EagerConfig, ExplainRound, GradientReady
 from hvd_async.algorithms.eager.machine import EagerStateMachine
 from hvd_async.algorithms.eager.quorum import (
     CANDIDATES,
@@ -21,21 +22,74 @@ from hvd_async.algorithms.eager.quorum import (
     candidates,
     fresh_rate,
 )
-from hvd_async.runtime.protocol import Finished
+from hvd_async.algorithms.eager.rank import EagerWorker
+from hvd_async.runtime.interfaces import Wait
+from hvd_async.runtime.protocol import Command, Finished
+from hvd_async.simulation.arms import EagerJob
+from hvd_async.simulation.job import Rank, Setup, Work
 from tests.conftest import LONG_RUN, examples
 from tests.unit.moves import opened, step, whys
-from tests.unit.virtual import Course, train
 
 Durations = list[list[float]]
+P, ROUNDS = 6, 300
+
+
+class Course(EagerJob):
+    """A simulated job without latency that ends when a rank is free after ``ROUNDS`` rounds, or has no further step.
+
+    Args:
+        duration: (rank, its step from 1) -> seconds from being free to the next arrival; None: there is no such step.
+
+    Attributes:
+        reasons: of the rounds.
+    """
+
+    def __init__(
+        self,
+        quorum: Quorum,
+        duration: Callable[[int, int], float | None],
+        pace: str,
+        size: int = P,
+        staleness: int = 16,
+    ) -> None:
+        self._duration, self.reasons = duration, list[str]()
+        endless = np.broadcast_to(0.0, (10**9, size))
+        super().__init__("", Setup(endless, drains=False), quorum, staleness, 0.0, pace)
+        self.run()
+        self.seconds, self.rounds, self.staleness = self.clock.now, self.plane.count, self._staleness()
+        self.given = [sum(rank.worker.produced) for rank in self.ranks]
+        self.rate = self.staleness[0] / self.seconds if self.seconds else 0.0
+
+    def _worker(self, rank: Rank) -> EagerWorker:
+        worker = super()._worker(rank)
+        worker._records_timeline = rank.rank == 0
+        return worker
+
+    def seconds_of(self, rank: Rank) -> float:
+        seconds = self._duration(rank.rank, rank.steps + 1)
+        if seconds is None or self.plane.count == ROUNDS:
+            self._stop()
+        return seconds or 0.0
+
+    def _step(self, rank: Rank, worker: EagerWorker) -> Iterator[Work]:
+        for work in super()._step(rank, worker):
+            if isinstance(work, Wait):  # (a late rank may start a round: its event, the command, the sum, the result)
+                yield from [0.0] * 4
+            yield work
+
+    def _deliver(self, command: Command) -> None:
+        if isinstance(command, ExplainRound):
+            self.reasons.append(command.trigger.reason)
+        super()._deliver(command)
 
 
 def replayed(durations: Durations, count: int, staleness: int, pace: str) -> Course:
-    """Run the state machine with ranks that take so long."""
+    """Run a job whose ranks take so long."""
 
     def duration(rank: int, step: int) -> float | None:
         return durations[rank][step - 1] if step <= len(durations[rank]) else None
 
-    return train(EagerConfig(count, staleness, 0.0, 0, 1, pace), len(durations), duration)
+    return Course(count, duration, pace, len(durations), staleness)
 
 
 @st.composite
@@ -160,7 +214,7 @@ def slow_last(rank: int, step: int) -> float:
 
 @pytest.mark.parametrize("pace", ["steps", "rounds"])
 def test_auto_learns_how_long_a_rank_takes_that_comes_too_late_to_wait(pace):
-    found = train(EagerConfig("auto", 16, 0.0, 0, 1, pace), 4, slow_last, 60)
+    found = Course("auto", slow_last, pace, 4)
     assert found.given[3] < found.given[0], "it was never late"
     assert {rank: set(seconds) for rank, seconds in learned(found.machine).items()} == {
         0: {0.25}, 1: {0.25}, 2: {0.25}, 3: {1.25}
@@ -168,14 +222,6 @@ def test_auto_learns_how_long_a_rank_takes_that_comes_too_late_to_wait(pace):
 
 
 # -- is it nearly the best? -----------------------------------------------------------------------------------
-
-P, ROUNDS = 8, 300
-
-
-def course(
-    quorum: Quorum, duration: Callable[[int, int], float], pace: str, size: int = P, staleness: int = 16
-) -> Course:
-    return train(EagerConfig(quorum, staleness, 0.0, 0, 1, pace), size, duration, ROUNDS)
 
 
 def jitter(rank: int, step: int) -> float:
@@ -198,8 +244,8 @@ DURATIONS: dict[str, Callable[[int, int], float]] = {
     ],
 )
 def test_auto_reaches_nearly_the_best_fixed_count(kind, pace):
-    rates = {count: course(count, DURATIONS[kind], pace).rate for count in range(1, P + 1)}
-    best, auto = max(rates, key=lambda count: rates[count]), course("auto", DURATIONS[kind], pace)
+    rates = {count: Course(count, DURATIONS[kind], pace).rate for count in range(1, P + 1)}
+    best, auto = max(rates, key=lambda count: rates[count]), Course("auto", DURATIONS[kind], pace)
     assert auto.rounds == ROUNDS
     assert auto.rate >= 0.95 * rates[best], f"{auto.rate / rates[best]:.3f} of {rates}"
     assert min(rates.values()) < 0.8 * rates[best], "all counts are as good: it shows nothing"
@@ -213,13 +259,13 @@ def test_auto_reaches_nearly_the_best_fixed_count(kind, pace):
 def test_a_rank_that_is_slow_for_good_gives_fewer_gradients_and_holds_no_rank_in_pace_rounds(quorum):
     """Four ranks, one five times slower: as fast as the other three; in pace "steps" it holds them up."""
 
-    three, rounds, steps = (course(quorum, slow_last, *job) for job in (("steps", 3), ("rounds", 4), ("steps", 4)))
+    three, rounds, steps = (Course(quorum, slow_last, *job) for job in (("steps", 3), ("rounds", 4), ("steps", 4)))
     assert three.seconds == 0.25 * ROUNDS
     assert steps.seconds > 4 * three.seconds
     learned = 0.0 if quorum != "auto" else (LEARN + 1) * 1.0  # s that synchronous rounds take longer
     assert rounds.seconds == pytest.approx(three.seconds + learned, abs=1.5)
     assert rounds.given[3] == pytest.approx(ROUNDS / 5, abs=3)
     assert set(rounds.staleness) <= {0, 1, 4, 5}  # (at the same instant the first of three fires alone)
-    tight = course(quorum, slow_last, "rounds", 4, staleness=2)  # slower by more than the bound: it holds them up
+    tight = Course(quorum, slow_last, "rounds", 4, staleness=2)  # slower by more than the bound: it holds them up
     assert tight.seconds > 1.5 * three.seconds
     assert max(tight.staleness) <= 2

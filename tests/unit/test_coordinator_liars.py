@@ -32,16 +32,15 @@ from hvd_async.runtime.protocol import (
     Welcome,
 )
 from hvd_async.testing import CODEC
-from tests.unit.test_messages import any_message
+from tests.unit.hub import Hub
+from tests.unit.test_messages import KINDS, any_message
 
 SOLO = EagerConfig("solo", 2, 0.0, 0, 1)
 HONEST, LIAR = 0, 1
 
 
-class Stage:
+class Stage(Hub):
     """A hub in which rank 0 trains with partial allreduce, as it should, and rank 1 reads from a script."""
-
-    has_more = False
 
     def __init__(self, script: Sequence[Event]) -> None:
         self._script = deque(script)
@@ -68,9 +67,6 @@ class Stage:
             self.step += 1
             self._honest += [StepEntered(0, self.step, []), GradientReady(0, [0], self.step)]
 
-    def flush(self) -> None:
-        """Nothing is queued."""
-
     def receive(self, timeout: float | None) -> tuple[Sequence[int], Event | Gone] | None:
         for _ in range(2):
             self._liars_turn = not self._liars_turn
@@ -79,12 +75,6 @@ class Stage:
                 return (rank,), lines.popleft()
         self.coordinator._stopping.set()
         return None
-
-    def wake(self) -> None:
-        """No rank waits."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def blamed(heard: Sequence[Command]) -> set[int]:
@@ -98,8 +88,7 @@ def test_the_honest_rank_trains_next_to_one_that_is_honest_too():
     assert not blamed(heard)
 
 
-SMALL = st.integers(-1, 3)
-LIES = any_message(CODEC.events, {int: SMALL, list[int]: st.lists(SMALL, max_size=3)})
+LIES = any_message(CODEC.events, {**KINDS, int: st.integers(-1, 3)})
 BEGIN: list[Event] = [Hello("there", 2), Registered(0, SOLO, ["w"], [1])]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -19,83 +20,39 @@ from hvd_async.runtime import protocol
 from hvd_async.runtime.protocol import DecodeError, encode
 from hvd_async.testing import CODEC
 
-NUMBERS = st.integers(0, 2**40)
-TEXT = st.text(max_size=20)
-HYPER = st.lists(
-    st.dictionaries(
-        TEXT,
-        st.none() | st.booleans() | NUMBERS | st.floats(allow_nan=False) | st.lists(st.floats(allow_nan=False)),
-        max_size=3,
-    ),
-    max_size=2,
-)
-CONFIG = st.builds(
-    eager.EagerConfig,
-    quorum=st.sampled_from(["solo", "majority", "all", "auto"]) | st.integers(1, 99) | st.floats(0.01, 0.99),
-    max_staleness=NUMBERS,
-    grace=st.floats(0, 9),
-    seed=st.integers(-(2**63), 2**63 - 1),
-    buckets=NUMBERS,
-    pace=st.sampled_from(["steps", "rounds"]),
-)
-GOSSIP = st.builds(
-    gossip.GossipConfig,
-    algorithm=st.sampled_from(["sgp", "adpsgd"]),
-    graph=TEXT,
-    neighbours=st.lists(st.lists(NUMBERS)),
-    max_staleness=NUMBERS,
-    gossip_every=NUMBERS,
-    local_size=NUMBERS,
-)
-PROGRESS = st.builds(
-    leader.PullProgress,
-    leader=NUMBERS,
-    steps=st.lists(NUMBERS),
-    means=st.lists(st.none() | st.floats(allow_nan=False)),
-)
-LEADER = st.builds(
-    leader.LeaderConfig,
-    algorithm=st.sampled_from(["lsgd", "easgd"]),
-    groups=st.lists(st.lists(NUMBERS)),
-    local_period=NUMBERS,
-    global_period=NUMBERS,
-    settings=TEXT,
-    buffers=st.sampled_from(["local", "average"]),
-    progress=st.none() | PROGRESS,
-)
-PAIRS = st.lists(st.tuples(NUMBERS, NUMBERS))
-SENDERS = st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS))
-FIRING = st.builds(
-    eager.RoundTrigger,
-    reason=TEXT,
-    by=NUMBERS,
-    arrived=NUMBERS,
-    first=st.floats(0, 9),
-    fired=st.floats(0, 9),
-    held=st.floats(0, 9),
-)
-WHOLE = st.builds(eager.HostSteps, most=NUMBERS, others=st.dictionaries(NUMBERS, NUMBERS))
-KINDS = {int: NUMBERS, float: st.floats(0, 9), bool: st.booleans(), str: TEXT, eager.RoundTrigger: FIRING,
-         bytes: st.binary(max_size=9),
-         protocol.Hyper: HYPER, protocol.Hyper | None: st.none() | HYPER,
-         protocol.C: CONFIG | GOSSIP | LEADER, protocol.D | None: st.none() | PROGRESS,
-         leader.PullProgress | None: st.none() | PROGRESS, float | None: st.none() | st.floats(allow_nan=False),
-         eager.HostSteps | None: st.none() | WHOLE,
-         str | None: st.none() | TEXT, int | None: st.none() | NUMBERS, list[tuple[int, int]]: PAIRS,
-         list[tuple[int, int, int]]: SENDERS,
-         list[tuple[int, int, float]]: st.lists(st.tuples(NUMBERS, NUMBERS, st.floats(0, 9))),
-         list[str]: st.lists(TEXT), list[int]: st.lists(NUMBERS), list[float]: st.lists(st.floats(0, 9)),
-         dict[int, list[int]]: st.dictionaries(NUMBERS, st.lists(NUMBERS))}  # fmt: skip
+KINDS: dict[Any, st.SearchStrategy[Any]] = {
+    bool: st.booleans(),
+    int: st.integers(0, 2**40),
+    float: st.floats(allow_nan=False),
+    str: st.text(max_size=20),
+    bytes: st.binary(max_size=9),
+    type(None): st.none(),
+}
 
 
-def any_message(union: object, kinds: Mapping[Any, Any] | None = None) -> st.SearchStrategy[Any]:
-    """Any message of a union, its fields filled by their types, as ``KINDS`` or ``kinds`` has them."""
-    builders = []
-    known = {**KINDS, **(kinds or {})}
-    for kind in (typing.get_origin(alias) or alias for alias in typing.get_args(union)):
-        hints = typing.get_type_hints(kind)
-        builders.append(st.builds(kind, **{field: known[hints[field]] for field in kind.__struct_fields__}))
-    return st.one_of(builders)
+def values(kind: Any, known: Mapping[Any, st.SearchStrategy[Any]]) -> st.SearchStrategy[Any]:
+    """Any value of a type: ``known`` has those of simple types, from which others are made up."""
+    if isinstance(kind, typing.TypeVar):  # (each family has its own)
+        own = eager.EagerConfig | gossip.GossipConfig | leader.LeaderConfig
+        kind = own if kind is protocol.C else leader.PullProgress
+    if kind in known:
+        return known[kind]
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return st.one_of([values(part, known) for part in parts])
+    if origin in (list, dict):
+        make = st.lists if origin is list else st.dictionaries
+        return make(*[values(part, known) for part in parts], max_size=3)
+    if origin is tuple:
+        return st.tuples(*[values(part, known) for part in parts])
+    struct = origin or kind
+    hints = typing.get_type_hints(struct)
+    return st.builds(struct, **{field: values(hints[field], known) for field in struct.__struct_fields__})
+
+
+def any_message(union: object, kinds: Mapping[Any, st.SearchStrategy[Any]] = KINDS) -> st.SearchStrategy[Any]:
+    """Any message of a union."""
+    return values(union, kinds)
 
 
 @given(st.dictionaries(st.integers(0, 40), st.integers(1, 3)))

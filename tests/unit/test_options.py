@@ -142,9 +142,10 @@ def test_wrong_options_of_partial_allreduce(options: dict[str, Any], hint: str):
 @pytest.mark.parametrize(
     "options",
     [
-        {"grace": 0},
+        {"quorum": 1.0, "grace": 0},
         {"quorum": "all", "grace": 0.5},
-        {"quorum": 0.5, "max_staleness": 1, "grace": 3},
+        {"quorum": 1, "max_staleness": 1, "grace": 3},
+        {"quorum": 0.01},
         {"quorum": 4, "max_staleness": 0, "pace": "steps", "buffers": "local"},
         {"quorum": "auto", "pace": "rounds", "bucket_cap_mb": 0.5},
     ],

@@ -231,14 +231,8 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "late D-PSGD": ({"algorithm": "dpsgd", "max_staleness": 1}, "of dpsgd are never late"),
     "staleness": ({"algorithm": "osgp", "max_staleness": -1}, "max_staleness must be .* 0 or more, got -1"),
     "local steps": ({"algorithm": "adpsgd", "max_local_steps": 0}, "max_local_steps must be .* 1 or more, got 0"),
-    "weights of a graph": (
-        {"graph": "base", "weights": "metropolis"},
-        "'base' defines its own weights; omit mixing",
-    ),
-    "weights of pairs": (
-        {"graph": "base", "algorithm": "adpsgd"},
-        "'base' defines its own mixing weights, and adpsgd",
-    ),
+    "weights of a graph": ({"graph": "base", "weights": "metropolis"}, "'base' defines its own weights; omit mixing"),
+    "weights of pairs": ({"graph": "base", "algorithm": "adpsgd"}, "'base' defines its own mixing weights, and adpsgd"),
     "a graph that keeps nothing": (
         {"graph": Topology("swap", 4, (TO_NEXT,), (dict.fromkeys(TO_NEXT, 1.0),))},
         r"W\[0, 0\] must be above 0, got 0: rank 0 would",
@@ -253,10 +247,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
         "does not average hosts first; omit",
     ),
     "every": ({"gossip_every": 0}, "gossip_every must be a whole number of steps, 1 or more, got 0"),
-    "every step of AD-PSGD": (
-        {"algorithm": "adpsgd", "gossip_every": 2},
-        "adpsgd has another period; omit",
-    ),
+    "every step of AD-PSGD": ({"algorithm": "adpsgd", "gossip_every": 2}, "adpsgd has another period; omit"),
     "every step of averages": ({"algorithm": "allreduce", "gossip_every": 2}, "allreduce average_every"),
     "average": ({"average_every": -1}, "average_every must be a whole number of steps, 0 or more, got -1"),
     "true average": ({"average_every": True}, "average_every must be .* got True"),
@@ -269,36 +260,21 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     ),
     "fragments of SGP": ({"fragments": 2}, "sgp does not average the weights in parts; omit it, or use local"),
     "no fragments": ({"algorithm": "local", "fragments": 0}, "fragments must be a whole number, at least 1, got 0"),
-    "many fragments": (
-        {"algorithm": "local", "fragments": 9},
-        "fragments must be at most average_every, got 9 and 8",
-    ),
-    "an outer rate of averages": (
-        {"algorithm": "local", "outer_lr": 0.7},
-        "outer_lr: local has no outer",
-    ),
+    "many fragments": ({"algorithm": "local", "fragments": 9}, "fragments must be at most average_every, got 9 and 8"),
+    "an outer rate of averages": ({"algorithm": "local", "outer_lr": 0.7}, "outer_lr: local has no outer"),
     "outer momentum of SGP": ({"outer_momentum": 0.5}, "outer_momentum: sgp has no outer optimizer; omit it, or"),
     "an outer rate": ({"algorithm": "slowmo", "outer_lr": 0.0}, "outer_lr must be a number, above 0, got 0.0"),
     "outer momentum": ({"algorithm": "diloco", "outer_momentum": 1}, "must be a number, at least 0 and below 1"),
     "hosts of NoLoCo": ({"algorithm": "noloco", "local_size": 2}, "noloco does not average hosts first; omit it, or"),
-    "a graph of local SGD": (
-        {"algorithm": "local", "graph": "ring"},
-        "local averages all ranks; omit it",
-    ),
-    "directed D-PSGD": (
-        {"algorithm": "dpsgd", "graph": "exponential"},
-        "dpsgd needs a symmetric graph: use 'bip.*sgp",
-    ),
+    "a graph of local SGD": ({"algorithm": "local", "graph": "ring"}, "local averages all ranks; omit it"),
+    "directed D-PSGD": ({"algorithm": "dpsgd", "graph": "exponential"}, "dpsgd needs a symmetric graph: use 'bip.*sgp"),
     "directed AD-PSGD": ({"algorithm": "adpsgd", "graph": "ring-left"}, "gets no answer; adpsgd needs a symmetric"),
     "a directed matrix": ({"algorithm": "dpsgd", "weights": TURN, "size": 3}, "gets no answer; dpsgd needs a symm"),
     "uniform D-PSGD on a star": ({"algorithm": "dpsgd", "graph": "star"}, "every row must sum to 1; dpsgd .*metropol"),
     "lopsided": ({"algorithm": "dpsgd", "weights": LOPSIDED, "size": 3}, r"W\[0, 1\] = 0.2 and W\[1, 0\] = 0.3; dps"),
     "hosts of other sizes": ({"local_size": 3}, "3 ranks per host do not divide 4 ranks into hosts of equal size"),
     "empty hosts": ({"local_size": 0}, "0 ranks per host do not divide"),
-    "hosts of averages": (
-        {"algorithm": "allreduce", "local_size": 2},
-        "use sgp, osgp, dpsgd, adpsgd, local",
-    ),
+    "hosts of averages": ({"algorithm": "allreduce", "local_size": 2}, "use sgp, osgp, dpsgd, adpsgd, local"),
     "a graph of ranks for hosts": ({"graph": topology.ring(4), "local_size": 2}, "one of 4 hosts, and there are 2"),
 }
 

@@ -26,6 +26,7 @@ from hvd_async.runtime.protocol import (
     RegisterOptimizer,
 )
 from tests.conftest import examples
+from tests.unit.hub import Hub
 
 CONFIG = EagerConfig("solo", 2, 0.0, 0, 1)
 RANKS = 4
@@ -89,15 +90,13 @@ class Rank:
         yield Leaving()
 
 
-class Stage:
+class Stage(Hub):
     """A hub between the coordinator and ranks whose events are read in a drawn order.
 
     Args:
         programs: what each rank steps and registers.
         draw: draws the order.
     """
-
-    has_more = False
 
     def __init__(self, programs: Sequence[tuple[int, int]], draw: random.Random) -> None:
         self.ranks = [Rank(number, *program) for number, program in enumerate(programs)]
@@ -107,9 +106,6 @@ class Stage:
     def send(self, ranks: Sequence[int], command: Command) -> None:
         for rank in ranks:
             self.ranks[rank].inbox.append(command)
-
-    def flush(self) -> None:
-        """Nothing is queued."""
 
     def receive(self, timeout: float | None) -> tuple[Sequence[int], Event | Gone] | None:
         rank = self._draw.choice(self.ranks)
@@ -122,12 +118,6 @@ class Stage:
     def waiting(self) -> list[int]:
         """Return the ranks that have not finish."""
         return [rank.number for rank in self.ranks if not rank.done]
-
-    def wake(self) -> None:
-        """No rank sleeps."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def asked_in(seed: int) -> int:

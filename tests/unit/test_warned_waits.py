@@ -12,21 +12,20 @@ from hvd_async.algorithms.eager.config import EagerConfig, GradientReady, StepEn
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.runtime.coordinator import Coordinator
 from hvd_async.runtime.interfaces import Gone
-from hvd_async.runtime.protocol import CollectiveReady, Command, Event, Finished, Hello, Registered
+from hvd_async.runtime.protocol import CollectiveReady, Event, Finished, Hello, Registered
+from tests.unit.hub import Hub
 
 RANKS, SECONDS = 3, 190
 CONFIG = EagerConfig("solo", 1000, 0.0, 0, 1)
 
 
-class Stage:
+class Stage(Hub):
     """A hub whose ranks 1 and 2 step in turn once a second, and whose rank 0 makes one call first.
 
     Args:
         call: the event of rank 0.
         steps: whether the others step.
     """
-
-    has_more = False
 
     def __init__(self, call: Event, steps: bool) -> None:
         begun: list[tuple[int, Event]] = [(rank, Hello("here", rank)) for rank in range(RANKS)]
@@ -46,11 +45,6 @@ class Stage:
             rank, step = 1 + int(self.now) % 2, (1 + int(self.now)) // 2
             self._events = [(rank, StepEntered(0, step, [])), (rank, GradientReady(0, [0], step))]
         return None
-
-    def send(self, ranks: Sequence[int], command: Command) -> None:
-        """No rank listens."""
-
-    flush = wake = close = lambda self: None
 
 
 DRAIN = Finished(0, [0])

@@ -41,6 +41,17 @@ def test_a_program_runs_to_its_end() -> None:
     assert Worker.run(worker(), Kept().program()) == 2
 
 
+def test_seconds_of_waits_are_counted_where_a_wait_counts() -> None:
+    def program() -> Program[None]:
+        yield Wait(lambda: True)
+        yield Wait(lambda: True, counts=False)
+
+    one, times = worker(), iter([1.0, 3.5, 10.0])
+    one.engine.clock = lambda: next(times)
+    Worker.run(one, program())
+    assert one._wait_s == 2.5
+
+
 def test_what_ends_a_wait_is_raised_in_the_program() -> None:
     def interrupted(ready: Any) -> None:
         raise KeyboardInterrupt
