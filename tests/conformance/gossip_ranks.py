@@ -65,9 +65,9 @@ def by_turns(argument: str, *values: Any) -> Any:
     return pytest.mark.parametrize(("binding", argument), rows, ids=name)
 
 
-def graph(name: str, size: int, scheme: str = "uniform") -> list[Array]:
+def graph(name: str, size: int) -> list[Array]:
     """Mixing matrices of a named graph."""
-    return mixing.matrices(topology.named(name, size), scheme)
+    return mixing.matrices(topology.named(name, size), "uniform")
 
 
 @dataclass
