@@ -39,7 +39,7 @@ from tests.conformance.drive import scripted_engine
 from tests.conformance.gossip_ranks import alike
 from tests.conformance.leader_cases import PAIRS
 from tests.conformance.leader_reference import Following, several
-from tests.conformance.torch_ranks import ProcessSet, conv_model
+from tests.conformance.torch_ranks import TINY, ProcessSet, conv_model
 from tests.conformance.weight_ranks import ADAM, SGD, KerasRank, TorchRank, also_graph
 
 BINDINGS = {"torch": torch_hvd, "keras": keras_hvd}
@@ -518,15 +518,36 @@ class Halves(torch_hvd.Compression.none):  # type: ignore[misc]
     """A compression whose dtype does not tell that ranks have different ones."""
 
 
+def sgd(momentum: float = 0.9, decay: float = 0.1, excluded: str = "other", steps: int = 0) -> dict[str, Any]:
+    """An optimizer of Keras, with a rate that a schedule lowers by this many steps; 0 for no schedule."""
+    rate = keras.optimizers.schedules.ExponentialDecay(0.1, steps, 0.5) if steps else 0.1
+
+    def make(variables: Any) -> Any:
+        plain = keras_sgd(rate, momentum=momentum, weight_decay=decay)
+        plain.exclude_from_weight_decay(var_names=[excluded])
+        return plain
+
+    return EAGER | {"make": make}
+
+
 DIFFERENCES: list[tuple[Any, Any, dict[str, Any], str]] = [
     *((binding, None, {"topology": "ring"}, "same arguments on every rank") for binding in (TorchRank, KerasRank)),
     *((binding, None, {"case": ADAM}, "optimizer SGD") for binding in (TorchRank, KerasRank)),
     *((binding, None, EAGER, "") for binding in (TorchRank, KerasRank)),
     (TorchRank, EAGER, {"compression": torch_hvd.Compression.fp16}, "gradients as float16 by"),
     (TorchRank, EAGER, {"compression": Halves}, "gradients as float32 by Halves"),
-    (KerasRank, EAGER, {"compression": keras_hvd.Compression.fp16}, "as float16 by"),
     (TorchRank, EAGER, {"round_transform": lambda parameters: None}, "round_transform"),
     (TorchRank, EAGER, {"named_buffers": []}, "named_buffers"),
+    (TorchRank, EAGER, {"case": ADAM}, "optimizer SGD"),
+    (TorchRank, EAGER, {"quorum": 2}, "same arguments on every rank"),
+    (TorchRank, EAGER, {"bucket_cap_mb": TINY}, "differ"),
+    (TorchRank, EAGER, {"op": torch_hvd.Sum}, "factors 1.0 and 1.0"),
+    (KerasRank, EAGER, {"compression": keras_hvd.Compression.fp16}, "as float16 by"),
+    (KerasRank, EAGER, {"bucket_cap_mb": TINY}, "differ"),
+    (KerasRank, EAGER, {"op": keras_hvd.Sum}, "gradients x (1.0, 1.0)"),
+    (KerasRank, sgd(), {"make": lambda _: keras.optimizers.RMSprop(0.1)}, "differ"),
+    *((KerasRank, sgd(), sgd(**other), "differ") for other in ({"momentum": 0.8}, {"decay": 0.2}, {"excluded": "x1"})),
+    *((KerasRank, sgd(steps=steps), sgd(steps=10), "differ") for steps in (0, 11)),
     (TorchRank, None, {"named_parameters": None, "grouped": True}, ""),
     (KerasRank, None, {"backward_passes_per_step": 2}, "1 backward passes"),
     (KerasRank, None, {"make": lambda ps: keras_sgd(0.1, use_ema=True)}, "moving averages"),
@@ -550,9 +571,9 @@ def test_a_difference_between_ranks_is_reported_on_all_of_them(binding, followin
     def work(rank: int) -> None:
         options = dict(other) if rank == 2 else {}
         case, grouped = options.pop("case", SGD), options.pop("grouped", False)
-        every = EAGER if following is EAGER else {}
+        every = following if isinstance(following, dict) else {}
         own = Following(groups=several(3, 3)) if following is PAIRS else None
-        one = binding(binding.least_squares(3, case), rank, options.pop("following", own), **every, **options)
+        one = binding(binding.least_squares(3, case), rank, options.pop("following", own), **every | options)
         if grouped:
             one.opt.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
         one.train(2)

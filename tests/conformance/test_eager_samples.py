@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -17,7 +15,7 @@ from hvd_async.algorithms.eager.gradient_format import EXACT, SAMPLE_DIGITS, Tai
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
 from tests.conformance.drive import scripted_engine, taped
-from tests.conformance.eager_ranks import KERAS, NAN, TINY, TORCH, UNIT, Binding, all_modes, both
+from tests.conformance.eager_ranks import KERAS, NAN, TINY, TORCH, UNIT, Binding, Embedding, all_modes, both
 from tests.conformance.reference import weighted
 from tests.conformance.sampled import VECTORS, Plan, train
 from tests.conftest import examples
@@ -246,28 +244,15 @@ def test_sparse_gradients_are_weighted(binding, quorum):
     """Rows of a table, of which each rank sees others: one round each, weighted by 3 and 1, or conserved."""
     words, samples = ((0, 2, 2), (2, 5, 0)), (3, 1)
 
-    def run(rank: int) -> Any:
-        opt: Any
-        if binding is TORCH:
-            module = torch.nn.Embedding.from_pretrained(torch.zeros(6, 1), freeze=False, sparse=True)
-            plain = torch.optim.SGD(module.parameters(), lr=1.0)
-            opt = binding.hvd.EagerOptimizer(plain, quorum=quorum, weighting="samples")
-            opt.zero_grad()
-            opt.record_samples(samples[rank])
-            module(torch.tensor(words[rank])).sum().backward()
-            opt.step()
-            opt.drain()
-            return module.weight.detach().numpy()[:, 0]
-        table = keras.Variable(np.zeros((6, 1), np.float32))
-        opt = binding.hvd.EagerOptimizer(keras.optimizers.SGD(1.0), quorum=quorum, weighting="samples")
-        opt.build([table])
-        opt.record_samples(samples[rank])
-        opt.apply([tf.IndexedSlices(tf.ones([3, 1]), tf.constant(words[rank]), tf.constant([6, 1]))], [table])
-        opt.drain()
-        return table.numpy()[:, 0]
+    def run(rank: int) -> list[float]:
+        one = Embedding(binding, quorum=quorum, weighting="samples")
+        one.samples = samples[rank]
+        one.take(words[rank])
+        one.opt.drain()
+        return one.rows()
 
-    one, other = (np.bincount(own, minlength=6) for own in words)
-    together, apart = -(3 * one + other) / 4, -(one + other) / 2
+    one, other = (np.bincount(own, minlength=9) for own in words)
+    together, apart = 100 - (3 * one + other) / 4, 100 - (one + other) / 2
     for rows in Cluster(2).run(run):
-        fits = [np.allclose(rows, expected, atol=1e-6) for expected in (together, apart)]
+        fits = [np.allclose(rows, expected, rtol=1e-6) for expected in (together, apart)]
         assert fits[0] or (quorum == "solo" and fits[1])
