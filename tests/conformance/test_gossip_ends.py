@@ -113,8 +113,8 @@ def test_consensus_shows_the_average_and_puts_everything_back(binding, options, 
     def work(rank: int) -> tuple[Any, ...]:
         one = binding(problem, rank, normed=True, buffers=policy, **options)
         one.mean = 1.0 + rank
-        seen = ranks.watch(one)
-        ranks.train(one, seen, 3 + rank)
+        seen = ranks.Seen(one)
+        one.train(3 + rank)
         distance = one.opt.consensus_distance()  # (with a cut)
         own, weight = one.weights(), one.opt.stats().push_sum_weight
         for error in (None, KeyError):
@@ -125,8 +125,8 @@ def test_consensus_shows_the_average_and_puts_everything_back(binding, options, 
                     raise error
             assert one.weights().tobytes() == own.tobytes()
             assert one.mean == 1.0 + rank
-        ranks.train(one, seen, 2)  # training continues
-        ranks.drain(one, seen)
+        one.train(2)  # training continues
+        seen.drain()
         assert one.mean == means[rank]
         return own, weight, distance, shown, one.opt.consensus_distance(), seen
 

@@ -33,11 +33,12 @@ def segments(binding: Any, problem: Problem, changes: Sequence[Any], **options: 
             change(one.opt)
             if parts:
                 parts[-1].drained = one.weights()
-            parts.append(ranks.watch(one))
+            parts.append(Seen(one))
             together.wait(30)
-            ranks.train(one, parts[-1], STEPS)
+            one.train(STEPS)
+            parts[-1].end_path()
             together.wait(30)  # (who is done is sent less)
-        ranks.drain(one, parts[-1])
+        parts[-1].drain()
         return parts
 
     return [list(part) for part in zip(*Cluster(len(problem.start)).run(work), strict=True)]
