@@ -57,6 +57,7 @@ class Problem:
         gradient: of (weights, rank, step from 1).
         case: the optimizer, in the form of ``framework`` ("torch" or "keras").
         states: the optimizers' at first, one a rank; none: new ones.
+        rate: the learning rate by the step, from 1; None: that of the case.
     """
 
     start: Array
@@ -64,10 +65,15 @@ class Problem:
     case: Case
     framework: str = "torch"
     states: tuple[State, ...] = ()
+    rate: Callable[[int], float] | None = None
+
+    def lr(self, step: int) -> float:
+        """The learning rate of a step."""
+        return self.case.lr if self.rate is None else self.rate(step)
 
     def update(self, x: Array, g: Array, state: State) -> tuple[Array, State]:
         """The wrapped optimizer's."""
-        return UPDATES[self.framework](self.case, x, g, state, self.case.lr)
+        return UPDATES[self.framework](self.case, x, g, state, self.lr(state.t + 1))
 
     def after(self, outcome: Outcome) -> Problem:
         """Rest of the problem after a drain: all at the average, steps from 1 again; data and optimizers continue."""

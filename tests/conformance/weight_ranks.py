@@ -95,6 +95,7 @@ class Rank:
     take: Any
     weights: Any
     assign: Any
+    set_rate: Any
     statistics: Any
     set_statistics: Any
     freeze: Any
@@ -167,6 +168,8 @@ class Rank:
     def step(self, mean: Any = None) -> None:
         """One; ``mean`` as of ``take``."""
         self.before, number = self.weights(), len(self.path) + 1
+        if self.problem.rate is not None:
+            self.set_rate(self.problem.rate(number))
         loss = self.following.loss_of(self.before, self.rank, number)
         gradient = self.problem.gradient(self.before, self.rank, number)
         self.take(gradient, loss, self.forward() if mean is None else mean)
