@@ -17,7 +17,6 @@ from tests.conformance import gossip_reference as reference
 from tests.conformance import leader_drive, outer_reference
 from tests.conformance.exact_diffusion_reference import exact_diffusion
 from tests.conformance.gossip_reference import Outcome, Problem
-from tests.conformance.host_pairs_reference import adpsgd_of_hosts
 from tests.conformance.leader_drive import Seen
 from tests.conformance.noloco_reference import noloco
 from tests.conformance.outer_reference import Outer
@@ -93,7 +92,7 @@ def expected(problem: Any, seen: Sequence[Seen], options: dict[str, Any]) -> Out
         return outer_reference.train(problem, counts, outer_of(len(seen), options), local_size=hosts)
     if algorithm == "adpsgd":
         logs = [own.log[: own.log.index(("drained",))] for own in seen]
-        return reference.adpsgd(problem, logs) if hosts == 1 else adpsgd_of_hosts(problem, logs, hosts, counts)
+        return reference.adpsgd(problem, logs, hosts, counts)
     if algorithm == "exact-diffusion":
         (weights,) = mixing.matrices(topology.named(options["topology"], len(seen)), options.get("mixing", "uniform"))
         own = {"every": options.get("gossip_every", 1), "average_every": options.get("average_every", 0)}
