@@ -132,13 +132,6 @@ def test_the_algorithm_in_force_can_be_read(binding):
         assert "local_pull" not in center.settings
 
 
-@each_binding
-def test_horovods_parameters_come_first_in_all_wrappers(binding):
-    given = [inspect.signature(getattr(BINDINGS[binding], wrapper)).parameters.values() for wrapper in WRAPPERS]
-    first, *others = [[str(p) for p in one if p.kind is p.POSITIONAL_OR_KEYWORD] for one in given]
-    assert others == [first] * 2
-
-
 @each_wrapper
 @each_binding
 def test_every_argument_is_documented(binding, wrapper):
@@ -181,14 +174,11 @@ class Counting:
 
 
 EAGER: list[tuple[dict[str, Any], str]] = [
-    ({"quorum": "most"}, 'quorum must be "solo"'),
     ({"quorum": 9}, "a number of ranks from 1 to 4, "),
     ({"max_staleness": 1.5}, "must be a number of rounds"),
     ({"grace": "long"}, "seconds"),
     ({"buffers": "mean"}, "'average', 'local', 'root'"),
     ({"op": lambda hvd: hvd.Adasum}, r"Adasum.*take hvd\.Average or hvd\.Sum"),
-    ({"op": "mean"}, r"take hvd\.Average or hvd\.Sum"),
-    ({"gradient_predivide_factor": 0.0}, "must be a finite number above 0, got 0.0"),
     ({"gradient_predivide_factor": 2.0, "op": lambda hvd: hvd.Sum}, "leave it out with Sum"),
     ({"backward_passes_per_step": 1.5}, "must be an integer of at least 1, got 1.5"),
     ({"compression": "fp16"}, r"must be hvd\.Compression\.none, \.fp16, \.bf16, or a class with"),
@@ -216,7 +206,6 @@ GOSSIP: list[tuple[dict[str, Any], str]] = [
     ({"average_every": True}, r"average_every must be .* 0 or more, got True"),
     ({"compression": "int4"}, r"must be hvd\.Compression\.none, \.fp16, \.bf16, \.int8, or one of these names"),
     ({"compression": "int8", "algorithm": "adpsgd"}, r"adpsgd has no fixed neighbours: use fp16 or bf16"),
-    ({"quasi_global": 1}, r"quasi_global must be True or False, got 1"),
     ({"quasi_global": True}, r"corrects the momentum of .*, and SGD has none: pass an SGD with momentum=0.9"),
     ({"hierarchical": 3}, r"3 ranks per host do not divide 4 ranks into hosts of equal size"),
     ({"op": lambda hvd: hvd.Sum}, r"op must be hvd\.Average, since gossip averages weights, got .*: leave op out"),
@@ -356,7 +345,7 @@ def test_parameters_that_cannot_be_averaged_or_named_in_torch():
                 torch_hvd.EagerOptimizer(optimizer, **options)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "complex64"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64"])
 @pytest.mark.parametrize("wrapper", ["GossipOptimizer", "LeaderOptimizer"])
 def test_parameters_that_mixing_would_spoil(wrapper, dtype):
     """Also those of a group that is added later."""

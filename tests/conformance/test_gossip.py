@@ -39,16 +39,7 @@ from tests.conformance.gossip_ranks import (
 from tests.conformance.gossip_reference import Problem
 from tests.conformance.keras_ranks import flat, plain
 from tests.conformance.torch_ranks import ProcessSet
-from tests.conformance.weight_ranks import (
-    MOMENTUM,
-    NESTEROV,
-    SGD,
-    KerasGraphRank,
-    KerasRank,
-    Rank,
-    TorchRank,
-    both,
-)
+from tests.conformance.weight_ranks import MOMENTUM, NESTEROV, SGD, KerasGraphRank, KerasRank, Rank, TorchRank, both
 from tests.conftest import LONG_RUN
 
 STEPS = 9

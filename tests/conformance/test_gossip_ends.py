@@ -19,31 +19,10 @@ from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster, InjectedError
 from tests.conformance import gossip_ranks as ranks
-from tests.conformance.gossip_ranks import (
-    DILOCO,
-    EXACT,
-    LATE,
-    LOCAL,
-    ON,
-    PAIRED,
-    PAIRS,
-    RING,
-    SLOWMO,
-    STAR,
-    by_turns,
-)
+from tests.conformance.gossip_ranks import DILOCO, EXACT, LATE, LOCAL, ON, PAIRED, PAIRS, RING, SLOWMO, STAR, by_turns
 from tests.conformance.leader_cases import ELASTIC, leads
 from tests.conformance.leader_reference import Following
-from tests.conformance.weight_ranks import (
-    NESTEROV,
-    SGD,
-    STILL,
-    KerasGraphRank,
-    KerasRank,
-    TorchRank,
-    also_graph,
-    both,
-)
+from tests.conformance.weight_ranks import NESTEROV, SGD, STILL, KerasGraphRank, KerasRank, TorchRank, also_graph, both
 
 # -- drains and cuts --------------------------------------------------------------------------------------------
 

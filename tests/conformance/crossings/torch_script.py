@@ -22,7 +22,6 @@ from tests.conformance.crossings.torch_parts import (
     BUFFERS_OF,
     LEVELS,
     OPTIMIZERS,
-    REFUSED,
     allowed,
     equivalent,
 )
@@ -92,9 +91,7 @@ class Run(Script):
     def __init__(self, cell: Cell, rank: int | None) -> None:
         super().__init__(cell, rank)
         self.net = Net(cell)
-        self.parts = [
-            kinds[level]() for factor, level in cell.levels.items() if level in (kinds := {**LEVELS[factor], **REFUSED})
-        ]
+        self.parts = [LEVELS[factor][level]() for factor, level in cell.levels.items() if level in LEVELS[factor]]
         self.seen = np.zeros(0)
         self.schedule: Any = None
 
@@ -179,6 +176,10 @@ class Run(Script):
         return getattr(hvd, self.arm.wrapper)(
             plain, named_parameters=named, named_buffers=self.net.named_buffers(), **options
         )
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return the optimizer's."""
+        return [parameter for group in self.opt.param_groups for parameter in group["params"]]
 
     def weights(self) -> Array:
         """Return all weights, flat, float64."""
