@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -23,21 +23,6 @@ from hvd_async.stats import Stats
 from hvd_async.testing import Cluster
 from tests.conformance.cases import Schedule, Script
 from tests.conformance.reference import Applied, Array
-
-
-class Trainer(Protocol):
-    """One rank's model and wrapped optimizer."""
-
-    opt: Any
-
-    def gradient(self, rank: int, step: int) -> Array:
-        """Compute this step's gradient where the optimizer will find it; returns it, flat."""
-
-    def step(self) -> None:
-        """Have the optimizer take it."""
-
-    def weights(self) -> Array:
-        """Flat, in the optimizer's order."""
 
 
 class ScriptedWorker:
@@ -205,8 +190,8 @@ class Outcome:
     stats: Stats
 
 
-def with_late_rank(schedule: Schedule, make: Callable[[int], Trainer]) -> list[Outcome]:
-    """Train on a cluster whose last rank takes its first step when the others' third round has come to it."""
+def with_late_rank(schedule: Schedule, make: Callable[[int], Any]) -> list[Outcome]:
+    """Train trainers on a cluster whose last rank takes its first step when the others' third round has come to it."""
     three_taken = [threading.Event() for _ in range(schedule.size)]
 
     def train(rank: int) -> Outcome:

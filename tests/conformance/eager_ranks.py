@@ -35,7 +35,7 @@ class Binding:
     Attributes:
         framework: as the reference names it.
         hvd: the namespace that a user imports.
-        trainer: makes a rank with a model by case and the wrapper's options; see ``drive.Trainer``.
+        trainer: makes a rank with a model by case and the wrapper's options: see ``torch_ranks.TorchTrainer``.
         vectors: makes a rank with given gradients by sizes, case and options.
         tensor: makes the framework's of an array.
         plain: makes the plain optimizer of a case for parameters, which Keras' is built with.

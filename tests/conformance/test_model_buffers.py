@@ -141,7 +141,7 @@ class Held(keras.layers.Layer):
 class KerasModel:
     """The same in Keras, with seeds and a frozen layer, which are a rank's own."""
 
-    def __init__(self, wrapper: str, rank: int, graph: bool = False, **more: Any) -> None:
+    def __init__(self, wrapper: str, rank: int, **more: Any) -> None:
         layers = keras.layers
         ones = {"kernel_initializer": "ones"}
         parts = [layers.Dense(3, **ones), layers.BatchNormalization(), Held(), layers.Dropout(0.5)]
@@ -151,7 +151,6 @@ class KerasModel:
         self.opt = getattr(keras_hvd, name)(keras.optimizers.SGD(0.01), model=model, **options, **more)
         self.opt.build(model.trainable_variables)
         self.rank, (_, self.norm, self.held, self.dropout, self.normalization, self.frozen) = rank, model.layers
-        self.step = tf.function(self._step) if graph else self._step
         self.step()
         self.assign(1.0 + rank, 4.0 + rank)
         for kind in KINDS:
@@ -161,7 +160,7 @@ class KerasModel:
         self.normalization.adapt_mean.assign([float(rank)] * 3)
         self.frozen.kernel.assign(np.full((3, 2), float(rank)))
 
-    def _step(self) -> None:
+    def step(self) -> None:
         if hasattr(self.opt, "record_loss"):
             self.opt.record_loss(-float(self.rank))
         self.opt.apply([tf.ones(v.shape) * (1.0 + self.rank) for v in self.opt._trainable_variables])
