@@ -28,7 +28,7 @@ BEGUN = [
 """Each of these arms with a constraint, which holds wherever a script looks; equal to a plain run if it can be, and not
 in a script that takes four times as long (``steps_of``), as torch's do."""
 SELDOM = {
-    *("drain", "drain-inference", "ends-inference", "consensus", "zeroed", "loop", "sgd", "transform-touch"),
+    *("drain", "drain-inference", "ends-inference", "consensus", "zeroed", "loop", "sgd"),
     "reassigned",
 }
 """Levels that only a long run crosses with all others: another level does what they do, and more."""

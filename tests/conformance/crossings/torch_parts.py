@@ -316,13 +316,6 @@ class ShownAndTouched(Shown):
         touch(run)
 
 
-class TransformThatTouches(Part):
-    """A ``round_transform`` that writes weights in place, with what they are."""
-
-    def options(self, run: Run) -> dict[str, Any]:
-        return {"round_transform": lambda _: touch(run)} if run.arm.eager else {}
-
-
 def clip(parameters: Any) -> None:
     """Clip gradients."""
     torch.nn.utils.clip_grad_norm_(parameters, 0.5)
@@ -631,7 +624,6 @@ LEVELS: Mapping[str, Mapping[str, Callable[[], Part]]] = {
         "synchronize-write": ShownAndWritten,
         "transform-write": TransformThatWrites,
         "synchronize-touch": ShownAndTouched,
-        "transform-touch": TransformThatTouches,
     },
     "training": {
         "freeze": Freeze,
@@ -669,7 +661,7 @@ LEVELS: Mapping[str, Mapping[str, Callable[[], Part]]] = {
 IDLE: Mapping[str, Mapping[str, str]] = {
     "weights": {"reading": "none"},
     "averages": {"hook": "none", "loop": "none"},
-    "gradients": {"synchronize-touch": "none", "transform-touch": "none"},
+    "gradients": {"synchronize-touch": "none"},
     "buffers": dict.fromkeys([*BUFFERS_OF, "reassigned"], "norm"),
     "memory": {"channels-last": "convolution"},
     "set": {"set": "none"},
