@@ -391,10 +391,6 @@ class FreezeAtDrain(Freeze):
     drains = True
 
 
-class Unused(Part):
-    """A parameter without a gradient in some steps: see ``Run.with_gain``."""
-
-
 # -- rates ------------------------------------------------------------------------------------------------------------
 
 
@@ -628,8 +624,7 @@ LEVELS: Mapping[str, Mapping[str, Callable[[], Part]]] = {
     "training": {
         "freeze": Freeze,
         "freeze-at-drain": FreezeAtDrain,
-        "unused": Unused,
-        "unused-on-a-rank": Unused,
+        **dict.fromkeys(["unused", "unused-on-a-rank"], Part),  # (see ``Run.with_gain``)
         "another-part": AnotherPart,
     },
     "rate": {name: functools.partial(Schedule, make) for name, make in SCHEDULES.items()} | {"by-hand": ByHand},
