@@ -159,16 +159,6 @@ def test_a_compression_of_ones_own(binding, eighth):
         assert opt.stats().bytes_sent == STEPS * 8 * (ELEMENTS + 1)
 
 
-@both
-def test_a_narrow_dtype_counts_far_enough(binding):
-    """bfloat16 counts to 256: with a bound of 100 rounds a slot is good for two ranks."""
-    options = {"compression": binding.hvd.Compression.bf16, "max_staleness": 100, "quorum": "all"}
-    for weights, opt in Cluster(3).run(lambda rank: trained(binding, rank, options)):
-        check(weights, expected(range(3), 1 / 3), 1e-4)
-        assert slots(opt) == 2
-        assert opt.stats().gradients_applied == 3 * STEPS
-
-
 # -- backward passes ------------------------------------------------------------------------------------------
 
 
@@ -179,6 +169,3 @@ def test_backward_passes_add_up(binding):
     for weights, opt in Cluster(2).run(lambda rank: trained(binding, rank, options, passes=passes)):
         check(weights, expected(range(2), 1 / 2, STEPS * passes))
         assert opt.stats().gradients_produced == STEPS
-
-
-# -- process sets ---------------------------------------------------------------------------------------------

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_async.algorithms.eager.gradient_format import EXACT, SAMPLE_DIGITS, Tail, Tally, count_slots
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
-from tests.conformance.drive import scripted_engine, taped
+from tests.conformance.drive import scripted_engine
 from tests.conformance.eager_ranks import KERAS, NAN, TINY, TORCH, UNIT, Binding, Embedding, all_modes, both
 from tests.conformance.reference import weighted
-from tests.conformance.sampled import VECTORS, Plan, train
 from tests.conftest import examples
 
 SAMPLES = (1, 0, 7)
@@ -86,41 +84,6 @@ def test_what_cannot_be_is_refused(binding):
         return str(reported.value)
 
     assert Cluster(1).run(forgets)
-
-
-# -- laws -----------------------------------------------------------------------------------------------------
-
-
-def laws(binding: Binding, quorum: Any, samples: Sequence[Sequence[int]]) -> None:
-    """A round's weights sum to k / P, and under "all" it is one large batch."""
-    plan, size = Plan(samples), len(samples)
-    with taped() as seen:
-        ends = train(binding, plan, options=lambda rank: {"quorum": quorum})
-    assert all(end.weights == ends[0].weights for end in ends)
-    for vector, own in enumerate(np.split(-np.array(ends[0].weights), VECTORS)):
-        for sums, counts in seen[0].carried:
-            carried = np.flatnonzero(sums[VECTORS - 1 - vector][: len(plan.steps)])
-            share = counts[VECTORS - 1 - vector] / size if len(carried) else 0.0
-            assert own[carried].sum() == pytest.approx(share, rel=1e-6)
-        if quorum == "all":
-            given = [np.nan_to_num([plan.gradient(rank, step, vector) for rank in range(size)])
-                     for step in range(len(samples[0]))]  # fmt: skip
-            large = [np.average(one, axis=0, weights=n) if any(n) else one[0] * 0 for one, n in
-                     zip(given, np.array(samples).T, strict=True)]  # fmt: skip
-            np.testing.assert_allclose(own, sum(large), rtol=0, atol=1e-6 * max(1.0, np.abs(given).max()))
-
-
-NUMBERS = st.one_of(st.integers(0, 64), st.integers(0, 2**20))
-RANKS = st.integers(1, 4).flatmap(
-    lambda ranks: st.lists(st.lists(NUMBERS, min_size=3, max_size=3), min_size=ranks, max_size=ranks)
-)
-
-
-@settings(max_examples=examples(100))
-@example(samples=[[2**20, 1, 0], [1, 2**20, 0]], quorum="all")
-@given(samples=RANKS, quorum=st.sampled_from(["all", "solo", "majority"]))
-def test_laws_for_any_numbers_of_samples_in_torch(samples, quorum):
-    laws(TORCH, quorum, samples)
 
 
 @settings(max_examples=examples(200))

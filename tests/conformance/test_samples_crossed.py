@@ -18,7 +18,7 @@ from tests.conformance.sampled import VECTORS, Plan, check, train
 from tests.conformance.torch_ranks import ProcessSet
 from tests.conftest import LONG_RUN
 
-EVEN = Plan(((3, 40, 1, 7), (8, 0, 250, 2), (1, 9, 5, 64), (30, 2, 0, 11)))
+EVEN = Plan(((3, 40, 1, 7), (8, 0, 2**20, 2), (1, 9, 5, 64), (30, 2, 0, 11)))
 UNEVEN = Plan(((3, 40, 1, 7), (), (8, 0)))
 
 
