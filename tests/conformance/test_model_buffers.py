@@ -184,49 +184,33 @@ both = pytest.mark.parametrize("made", [TorchModel, KerasModel], ids=["torch", "
 
 
 @both
-@all_wrappers
-@pytest.mark.filterwarnings("error:buffers")
-def test_statistics_are_averaged_and_others_become_rank_0s(made, wrapper):
-    """In ``consensus()``, which puts back what was there, and after a drain."""
-
-    def train(rank: int) -> list[list[float]]:
-        one = made(wrapper, rank)
-        own = one.statistics()
-        with one.opt.consensus():
-            shown = one.statistics()
-            assert one.others_are_rank_0s()
-        assert one.statistics() == (own if wrapper != "eager" else shown)
-        one.opt.drain()
-        assert one.others_are_rank_0s()
-        assert one.statistics() == shown
-        return shown
-
-    assert Cluster(3).run(train) == [[[2.0] * 3, [5.0] * 3]] * 3
-
-
-@both
 @pytest.mark.parametrize(
     ("wrapper", "policy", "means"),
     [
+        *((wrapper, "average", [2.0, 2.0, 2.0]) for wrapper in WRAPPERS),
         ("eager", "root", [1.0, 1.0, 1.0]),
         ("eager", "local", [1.0, 2.0, 3.0]),
         ("lsgd", "local", [3.0, 3.0, 3.0]),
         ("easgd", "local", [1.0, 2.0, 3.0]),
     ],
 )
-def test_statistics_may_be_rank_0s_or_the_leaders_or_each_ranks_own(made, wrapper, policy, means):
-    """In ``consensus()`` too, which puts back what was there."""
+@pytest.mark.filterwarnings("error:buffers")
+def test_statistics_are_averaged_or_rank_0s_or_the_leaders_or_each_ranks_own(made, wrapper, policy, means):
+    """And others become rank 0's: in ``consensus()``, which puts back what was there, and after a drain."""
 
-    def train(rank: int) -> list[float]:
-        one, seen = made(wrapper, rank, buffers=policy), list[float]()
+    def train(rank: int) -> list[list[float]]:
+        one = made(wrapper, rank, buffers=policy)
         own = one.statistics()
         with one.opt.consensus():
-            seen.append(one.statistics()[0][0])
-        assert wrapper == "eager" or one.statistics() == own
+            shown = one.statistics()
+            assert policy == "local" or one.others_are_rank_0s()
+        assert one.statistics() == (own if wrapper != "eager" else shown)
         one.opt.drain()
-        return [*seen, one.statistics()[0][0]]
+        assert policy == "local" or one.others_are_rank_0s()
+        assert one.statistics() == shown
+        return shown
 
-    assert Cluster(3).run(train) == [[mean] * 2 for mean in means]
+    assert Cluster(3).run(train) == [[[mean] * 3, [3.0 + mean] * 3] for mean in means]
 
 
 def test_counters_of_batches_are_the_ranks_own_until_the_leaders_are_taken():
