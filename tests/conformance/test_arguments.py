@@ -236,6 +236,17 @@ LEADER: list[tuple[dict[str, Any], str]] = [
     ({"buffers": "root"}, r"buffers must be 'average' or 'local', got 'root'"),
 ]
 REFUSED = [(name, *one) for name, table in zip(WRAPPERS, (EAGER, GOSSIP, LEADER), strict=True) for one in table]
+
+
+class Averaging(torch.optim.SGD):
+    """An optimizer that averages over ranks."""
+
+    def _allreduce_grad_async(self) -> None:
+        """Horovod's has this method."""
+
+
+ONE = torch.nn.Parameter(torch.zeros(1))
+OF_IT = {"optimizer": torch.optim.SGD([ONE], lr=0.1)}
 TOO_FAR = {"compression": torch_hvd.Compression.bf16, "max_staleness": 256}
 OF_ONE: list[tuple[str, dict[str, Any], str]] = [
     ("torch", {"named_parameters": [("a", torch.zeros(1))]}, "leaves out 4 of the optimizer's 4"),
@@ -245,6 +256,10 @@ OF_ONE: list[tuple[str, dict[str, Any], str]] = [
     *(("torch", {"groups": groups}, "groups must be an integer of at least 0") for groups in (-1, True)),
     ("torch", {"groups": [[torch.zeros(1)]]}, "no parameter of this optimizer"),
     ("torch", {"groups": list(conv_model().parameters())}, "no parameter of this optimizer|lists of parameters"),
+    ("torch", {"optimizer": Averaging([ONE], lr=0.1)}, "averages over ranks already: wrap the plain one"),
+    ("torch", {"optimizer": torch.optim.SGD([COMPLEX], lr=0.1)}, "complex64 cannot be averaged"),
+    ("torch", {**OF_IT, "named_parameters": [("same", ONE), ("same", COMPLEX)]}, "repeats a name"),
+    ("torch", {**OF_IT, "groups": [[ONE], [ONE]]}, "each may be in one group only"),
     ("torch", {"scaler": "dynamic"}, "scaler must be the torch.amp.GradScaler .*, got 'dynamic'"),
     ("keras", {**TOO_FAR, "compression": keras_hvd.Compression.bf16}, "lower max_staleness"),
     ("keras", {"compression": keras_hvd.Compression.int8}, "cannot compress gradients"),
@@ -325,24 +340,6 @@ def test_what_cannot_be_wrapped(binding, wrapper):
                 make(binding, wrapper, theirs(0.1), **more)
     with pytest.raises(NotInitializedError, match=r"call hvd.init\(\) first"):
         make(binding, wrapper, **more)
-
-
-def test_parameters_that_cannot_be_averaged_or_named_in_torch():
-    class Averaging(torch.optim.SGD):
-        def _allreduce_grad_async(self) -> None:
-            """Horovod's has this method."""
-
-    own = plain("torch")
-    every = [p for group in own.param_groups for p in group["params"]]
-    with scripted_engine(2):
-        for optimizer, options, hint in (
-            (Averaging(conv_model().parameters(), lr=0.1), {}, "averages over ranks already: wrap the plain one"),
-            (torch.optim.SGD([COMPLEX], lr=0.1), {}, "complex64 cannot be averaged"),
-            (own, {"named_parameters": [("same", p) for p in every]}, "repeats a name"),
-            (own, {"groups": [every[:1], every[:1]]}, "each may be in one group only"),
-        ):
-            with pytest.raises(ValueError, match=hint):
-                torch_hvd.EagerOptimizer(optimizer, **options)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64"])

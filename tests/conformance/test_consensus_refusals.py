@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from hvd_async.errors import ReplicaStateError
-from hvd_async.testing import Cluster
+from tests.conformance.gossip_ranks import alike
 from tests.conformance.weight_ranks import ALGORITHMS, KerasGraphRank, KerasRank, TorchRank, both
 from tests.conftest import LONG_RUN
 
@@ -54,9 +54,7 @@ def test_calls_inside_consensus_are_refused_and_change_nothing(made, wrapper, op
         trainer.train(3).opt.drain()
         return trainer.weights().tolist(), int(trainer.opt.stats().steps) - steps
 
-    results = Cluster(2).run(work)
-    assert results[0] == results[1]
-    assert results[0][1] == 3
+    assert alike(work, 2)[1] == 3
 
 
 @both
@@ -75,8 +73,7 @@ def test_another_optimizers_drain_is_refused_too(binding):
         other.opt.drain()
         return [*one.weights().tolist(), *other.weights().tolist()]
 
-    first, second = Cluster(2).run(work)
-    assert first == second
+    alike(work, 2)
 
 
 NESTED = [
@@ -114,5 +111,4 @@ def test_two_models_hold_their_consensus_at_once(binding, first, second):
         one.opt.drain()
         return [*seen, one.weights().tolist(), other.weights().tolist()]
 
-    ranks = Cluster(2).run(work)
-    assert ranks[0] == ranks[1]
+    alike(work, 2)
