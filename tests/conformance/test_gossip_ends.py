@@ -13,7 +13,7 @@ import pytest
 
 from hvd_async.algorithms.gossip.outer_worker import OuterWorker
 from hvd_async.algorithms.gossip.rank import PushSumWorker
-from hvd_async.errors import ReplicaMismatchError, ReplicaStateError, WaitTimeoutError
+from hvd_async.errors import ReplicaStateError, WaitTimeoutError
 from hvd_async.runtime import coordinator
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.lifecycle import local_engine
@@ -213,26 +213,6 @@ def test_weights_that_one_rank_replaces_after_a_drain_are_named_at_the_next(bind
     Cluster(2).run(work)
     notice = "rank 1 continued after the last drain() with other weights than rank 0"
     assert [notice in one for one in said] == ([] if averages else [True])
-
-
-def test_a_state_that_one_rank_has_loaded_is_refused_before_the_first_step():
-    problem = KerasRank.least_squares(2)
-
-    def before(rank: int) -> dict[str, Any]:
-        one = KerasRank(problem, rank).train(2)
-        one.opt.drain()
-        return one.state()
-
-    (state,) = Cluster(1).run(before)
-
-    def work(rank: int) -> None:
-        one = KerasRank(problem, rank)
-        if rank == 1:
-            one.load(state)
-        with pytest.raises(ReplicaMismatchError, match=r"state differs.*'nothing' where rank 1 has"):
-            one.train(1)
-
-    Cluster(2).run(work)
 
 
 def test_construction_does_not_communicate():
