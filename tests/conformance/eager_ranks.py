@@ -66,8 +66,7 @@ class Binding:
         for step, size in enumerate(sizes):
             average = sum(reader.gradient(rank, step) for rank in range(size)) / size
             self.apply_plainly(optimizer, reader.parameters, average)
-        weights: Array = reader.weights()
-        return weights
+        return reader.weights()
 
 
 def _keras_plain(case: Any, variables: Sequence[Any]) -> Any:

@@ -36,8 +36,7 @@ def trained(
 
 def expected(ranks: Sequence[int], factor: float, steps: int = STEPS) -> Array:
     """Minus ``factor`` times the sum of the ranks' gradients."""
-    total: Array = -factor * sum(gradient(rank, step) for rank in ranks for step in range(steps))
-    return total
+    return -factor * sum(gradient(rank, step) for rank in ranks for step in range(steps))
 
 
 def check(weights: Array, exact: Array, tolerance: float = 1e-5) -> None:

@@ -30,8 +30,7 @@ def trained(binding: Binding, samples: Any, **options: Any) -> list[list[float]]
             one.samples = samples(rank, step)
             one.take(rank + 1.0, NAN if one.samples == 0 else 2.0 * (rank + 1))
         one.opt.drain()
-        weights: list[float] = one.weights().tolist()
-        return weights
+        return one.weights().tolist()
 
     return Cluster(3).run(run)
 
@@ -131,8 +130,7 @@ def passed(binding: Binding, average: bool = False) -> tuple[list[list[float]], 
             if binding is TORCH:
                 one.opt.step()
         one.opt.drain()
-        weights: list[float] = one.weights().tolist()
-        return weights
+        return one.weights().tolist()
 
     expected = 0.0
     for step in range(2):

@@ -44,8 +44,7 @@ class Net(torch.nn.Module):
             self.register_buffer(name, buffer, persistent=name != "transient")
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.norm(self.layer(inputs))
-        return out
+        return self.norm(self.layer(inputs))
 
 
 def wrap(wrapper: str, model: torch.nn.Module, named_buffers: Any = None, **more: Any) -> Any:
@@ -368,7 +367,6 @@ def test_statistics_in_half_precision_are_summed_in_double(wrapper):
         half._name = half._path = "moving_variance"
         half.assign([60000.0 + 64 * rank] * 3)
         one.opt.drain()
-        values: list[float] = half.numpy().tolist()
-        return values
+        return half.numpy().tolist()
 
     assert Cluster(3).run(train) == [[60064.0] * 3] * 3

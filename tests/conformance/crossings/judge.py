@@ -83,8 +83,7 @@ class _InPlace:
 def like_horovod(collectives: MemoryCollectives) -> MemoryCollectives:
     """Return the same rank's, of the same plane, which take what Horovod takes."""
     kind = type("LikeHorovod", (HorovodLike, type(collectives)), {})
-    alike: MemoryCollectives = kind(collectives._board, collectives.rank, collectives.size)
-    return alike
+    return kind(collectives._board, collectives.rank, collectives.size)
 
 
 def _check(vector: Any, name: str, dtypes: set[str]) -> None:

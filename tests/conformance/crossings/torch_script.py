@@ -77,8 +77,7 @@ class Net(torch.nn.Module):
         if isinstance(self.first, torch.nn.Conv2d):
             x = x[:, :, None, None] * torch.tensor([[1.0, 0.5], [-0.5, 0.25]], dtype=x.dtype)
         hidden = self.norm(torch.tanh(self.first(x).flatten(1)))  # (behind the first bias, which norms would cancel)
-        result: torch.Tensor = self.second(hidden * self.gain if with_gain else hidden)
-        return result
+        return self.second(hidden * self.gain if with_gain else hidden)
 
 
 class Run(Script):
@@ -254,8 +253,7 @@ class Run(Script):
         file = io.BytesIO()
         torch.save({"model": self.net.state_dict(), "opt": self.opt.state_dict()}, file)
         file.seek(0)
-        state: Mapping[str, Any] = torch.load(file, weights_only=True)
-        return state
+        return torch.load(file, weights_only=True)
 
     @property
     def stepping_transform(self) -> bool:
