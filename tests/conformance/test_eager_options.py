@@ -39,8 +39,8 @@ def expected(ranks: Sequence[int], factor: float, steps: int = STEPS) -> Array:
     return -factor * sum(gradient(rank, step) for rank in ranks for step in range(steps))
 
 
-def check(weights: Array, exact: Array, tolerance: float = 1e-5) -> None:
-    np.testing.assert_allclose(weights, exact, rtol=0, atol=tolerance)
+def check(weights: Array, exact: Array) -> None:
+    np.testing.assert_allclose(weights, exact, rtol=0, atol=1e-5)
 
 
 def slots(opt: Any) -> int:

@@ -262,10 +262,6 @@ class Codebook(Net):
         return out
 
 
-def frozen(model: torch.nn.Module) -> torch.nn.Module:
-    return model.eval()
-
-
 def in_a_trainer(model: torch.nn.Module) -> torch.nn.Module:
     trainer = torch.nn.Module()
     trainer.model, trainer.forward = model, model.forward
@@ -276,7 +272,7 @@ SILENT: list[tuple[str, Any, dict[str, Any], str | None]] = [
     ("batch norm", Net, {}, "norm.running_mean, norm.running_var, and"),
     ("inside another module", lambda: in_a_trainer(Net()), {}, "model.norm.running_mean, model.norm.running_var, and"),
     ("a codebook", Codebook, {}, "codes, and"),
-    ("in evaluation mode", lambda: frozen(Net()), {}, None),
+    ("in evaluation mode", lambda: Net().eval(), {}, None),
     ("each rank's own on purpose", Net, {"buffers": "local"}, None),
     ("given", Net, {"named_buffers": "generator"}, None),
     ("none given on purpose", Net, {"named_buffers": None}, None),
