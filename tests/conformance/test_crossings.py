@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conformance.crossings import bindings
+from tests.conformance.crossings import bindings, judge
 from tests.conformance.crossings.table import FEW, Cell
 from tests.conftest import LONG_RUN
 
@@ -47,17 +47,17 @@ CELLS = (
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
 def test_a_cell(cell):
-    assert bindings.problems(cell) == []
+    assert judge.problems(cell) == []
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "counting"])
 def test_quasi_global_momentum_is_refused_without_momentum(optimizer):
-    (problem,) = bindings.problems(Cell("torch", "dpsgd-quasi", {"optimizer": optimizer}))
+    (problem,) = judge.problems(Cell("torch", "dpsgd-quasi", {"optimizer": optimizer}))
     assert "raised ValueError: quasi_global corrects the momentum" in problem
 
 
 @pytest.mark.parametrize("name", ["eager-solo", "eager-pace"])
 def test_a_clamp_between_steps_of_ranks_that_saw_other_rounds_is_refused_or_right(name):
     """A late rank applies several rounds in one step, and so clamps less often than others: a drain compares them."""
-    problems = bindings.problems(Cell("torch", name, {"weights": "clamp-between"}))
+    problems = judge.problems(Cell("torch", name, {"weights": "clamp-between"}))
     assert all("replicas differ after drain()" in one or "weights are clamped" in one for one in problems)

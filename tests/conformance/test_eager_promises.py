@@ -165,7 +165,7 @@ def test_a_replica_that_was_changed_on_one_rank_is_found_at_the_drain_and_at_the
 
 
 def after_two_steps(late: Callable[[], bool], then: Callable[[int, Any], None]) -> None:
-    """On two ranks, whose second round's sums say by ``late`` whether they are complete: take two steps, then go on.
+    """Take two steps on two ranks, whose second round's sums say by ``late`` whether they are complete, and continue.
 
     On NCCL a round's sums are applied before they are complete, and are of no use if they never are.
     """

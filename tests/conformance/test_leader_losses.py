@@ -187,11 +187,11 @@ def alone(optimizer: Any = None, **options: Any) -> Any:
     return hvd.LeaderOptimizer(sgd(1.0) if optimizer is None else optimizer, **ALONE | options)
 
 
-def told(script: Callable[[Scalar], object], optimizer: Any = None, graph: bool = False, **options: Any) -> list[Event]:
+def noted(script: Callable[[Scalar], object], plain: Any = None, graph: bool = False, **options: Any) -> list[Event]:
     """The events while a script trains one weight, from 3."""
 
     def train(rank: int) -> list[Event]:
-        one = Scalar(alone(optimizer, **options), graph, 3.0)
+        one = Scalar(alone(plain, **options), graph, 3.0)
         events = spy(one.opt)
         script(one)
         return events
@@ -238,7 +238,7 @@ def test_a_loss_reported_where_the_step_is_comes_once_and_before_its_choice(grap
             taken(tf.constant(target))
 
     optimizer = sgd(1.0, gradient_accumulation_steps=each if accumulation == "Keras'" else None)
-    events = told(script, optimizer, backward_passes_per_step=each if accumulation == "ours" else 1)
+    events = noted(script, optimizer, backward_passes_per_step=each if accumulation == "ours" else 1)
     assert events == alternating([4.0, 9.0, 1.0, 0.0], each)
 
 
@@ -254,7 +254,7 @@ def test_losses_of_several_steps_of_one_graph_come_each_before_its_own_and_in_or
         steps()
         steps()
 
-    assert told(script) == alternating([3.0, 3.5, 2.0, 2.5, 1.0, 1.5, 0.0, 0.5], each=2)
+    assert noted(script) == alternating([3.0, 3.5, 2.0, 2.5, 1.0, 1.5, 0.0, 0.5], each=2)
 
 
 @pytest.mark.parametrize("apart", ["two functions", "an eager apply", "an eager loss"])
@@ -267,7 +267,7 @@ def test_a_loss_reported_elsewhere_than_the_step(apart):
             record(tf.constant(loss))
             one.step(1.0)
 
-    assert told(script, graph=apart != "an eager apply") == alternating([1.0, 2.0, 3.0])
+    assert noted(script, graph=apart != "an eager apply") == alternating([1.0, 2.0, 3.0])
 
 
 def test_scale_loss_tells_it_as_in_keras_train_step():
@@ -284,7 +284,7 @@ def test_scale_loss_tells_it_as_in_keras_train_step():
         assert [float(step(tf.constant(target))) for target in (1.0, 2.0, 0.0)] == [8 * 4.0, 8 * 1.0, 8 * 4.0]
         assert float(one.weight) == 0.0
 
-    assert told(script, sgd(0.5, loss_scale_factor=8.0)) == alternating([4.0, 1.0, 4.0])
+    assert noted(script, sgd(0.5, loss_scale_factor=8.0)) == alternating([4.0, 1.0, 4.0])
 
 
 def fitted(

@@ -1,12 +1,11 @@
-"""The scripts by binding: which cells there are, and their verdicts."""
+"""The scripts by binding, and which cells there are."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tests.conformance.crossings import judge, keras_script, torch_script
+from tests.conformance.crossings import keras_script, torch_script
 from tests.conformance.crossings.table import ARMS, Cell, cover
 
 SCRIPTS: Mapping[str, Any] = {"torch": torch_script} | dict.fromkeys(
@@ -57,11 +56,3 @@ def cells(
         factors[factor] = [*without, *(level for level in levels if level not in set(seldom))]
     rows = cover(factors, crossed, script.allowed, begun=begun)
     return [Cell(binding, row.pop("arm"), row) for row in rows]
-
-
-def problems(cell: Cell) -> list[str]:
-    """Return what does not hold of a cell."""
-    script = SCRIPTS[cell.binding]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return judge.problems(cell, script.Run, script.equivalent)
