@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,23 +21,8 @@ from hvd_async.runtime.protocol import Hyper
 from hvd_async.runtime.worker import Uninterrupted
 from hvd_async.stats import Stats
 from hvd_async.testing import Cluster
-from tests.conformance.cases import Schedule, Script
-from tests.conformance.reference import Applied, Array
-
-
-class Trainer(Protocol):
-    """One rank's model and wrapped optimizer."""
-
-    opt: Any
-
-    def gradient(self, rank: int, step: int) -> Array:
-        """Compute this step's gradient where the optimizer will find it; returns it, flat."""
-
-    def step(self) -> None:
-        """Have the optimizer take it."""
-
-    def weights(self) -> Array:
-        """Flat, in the optimizer's order."""
+from tests.conformance.cases import Case, Schedule, Script
+from tests.conformance.reference import Applied, Array, replay
 
 
 class ScriptedWorker:
@@ -158,9 +143,9 @@ class Tape:
     calls: list[int] = field(default_factory=list)
 
 
-@contextlib.contextmanager
-def taped() -> Iterator[dict[int, Tape]]:
-    """Inside, note for each rank what its worker returns, in copies made before anybody changes them."""
+@pytest.fixture
+def tapes() -> Iterator[dict[int, Tape]]:
+    """Rank -> what its worker has returned, in copies made before anybody changes them."""
     made: dict[int, Tape] = {}
     begin, step = EagerWorker.begin, EagerWorker.finish_step_program
 
@@ -188,13 +173,6 @@ def taped() -> Iterator[dict[int, Tape]]:
         yield made
 
 
-@pytest.fixture
-def tapes() -> Iterator[dict[int, Tape]]:
-    """Rank -> what its worker returned."""
-    with taped() as made:
-        yield made
-
-
 @dataclass
 class Outcome:
     """The end of a rank's training."""
@@ -205,8 +183,8 @@ class Outcome:
     stats: Stats
 
 
-def with_late_rank(schedule: Schedule, make: Callable[[int], Trainer]) -> list[Outcome]:
-    """Train on a cluster whose last rank takes its first step when the others' third round has come to it."""
+def with_late_rank(schedule: Schedule, make: Callable[[int], Any]) -> list[Outcome]:
+    """Train trainers on a cluster whose last rank takes its first step when the others' third round has come to it."""
     three_taken = [threading.Event() for _ in range(schedule.size)]
 
     def train(rank: int) -> Outcome:
@@ -278,16 +256,14 @@ def wait_for_rounds(worker: EagerWorker, count: int) -> None:
     worker.engine.wait(lambda: len(worker._rounds) >= count)
 
 
-def check_late_rank(
-    framework: str, replayed: Callable[[Array, list[Applied]], Array], outcomes: list[Outcome], tapes: dict[int, Tape]
-) -> None:
+def check_late_rank(framework: str, case: Case, outcomes: list[Outcome], tapes: dict[int, Tape]) -> None:
     """Replicas identical, equal to the reference on the rounds they applied; those rounds hold all the gradients."""
     size = len(outcomes)
     assert tapes[size - 1].calls[:3] == [3, 0, 0], "the late rank did not apply 3, 0 and 0 rounds"
     assert tapes[0].calls[:3] == [1, 1, 1]
     for rank, outcome in enumerate(outcomes):
         assert outcome.after.tobytes() == outcomes[0].after.tobytes(), f"rank {rank} is no replica of rank 0"
-        expected = replayed(outcome.before, tapes[rank].applied)
+        expected = replay(framework, case, outcome.before, tapes[rank].applied, size, 2)
         np.testing.assert_allclose(outcome.after, expected, rtol=0, atol=1e-5)
         assert np.abs(outcome.after - outcome.before).max() > 1e-3, f"{framework} did not train"
     produced = sum(g for outcome in outcomes for g in outcome.gradients)

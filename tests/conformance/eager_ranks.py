@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 import torch
@@ -33,7 +35,7 @@ class Binding:
     Attributes:
         framework: as the reference names it.
         hvd: the namespace that a user imports.
-        trainer: makes a rank with a model by case and the wrapper's options; see ``drive.Trainer``.
+        trainer: makes a rank with a model by case and the wrapper's options: see ``torch_ranks.TorchTrainer``.
         vectors: makes a rank with given gradients by sizes, case and options.
         tensor: makes the framework's of an array.
         plain: makes the plain optimizer of a case for parameters, which Keras' is built with.
@@ -64,8 +66,7 @@ class Binding:
         for step, size in enumerate(sizes):
             average = sum(reader.gradient(rank, step) for rank in range(size)) / size
             self.apply_plainly(optimizer, reader.parameters, average)
-        weights: Array = reader.weights()
-        return weights
+        return reader.weights()
 
 
 def _keras_plain(case: Any, variables: Sequence[Any]) -> Any:
@@ -95,6 +96,55 @@ def _keras(graph: bool) -> Binding:
         _keras_plain,
         keras_ranks.apply_plainly,
     )
+
+
+class Embedding:
+    """A table of 9 rows whose gradients are sparse.
+
+    Attributes:
+        samples: to be recorded for each backward pass; None if nothing is.
+    """
+
+    samples: int | None = None
+
+    def __init__(self, binding: Binding, **options: Any) -> None:
+        self.torch = binding is TORCH
+        if self.torch:
+            module = torch.nn.Embedding.from_pretrained(torch.full((9, 4), 100.0), freeze=False, sparse=True)
+            self.module, self.table = module, module.weight
+            self.opt = binding.hvd.EagerOptimizer(torch.optim.SGD([self.table], lr=1.0), **options)
+            return
+        self.table = keras.Variable(np.full((9, 4), 100.0, np.float32))
+        self.opt = binding.hvd.EagerOptimizer(keras.optimizers.SGD(1.0), **options)
+        self.opt.build([self.table])
+
+        @tf.function
+        def step(words: tf.Tensor) -> None:
+            with tf.GradientTape() as tape:
+                total = tf.reduce_sum(tf.gather(self.table.value, words))
+            (gradient,) = tape.gradient(total, [self.table.value])
+            assert isinstance(gradient, tf.IndexedSlices)
+            self.opt.apply([gradient], [self.table])
+
+        self._step = step
+
+    def take(self, *passes: Sequence[int]) -> None:
+        """A step of which each backward pass sees some words."""
+        if self.torch:
+            self.opt.zero_grad()
+        for words in passes:
+            if self.samples is not None:
+                self.opt.record_samples(self.samples)
+            if self.torch:
+                self.module(torch.tensor(words)).sum().backward()
+            else:
+                self._step(tf.constant(words))
+        if self.torch:
+            self.opt.step()
+
+    def rows(self) -> list[float]:
+        """The first number of each row."""
+        return [float(x) for x in (self.table.detach() if self.torch else self.table.numpy())[:, 0]]
 
 
 KERAS, KERAS_GRAPH = _keras(False), _keras(True)

@@ -3,7 +3,7 @@
 Published (Yuan, Ying, Zhao and Sayed, 2019, Part I, Algorithm 1), with U the wrapped optimizer's update and Wbar:
     psi <- U(x, g(x));  phi = psi + x - psi of the step before (at first x itself);  x <- Wbar phi
 Edge by edge, sent each H-th step, with m the decoded form of phi, and f of each edge 0 at first:
-    each step:       phi_i = U(x_i, g(x_i)) + sum_j wbar_ij f_ij / H
+    each step:       phi_i = U(x_i, g(x_i)) + s sum_j wbar_ij f_ij / H,  s = 1 while the learning rate stays
     the H-th ones:   x_i = phi_i + sum_j wbar_ij (m_j - m_i),  f_ij <- f_ij + m_j - m_i  over j that take this step too;
                      of j whose last step was K: x_i <- x_i - wbar_ij f_ij (step - K) / H, and f_ij <- 0
     averaging:       at the end of a step, x <- sum x / A over the A ranks that take this step
@@ -41,6 +41,7 @@ def exact_diffusion(
     every: int = 1,
     average_every: int = 0,
     encode: Encode | None = None,
+    shares: Sequence[float] = (),
 ) -> Outcome:
     """Replay training edge by edge.
 
@@ -50,6 +51,7 @@ def exact_diffusion(
         every: H.
         average_every: steps, 0 for never.
         encode: compresses messages; the same for all receivers.
+        shares: s of each step.
     """
     x, states = problem.start.copy(), list(problem.states) or [start(own) for own in problem.start]
     size, path = len(x), [list[Array]() for _ in x]
@@ -59,7 +61,7 @@ def exact_diffusion(
         active = [rank for rank in range(size) if counts[rank] >= step]
         for rank in active:
             new, states[rank] = problem.update(x[rank], problem.gradient(x[rank], rank, step), states[rank])
-            x[rank] = new + edges[rank] @ flows[rank] / every
+            x[rank] = new + (shares[step - 1] if shares else 1.0) * (edges[rank] @ flows[rank]) / every
         if step % every == 0:
             sent = {rank: x[rank] if encode is None else encode(x[rank], -1, rank, step) for rank in active}
             x = x.copy()

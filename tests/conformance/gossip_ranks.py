@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,18 +12,17 @@ import pytest
 from hvd_async import mixing, topology
 from hvd_async.algorithms.gossip.config import ALGORITHMS
 from hvd_async.algorithms.gossip.plan import make_plan
-from hvd_async.stats import GossipStats
 from hvd_async.testing import Cluster
 from tests.conformance import gossip_reference as reference
-from tests.conformance import outer_reference
+from tests.conformance import leader_drive, outer_reference
 from tests.conformance.exact_diffusion_reference import exact_diffusion
 from tests.conformance.gossip_reference import Outcome, Problem
-from tests.conformance.host_pairs_reference import adpsgd_of_hosts
+from tests.conformance.leader_drive import Seen
 from tests.conformance.noloco_reference import noloco
 from tests.conformance.outer_reference import Outer
 from tests.conformance.quasi_global_reference import Corrected
 from tests.conformance.reference import Array
-from tests.conformance.weight_ranks import KerasRank, Rank, TorchRank
+from tests.conformance.weight_ranks import KerasRank, TorchRank
 from tests.conftest import LONG_RUN
 
 STAR = {"algorithm": "sgp", "topology": "star"}
@@ -65,90 +62,23 @@ def by_turns(argument: str, *values: Any) -> Any:
     return pytest.mark.parametrize(("binding", argument), rows, ids=name)
 
 
-def graph(name: str, size: int, scheme: str = "uniform") -> list[Array]:
+def graph(name: str, size: int) -> list[Array]:
     """Mixing matrices of a named graph."""
-    return mixing.matrices(topology.named(name, size), scheme)
-
-
-@dataclass
-class Seen:
-    """Record of one rank.
-
-    Attributes:
-        path: what the model held after each step.
-        moved: by what each local update changed this rank's (biased) weights.
-        log: the worker's.
-        weight: the push-sum weight after the last step.
-        drained: what the model held at the end.
-        stats: at the end.
-    """
-
-    path: list[Array] = field(default_factory=list)
-    moved: list[Array] = field(default_factory=list)
-    log: list[Any] = field(default_factory=list)
-    weight: float = 1.0
-    drained: Array = field(default_factory=lambda: np.zeros(0))
-    stats: GossipStats = field(default_factory=GossipStats)
-
-
-def watch(rank: Rank) -> Seen:
-    """Meet the other ranks, and record from now on what this one does."""
-    worker, seen = rank.worker(), Seen()
-    mix = worker.mix
-
-    def spied_mix(before: Any, after: Any) -> Any:
-        seen.moved.append(np.asarray(after).astype(np.float64) - worker.weight * rank.before)
-        return mix(before, after)
-
-    worker.mix = spied_mix
-    seen.log = worker.log = []
-    return seen
-
-
-def train(rank: Rank, seen: Seen, steps: int) -> None:
-    """Take steps, and record the model after each."""
-    for _ in range(steps):
-        seen.path.append(rank.train(1).weights())
-    seen.weight = rank.opt.stats().push_sum_weight
-
-
-def drain(rank: Rank, seen: Seen) -> Seen:
-    """Drain, and record the end."""
-    rank.opt.drain()
-    seen.drained, seen.stats = rank.weights(), rank.opt.stats()
-    return seen
+    return mixing.matrices(topology.named(name, size), "uniform")
 
 
 def run(
-    binding: Any,
-    problem: Problem,
-    steps: int | Sequence[int],
-    cluster: Cluster | None = None,
-    begin: Callable[[Rank], object] = lambda rank: None,
-    **options: Any,
+    binding: Any, problem: Problem, steps: int | Sequence[int], cluster: Cluster | None = None, **options: Any
 ) -> list[Seen]:
     """Train on all ranks.
 
     Args:
         steps: of each rank; or of all: then none is done while others still step, which send less then.
         cluster: another one than the plain.
-        begin: called with each rank before its first step.
         options: of the rank and of ``GossipOptimizer``.
     """
-    size = len(problem.start)
-    together = threading.Barrier(size)
-
-    def work(rank: int) -> Seen:
-        one = binding(problem, rank, **options)
-        begin(one)
-        seen = watch(one)
-        together.wait(30)  # (a message is logged from the first on)
-        train(one, seen, steps if isinstance(steps, int) else steps[rank])
-        if isinstance(steps, int):
-            together.wait(60)
-        return drain(one, seen)
-
-    return (Cluster(size) if cluster is None else cluster).run(work)
+    cluster = Cluster(len(problem.start)) if cluster is None else cluster
+    return leader_drive.run(lambda rank: binding(problem, rank, **options), steps, cluster, isinstance(steps, int))
 
 
 def expected(problem: Any, seen: Sequence[Seen], options: dict[str, Any]) -> Outcome:
@@ -162,7 +92,7 @@ def expected(problem: Any, seen: Sequence[Seen], options: dict[str, Any]) -> Out
         return outer_reference.train(problem, counts, outer_of(len(seen), options), local_size=hosts)
     if algorithm == "adpsgd":
         logs = [own.log[: own.log.index(("drained",))] for own in seen]
-        return reference.adpsgd(problem, logs) if hosts == 1 else adpsgd_of_hosts(problem, logs, hosts, counts)
+        return reference.adpsgd(problem, logs, hosts, counts)
     if algorithm == "exact-diffusion":
         (weights,) = mixing.matrices(topology.named(options["topology"], len(seen)), options.get("mixing", "uniform"))
         own = {"every": options.get("gossip_every", 1), "average_every": options.get("average_every", 0)}

@@ -12,8 +12,10 @@ matrix of phase (k - 1) % period), m the decoded form of what was sent: x itself
     every = H:  W^(k) is the matrix of phase (k / H - 1) % period at steps k = H, 2 H, .., and I between them
     averaging:  at the end of a step, x <- sum x / A, w <- sum w / A over the A ranks that take this step
     drain:      everything in flight is taken in;  z <- sum x / sum w
-    adpsgd:     a shadow y;  step: y <- y + U(p, g(p)) - p at the parameters p, then p <- y;
-                a pair (i, j) takes snapshots s, and on arrival y_i <- y_i + (s_j - s_i) / 2
+    adpsgd:     a shadow y of each host of n ranks (n = 1 without hosts), whose parameters are all p;
+                step: y <- y + sum_r (U(p, g_r(p)) - p) / n  of the ranks r that take it, then p <- y;
+                a pair (i, j) takes snapshots s, and on arrival y_i <- y_i + (s_j - s_i) / 2; of hosts part by part,
+                rank i of one with rank i of the other
     CHOCO:      both ends of an edge keep a copy c (0 at first);  c <- c + Q(x - c);  m = c
 """
 
@@ -57,6 +59,7 @@ class Problem:
         gradient: of (weights, rank, step from 1).
         case: the optimizer, in the form of ``framework`` ("torch" or "keras").
         states: the optimizers' at first, one a rank; none: new ones.
+        rate: the learning rate by the step, from 1; None: that of the case.
     """
 
     start: Array
@@ -64,10 +67,15 @@ class Problem:
     case: Case
     framework: str = "torch"
     states: tuple[State, ...] = ()
+    rate: Callable[[int], float] | None = None
+
+    def lr(self, step: int) -> float:
+        """The learning rate of a step."""
+        return self.case.lr if self.rate is None else self.rate(step)
 
     def update(self, x: Array, g: Array, state: State) -> tuple[Array, State]:
         """The wrapped optimizer's."""
-        return UPDATES[self.framework](self.case, x, g, state, self.case.lr)
+        return UPDATES[self.framework](self.case, x, g, state, self.lr(state.t + 1))
 
     def after(self, outcome: Outcome) -> Problem:
         """Rest of the problem after a drain: all at the average, steps from 1 again; data and optimizers continue."""
@@ -313,24 +321,31 @@ def name(edge: Edge) -> str:
 # -- adpsgd ---------------------------------------------------------------------------------------------------
 
 
-def adpsgd(problem: Problem, log: Log) -> Outcome:
+def adpsgd(problem: Problem, log: Log, local_size: int = 1, steps: Sequence[int] = ()) -> Outcome:
     """Replay what hit the ranks' shadows, each rank's in its own order, and a landing only when the partner has sent.
+
+    Args:
+        log: with hosts, for each rank of the part that it owns.
+        local_size: ranks of a host.
+        steps: of each rank; none: as many as its log has, which with hosts are those of the host.
 
     Raises:
         ValueError: the log is impossible; says what of which rank.
     """
     if len(log) != len(problem.start):
         raise ValueError(f"the log is of {len(log)} ranks, the problem of {len(problem.start)}: give a list for each")
-    shadows = Shadows(problem, log)
+    shadows = Shadows(problem, log, local_size, steps)
     play(log, shadows.hit)
     return shadows.outcome()
 
 
 class Shadows:
-    """The ranks' shadows, and what hits them."""
+    """The shadow of each rank, and what hits it. With hosts it is its host's, of which only its own part is looked at
+    until all parts are put together. A rank that has taken fewer steps than its host changes nothing in the others."""
 
-    def __init__(self, problem: Problem, log: Log) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, log: Log, local_size: int, steps: Sequence[int]) -> None:
+        self.problem, self.local_size = problem, local_size
+        self.steps = list(steps) or [sum(entry[0] == "step" for entry in entries) for entries in log]
         self.shadows, self.params = problem.start.copy(), problem.start.copy()
         self.states = list(problem.states) or [start(own) for own in problem.start]
         self.path: list[list[Array]] = [[] for _ in log]
@@ -339,12 +354,25 @@ class Shadows:
         self.averagings = [0] * len(log)
         self.expected = [sum(entry[0] == "average" for entry in entries) for entries in log]
         self.met: dict[int, dict[int, Array]] = defaultdict(dict)
+        part = -(-problem.start.shape[1] // local_size)
+        self.parts = [slice(rank % local_size * part, (rank % local_size + 1) * part) for rank in range(len(log))]
+        self.done = [0] * len(log)
+        """Steps of the host that each rank has added to its part."""
+        self.results: dict[tuple[int, int], Array] = {}
+        """Each part after each step, by its owner and the step."""
+        self.changes: dict[tuple[int, int], Array] = {}
+        """By rank and step."""
+
+    def members(self, rank: int) -> range:
+        """The ranks of its host."""
+        first = rank - rank % self.local_size
+        return range(first, first + self.local_size)
 
     def hit(self, rank: int, entry: Sequence[Any]) -> bool:
         """Apply an entry; False if it must wait for another rank's."""
         match tuple(entry):
             case ("step", number):
-                self._step(rank, number)
+                return self._step(rank, number)
             case ("sent", number, partner):
                 if (rank, partner, number) in self.snapshots:
                     raise ValueError(f"impossible log: rank {rank} sends to rank {partner} twice in round {number}")
@@ -358,21 +386,47 @@ class Shadows:
         return True
 
     def outcome(self) -> Outcome:
+        """Return where ranks are: all of a host at its shadow, also one that has finished."""
+        left = [rank for rank, steps in enumerate(self.steps) if len(self.path[rank]) != steps]
+        if left:
+            raise ValueError(f"the log has fewer steps than ranks {left} have taken")
         flying = {
             (rank, partner, number): ((self.snapshots[partner, rank, number] - own) / 2, 0.0)
             for (rank, partner, number), own in self.snapshots.items()
             if (rank, partner, number) not in self.landed and (partner, rank, number) in self.snapshots
         }
-        return Outcome(self.shadows, np.ones(len(self.path)), self.path, tuple(self.states), flying)
+        whole = [
+            np.concatenate([self.shadows[member][self.parts[member]] for member in self.members(rank)])
+            for rank in range(len(self.steps))
+        ]
+        late = flying if self.local_size == 1 else {}
+        return Outcome(np.array(whole), np.ones(len(whole)), self.path, tuple(self.states), late)
 
-    def _step(self, rank: int, number: int) -> None:
-        if number != len(self.path[rank]) + 1:
-            raise ValueError(f"impossible log: rank {rank} takes step {number} after step {len(self.path[rank])}")
-        old = self.params[rank].copy()
-        new, self.states[rank] = self.problem.update(old, self.problem.gradient(old, rank, number), self.states[rank])
-        self.shadows[rank] += new - old
-        self.params[rank] = self.shadows[rank]
-        self.path[rank].append(self.params[rank].copy())
+    def _step(self, rank: int, number: int) -> bool:
+        if number != self.done[rank] + 1:
+            raise ValueError(f"impossible log: rank {rank} takes step {number} after step {self.done[rank]}")
+        members, part = self.members(rank), self.parts[rank]
+        takers = [member for member in members if self.steps[member] >= number]
+        if not takers:
+            raise ValueError(f"impossible log: rank {rank} takes step {number}, which no rank of its host takes")
+        if any(self.done[member] < number - 1 for member in members):
+            return False
+        self.shadows[rank][part] += sum(self._change(member, number)[part] for member in takers) / self.local_size
+        self.results[rank, number], self.done[rank] = self.shadows[rank][part].copy(), number
+        if all(self.done[member] >= number for member in members):
+            whole = np.concatenate([self.results[member, number] for member in members])
+            for member in takers:
+                self.params[member] = whole
+                self.path[member].append(whole.copy())
+        return True
+
+    def _change(self, rank: int, number: int) -> Array:
+        if (rank, number) not in self.changes:
+            old = self.params[rank].copy()
+            gradient = self.problem.gradient(old, rank, number)
+            new, self.states[rank] = self.problem.update(old, gradient, self.states[rank])
+            self.changes[rank, number] = new - old
+        return self.changes[rank, number]
 
     def _land(self, rank: int, partner: int, number: int) -> bool:
         own, other = (rank, partner, number), (partner, rank, number)

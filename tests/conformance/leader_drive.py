@@ -1,4 +1,4 @@
-"""Drives ranks that follow a leader, each in a thread, and records what they did. Framework-free."""
+"""Drives ranks with weights of their own, each in a thread, and records what they did. Framework-free."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from hvd_async.algorithms.leader.rank import LeaderWorker
-from hvd_async.stats import LeaderStats
 from hvd_async.testing import Cluster
 from tests.conformance.leader_reference import ALL, Following, Outcome
 from tests.conformance.reference import Array
@@ -18,24 +17,39 @@ TIMEOUT = 30.0
 
 
 class Seen:
-    """Record of one rank, which meets the others here.
+    """Record of one rank with weights of its own, which meets the others here.
 
     Attributes:
-        path: what the model held after each step.
+        path: what the model held after each step since then, once ``end_path`` is called.
+        moved: by what each local update changed this rank's (biased) weights.
         log: the worker's.
+        weight: the push-sum weight at the end of the path.
         drained: what the model held at the end.
         stats: at the end.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.path, self.drained, self.stats = trainer.path, np.zeros(0), LeaderStats()
-        self.log: list[Any] = []
-        trainer.worker().log = self.log
+    def __init__(self, one: Any) -> None:
+        self.path, self.moved, self.log = list[Array](), list[Array](), list[Any]()
+        self.weight, self.drained, self.stats = 1.0, np.zeros(0), None
+        self._one, self._before, worker = one, len(one.path), one.worker()
+        worker.log, mix = self.log, worker.mix
 
-    def drain(self, trainer: Any) -> Seen:
+        def spied_mix(before: Any, after: Any) -> Any:
+            self.moved.append(np.asarray(after).astype(np.float64) - worker.weight * one.before)
+            return mix(before, after)
+
+        worker.mix = spied_mix
+
+    def end_path(self) -> None:
+        """Note what the steps so far have come to."""
+        self.path = self._one.path[self._before :]
+        self.weight = getattr(self._one.opt.stats(), "push_sum_weight", 1.0)
+
+    def drain(self) -> Seen:
         """End the run by a drain."""
-        trainer.opt.drain()
-        self.drained, self.stats = trainer.weights(), trainer.opt.stats()
+        self.end_path()
+        self._one.opt.drain()
+        self.drained, self.stats = self._one.weights(), self._one.opt.stats()
         return self
 
 
@@ -77,7 +91,7 @@ def wait_for_pulls(worker: LeaderWorker, count: int) -> None:
 
 
 def in_step(trainer: Any, steps: int, first: int = 0) -> None:
-    """Take steps, and after each wait until the pulls that are due have landed.
+    """Take steps, and after each wait until the pulls that are due have landed, of a rank that follows.
 
     Args:
         trainer: a ``weight_ranks.Rank``.
@@ -85,7 +99,8 @@ def in_step(trainer: Any, steps: int, first: int = 0) -> None:
     """
     for _ in range(steps):
         trainer.step()
-        wait_for_pulls(trainer.worker(), trainer.following.pulls(trainer.rank, len(trainer.path)) - first)
+        if trainer.leads:
+            wait_for_pulls(trainer.worker(), trainer.following.pulls(trainer.rank, len(trainer.path)) - first)
 
 
 def run(
@@ -100,8 +115,8 @@ def run(
     Args:
         make: makes a ``weight_ranks.Rank``.
         steps: of each rank, or of all.
-        together: no rank continues before the pulls that its step has made due have landed, so that nothing is left to
-            chance.
+        together: no rank continues before the pulls that its step has made due have landed, nor is done while others
+            still step, so that nothing is left to chance.
         behind: see ``Pace``; empty: no rank waits for another.
     """
     meeting, pace = threading.Barrier(cluster.size), Pace(behind or [0] * cluster.size)
@@ -109,7 +124,7 @@ def run(
     def train(rank: int) -> Seen:
         trainer = make(rank)
         seen = Seen(trainer)
-        meeting.wait(TIMEOUT)  # (a pull is logged from the first on)
+        meeting.wait(TIMEOUT)  # (pulls and messages are logged from the first on)
         try:
             for _ in range(steps if isinstance(steps, int) else steps[rank]):
                 pace.wait(rank)
@@ -118,8 +133,8 @@ def run(
         finally:
             pace.end()
         if together:
-            meeting.wait(TIMEOUT)  # (what is due is so for fewer ranks when others are done)
-        return seen.drain(trainer)
+            meeting.wait(TIMEOUT)  # (what is due is so for fewer ranks when others are done, which are sent less)
+        return seen.drain()
 
     return cluster.run(train)
 

@@ -114,23 +114,17 @@ class Outcome:
     Attributes:
         path: for each rank its weights after each of its steps.
         drained: what all ranks held after each drain.
-        x: each rank's weights at the end.
         means: for each rank the mean of its last losses, after each step.
         taken: for each rank, for each step, which pulls it took up: {group: (pull, leader)}.
         distances: for each rank how far it was from each leader, or the centre, towards which it was pulled.
-        states: the optimizers'.
-        snapshots: of each pull, by rank.
         centre: easgd's.
     """
 
     path: list[list[Array]]
     drained: list[Array]
-    x: Array
     means: list[list[float]]
     taken: list[list[dict[int, tuple[int, int]]]]
     distances: list[list[float]]
-    states: tuple[State, ...]
-    snapshots: dict[int, dict[int, Array]]
     centre: Array
 
     def leaders(self, rank: int, group: int) -> list[tuple[int, int]]:
@@ -197,8 +191,7 @@ class _Ranks:
         self.ranks = []
         for rank, x in enumerate(problem.start):
             case = dataclasses.replace(problem.case, lr=problem.case.lr * following.rate(rank))
-            state = problem.states[rank] if problem.states else start(x)
-            self.ranks.append(_Rank(dataclasses.replace(problem, case=case), x, x, state, x))
+            self.ranks.append(_Rank(dataclasses.replace(problem, case=case), x, x, start(x), x))
         self.snapshots: dict[int, dict[int, Array]] = defaultdict(dict)
         self.leaders: dict[int, tuple[int, int]] = {}
         """Of each pull that was taken up: its group, and who led."""
@@ -214,12 +207,9 @@ class _Ranks:
         return Outcome(
             path=each("path"),
             drained=self.drained,
-            x=np.array(each("x")),
             means=each("means"),
             taken=each("taken"),
             distances=each("distances"),
-            states=tuple(each("state")),
-            snapshots=dict(self.snapshots),
             centre=self.ranks[0].centre,
         )
 

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from hvd_async.errors import ReplicaStateError
-from hvd_async.testing import Cluster
+from tests.conformance.gossip_ranks import alike
 from tests.conformance.weight_ranks import ALGORITHMS, KerasGraphRank, KerasRank, TorchRank, both
 from tests.conftest import LONG_RUN
 
@@ -18,18 +18,11 @@ GRAPHS = [ALGORITHMS[0], *ALGORITHMS[-3:]]
 """The ones that have a kind of step of their own."""
 
 
-def consensus_again(opt: Any) -> None:
-    with opt.consensus():
-        pass
-
-
-CALLS: list[Callable[[Any], object]] = [
-    lambda opt: opt.drain(),
-    lambda opt: opt.cut(),
-    lambda opt: opt.consensus_distance() if hasattr(opt, "switch") or hasattr(opt, "record_loss") else opt.drain(),
-    consensus_again,
-    lambda opt: opt.switch(algorithm="sgp") if hasattr(opt, "switch") else opt.drain(),
-]
+def calls(opt: Any, wrapper: str) -> list[Callable[[], object]]:
+    """Calls that a consensus refuses."""
+    every = [opt.drain, opt.cut, opt.consensus().__enter__]
+    of_gossip = [lambda: opt.switch(algorithm="sgp")] if wrapper == "GossipOptimizer" else []
+    return [*every, *of_gossip, *([opt.consensus_distance] if wrapper != "EagerOptimizer" else [])]
 
 
 @pytest.mark.parametrize(
@@ -49,9 +42,9 @@ def test_calls_inside_consensus_are_refused_and_change_nothing(made, wrapper, op
         with trainer.opt.consensus():
             held = trainer.weights()
             for _ in range(2):  # (also when gradients are there of a step that was refused)
-                for call in CALLS:
+                for call in calls(trainer.opt, wrapper):
                     with pytest.raises(ReplicaStateError, match=r"inside consensus\(\).*Leave the `with` block first"):
-                        call(trainer.opt)
+                        call()
                 with pytest.raises((ReplicaStateError, tf.errors.OpError), match=r"inside consensus\(\)"):
                     trainer.step()
             np.testing.assert_array_equal(trainer.weights(), held)
@@ -61,9 +54,7 @@ def test_calls_inside_consensus_are_refused_and_change_nothing(made, wrapper, op
         trainer.train(3).opt.drain()
         return trainer.weights().tolist(), int(trainer.opt.stats().steps) - steps
 
-    results = Cluster(2).run(work)
-    assert results[0] == results[1]
-    assert results[0][1] == 3
+    assert alike(work, 2)[1] == 3
 
 
 @both
@@ -82,8 +73,7 @@ def test_another_optimizers_drain_is_refused_too(binding):
         other.opt.drain()
         return [*one.weights().tolist(), *other.weights().tolist()]
 
-    first, second = Cluster(2).run(work)
-    assert first == second
+    alike(work, 2)
 
 
 NESTED = [
@@ -121,5 +111,4 @@ def test_two_models_hold_their_consensus_at_once(binding, first, second):
         one.opt.drain()
         return [*seen, one.weights().tolist(), other.weights().tolist()]
 
-    ranks = Cluster(2).run(work)
-    assert ranks[0] == ranks[1]
+    alike(work, 2)

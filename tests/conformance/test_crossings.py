@@ -13,12 +13,10 @@ A cell's name says what crosses. To run one, or what is left of it that still fa
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from tests.conformance.crossings import bindings, judge, torch_script
-from tests.conformance.crossings.table import ARMS, FEW, Cell
+from tests.conformance.crossings import bindings, judge
+from tests.conformance.crossings.table import FEW, Cell
 from tests.conftest import LONG_RUN
 
 FEW_OF = {"torch": FEW, "keras": bindings.KERAS_FEW, "keras-graph": bindings.KERAS_FEW}
@@ -49,40 +47,17 @@ CELLS = (
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
 def test_a_cell(cell):
-    assert bindings.problems(cell) == []
+    assert judge.problems(cell) == []
 
 
-def refused(name: str, **levels: str) -> Any:
-    """A torch cell that is refused."""
-    return pytest.param(Cell("torch", name, levels), id=Cell("torch", name, levels).id)
-
-
-@pytest.mark.parametrize("cell", [refused(name, dtype="bfloat16") for name, arm in ARMS.items() if not arm.eager])
-def test_weights_whose_mixing_would_lose_what_they_learn_are_refused(cell):
-    (problem,) = bindings.problems(cell)
-    assert "raised ValueError: a parameter of dtype torch.bfloat16 cannot be mixed" in problem
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "counting"])
-@pytest.mark.parametrize("name", ["dpsgd-quasi", "dpsgd-quasi-own"])
-def test_quasi_global_momentum_is_refused_without_momentum(name, optimizer):
-    (problem,) = bindings.problems(Cell("torch", name, {"optimizer": optimizer}))
+@pytest.mark.parametrize("optimizer", ["adam", "counting"])
+def test_quasi_global_momentum_is_refused_without_momentum(optimizer):
+    (problem,) = judge.problems(Cell("torch", "dpsgd-quasi", {"optimizer": optimizer}))
     assert "raised ValueError: quasi_global corrects the momentum" in problem
 
 
 @pytest.mark.parametrize("name", ["eager-solo", "eager-pace"])
 def test_a_clamp_between_steps_of_ranks_that_saw_other_rounds_is_refused_or_right(name):
     """A late rank applies several rounds in one step, and so clamps less often than others: a drain compares them."""
-    problems = bindings.problems(Cell("torch", name, {"weights": "clamp-between"}))
+    problems = judge.problems(Cell("torch", name, {"weights": "clamp-between"}))
     assert all("replicas differ after drain()" in one or "weights are clamped" in one for one in problems)
-
-
-@pytest.mark.parametrize("name", [name for name, arm in ARMS.items() if arm.eager])
-def test_a_gradient_that_is_clipped_on_its_way_is_refused(name):
-    """In the loop, between ``backward()`` and ``step()``: gradients have left, where hooks hand them over."""
-    run = torch_script.Run
-    cell = Cell("torch", name, {"gradients": "clip-in-loop"})
-    problems = judge.problems(cell, run, lambda cell: cell)
-    assert all(
-        "a gradient was changed after backward() and before step()" in one or "plain run" in one for one in problems
-    )

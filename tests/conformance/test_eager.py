@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from hvd_async.testing import Cluster
-from tests.conformance.cases import CASES, SCHEDULES, SCRIPTS, Case, Script
-from tests.conformance.drive import check_late_rank, wait_for_rounds, with_late_rank
-from tests.conformance.eager_ranks import ADAM, KERAS, KERAS_GRAPH, TINY, TORCH, Binding, all_modes
+from tests.conformance.cases import CASES, SCRIPTS, Case, Script
+from tests.conformance.drive import wait_for_rounds
+from tests.conformance.eager_ranks import ADAM, KERAS, KERAS_GRAPH, TINY, TORCH, Binding
 from tests.conformance.keras_ranks import KerasTrainer, apply_plainly, conv_model, flat
 from tests.conformance.reference import Applied, replay
 from tests.conftest import LONG_RUN
@@ -51,18 +51,6 @@ def test_scripted_rounds(binding, case, ahead):
             assert flat(p.grad for p in trainer.parameters).tolist() == gradient.tolist(), "not put back"
     if binding is not TORCH:
         assert int(trainer.opt.iterations) == sum(one.sums[-1] > 0 for one in worker.applied)
-
-
-@all_modes
-@pytest.mark.parametrize(("schedule", "case"), [(SCHEDULES[0], NESTEROV), (SCHEDULES[1], ADAM)], ids=["solo", "two"])
-def test_rounds_of_a_cluster_with_a_late_rank(binding, schedule, case, tapes):
-    outcomes = with_late_rank(schedule, lambda rank: binding.trainer(case, quorum=schedule.quorum))
-    check_late_rank(
-        binding.framework,
-        lambda x, rounds: replay(binding.framework, case, x, rounds, schedule.size, 2),
-        outcomes,
-        tapes,
-    )
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Extrapolated updates in both bindings: what is extrapolated, and that the weights are always in the model.
 
-That they equal the reference for each optimizer is in ``test_eager``.
+That they equal the reference for each optimizer is in ``test_eager``; that a saved state has their leads is in
+``test_saved_states``.
 """
 
 from __future__ import annotations
@@ -15,20 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvd_async.algorithms.eager.extrapolation import factor, momentum_of
 from hvd_async.testing import Cluster
-from hvd_async.torch import functions
-from tests.conformance.drive import scripted_engine, tapes  # noqa: F401  a fixture
+from tests.conformance.drive import scripted_engine
 from tests.conformance.eager_ranks import KERAS, MOMENTUM, NAN, TINY, TORCH, all_modes, both
 from tests.conformance.reference import Applied, replay
 
 
-def held(parameter):
-    """Return a copy of its values."""
-    return np.asarray(parameter.detach() if isinstance(parameter, torch.Tensor) else parameter).copy()
-
-
 @all_modes
 @pytest.mark.parametrize("end", ["drain", "cut", "discard"])
-def test_an_end_leaves_the_weights_as_they_are(binding, end, tapes):  # noqa: F811
+def test_an_end_leaves_the_weights_as_they_are(binding, end, tapes):
     def train(rank):
         trainer = binding.trainer(MOMENTUM, quorum=2, weight_prediction=2)
         before = trainer.weights()
@@ -125,25 +120,6 @@ def test_what_a_round_does_not_move_stays(binding, how):
         assert after.tobytes() == seen[-1].tobytes()
 
 
-@both
-def test_a_resumed_run_continues_with_its_leads(binding):
-    """Between rounds, bit for bit; where the leads are missing (an older state) they start from zero."""
-
-    def train(rank):
-        one = binding.trainer(MOMENTUM, quorum="all", weight_prediction=2)
-        one.train(rank, range(2))
-        state, weights = one.saved(), [held(p) for p in one.parameters]
-        one.train(rank, range(2, 4))
-        other = binding.trainer(MOMENTUM, quorum="all", weight_prediction=2)
-        for index, values in enumerate(weights):
-            other.assign(index, values)
-        other.load(state)
-        other.train(rank, range(2, 4))
-        return one.weights().tobytes(), other.weights().tobytes()
-
-    assert len({weights for pair in Cluster(2).run(train) for weights in pair}) == 1
-
-
 class Skipping(torch.optim.Optimizer):
     """SGD with momentum that passes over gradients of zeros, and makes a parameter's state where that is empty."""
 
@@ -223,27 +199,6 @@ def test_the_state_of_a_torch_optimizer_holds_its_own_entries_alone():
         return [list(state) for opt in (one.opt, plain) for state in opt.state.values()]
 
     assert Cluster(2).run(train) == [[["momentum_buffer"]] * 2] * 2
-
-
-def test_leads_are_sent_with_the_state_of_a_torch_optimizer():
-    """To ranks that take it by ``broadcast_optimizer_state()`` or join an elastic job."""
-
-    def train(rank):
-        one = TORCH.vectors([3], MOMENTUM, quorum=2, weight_prediction=2)
-        one.take(np.full(3, 1.0))
-        one.opt.drain()
-        sent = functions.receive_state(
-            one.opt, 0, 0, "state", lambda _, value, name: value, lambda _, tensors, name: tensors
-        )
-        other = TORCH.vectors([3], MOMENTUM, quorum=2, weight_prediction=2)
-        other.assign(0, one.weights())
-        other.opt.load_state_dict(sent)
-        for trainer in (one, other):
-            trainer.take(np.full(3, 2.0))
-            trainer.opt.drain()
-        return one.weights().tobytes(), other.weights().tobytes()
-
-    assert len({weights for pair in Cluster(2).run(train) for weights in pair}) == 1
 
 
 def test_keras_extrapolates_from_when_there_is_momentum():

@@ -39,16 +39,7 @@ from tests.conformance.gossip_ranks import (
 from tests.conformance.gossip_reference import Problem
 from tests.conformance.keras_ranks import flat, plain
 from tests.conformance.torch_ranks import ProcessSet
-from tests.conformance.weight_ranks import (
-    MOMENTUM,
-    NESTEROV,
-    SGD,
-    KerasGraphRank,
-    KerasRank,
-    Rank,
-    TorchRank,
-    both,
-)
+from tests.conformance.weight_ranks import MOMENTUM, NESTEROV, SGD, KerasGraphRank, KerasRank, Rank, TorchRank, both
 from tests.conftest import LONG_RUN
 
 STEPS = 9
@@ -212,27 +203,13 @@ def test_models_in_float64_are_trained_in_it(options):
 @both
 def test_a_learning_rate_that_changes(binding):
     """Slow momentum is in units of gradients: when the rate falls, so does what the momentum moves."""
-    case = dataclasses.replace(MOMENTUM, momentum=0.0)
-    problem, options = binding.least_squares(2, case), SLOWMO | {"outer_momentum": 0.6}
-
-    def rate(step: int) -> float:
-        return 0.05 / step
-
-    def work(rank: int) -> Any:
-        one = binding(problem, rank, **options)
-        for step in range(1, 14):
-            one.set_rate(rate(step))
-            one.train(1)
-        one.opt.drain()
-        return one.weights()
-
+    case, options = dataclasses.replace(MOMENTUM, momentum=0.0), SLOWMO | {"outer_momentum": 0.6}
+    problem = dataclasses.replace(binding.least_squares(2, case), rate=lambda step: 0.05 / step)
+    seen = ranks.run(binding, problem, 13, **options)
     outer = ranks.outer_of(2, options)
-    outer.rate = lambda step: float(np.mean([rate(k) for k in range(max(1, step - 4), step + 1)]))
-    x = dataclasses.replace(problem, case=dataclasses.replace(problem.case, lr=1.0))
-    scaled = dataclasses.replace(x, gradient=lambda z, r, step: rate(step) * problem.gradient(z, r, step))
-    expected = outer_reference.train(scaled, (13, 13), outer).drained()
-    for weights in Cluster(2).run(work):
-        np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-5)
+    outer.rate = lambda step: float(np.mean([problem.lr(k) for k in range(max(1, step - 4), step + 1)]))
+    expected = outer_reference.train(problem, (13, 13), outer).drained()
+    np.testing.assert_allclose([own.drained for own in seen], [expected] * 2, rtol=0, atol=1e-5)
 
 
 @by_options(SLOWMO | {"outer_momentum": 0.6}, DILOCO)

@@ -13,37 +13,16 @@ import pytest
 
 from hvd_async.algorithms.gossip.outer_worker import OuterWorker
 from hvd_async.algorithms.gossip.rank import PushSumWorker
-from hvd_async.errors import ReplicaMismatchError, ReplicaStateError, WaitTimeoutError
+from hvd_async.errors import ReplicaStateError, WaitTimeoutError
 from hvd_async.runtime import coordinator
 from hvd_async.runtime.engine import Engine
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster, InjectedError
 from tests.conformance import gossip_ranks as ranks
-from tests.conformance.gossip_ranks import (
-    DILOCO,
-    EXACT,
-    LATE,
-    LOCAL,
-    ON,
-    PAIRED,
-    PAIRS,
-    RING,
-    SLOWMO,
-    STAR,
-    by_turns,
-)
+from tests.conformance.gossip_ranks import DILOCO, EXACT, LATE, LOCAL, ON, PAIRED, PAIRS, RING, SLOWMO, STAR, by_turns
 from tests.conformance.leader_cases import ELASTIC, leads
 from tests.conformance.leader_reference import Following
-from tests.conformance.weight_ranks import (
-    NESTEROV,
-    SGD,
-    STILL,
-    KerasGraphRank,
-    KerasRank,
-    TorchRank,
-    also_graph,
-    both,
-)
+from tests.conformance.weight_ranks import NESTEROV, SGD, STILL, KerasGraphRank, KerasRank, TorchRank, also_graph, both
 
 # -- drains and cuts --------------------------------------------------------------------------------------------
 
@@ -113,8 +92,8 @@ def test_consensus_shows_the_average_and_puts_everything_back(binding, options, 
     def work(rank: int) -> tuple[Any, ...]:
         one = binding(problem, rank, normed=True, buffers=policy, **options)
         one.mean = 1.0 + rank
-        seen = ranks.watch(one)
-        ranks.train(one, seen, 3 + rank)
+        seen = ranks.Seen(one)
+        one.train(3 + rank)
         distance = one.opt.consensus_distance()  # (with a cut)
         own, weight = one.weights(), one.opt.stats().push_sum_weight
         for error in (None, KeyError):
@@ -125,8 +104,8 @@ def test_consensus_shows_the_average_and_puts_everything_back(binding, options, 
                     raise error
             assert one.weights().tobytes() == own.tobytes()
             assert one.mean == 1.0 + rank
-        ranks.train(one, seen, 2)  # training continues
-        ranks.drain(one, seen)
+        one.train(2)  # training continues
+        seen.drain()
         assert one.mean == means[rank]
         return own, weight, distance, shown, one.opt.consensus_distance(), seen
 
@@ -234,26 +213,6 @@ def test_weights_that_one_rank_replaces_after_a_drain_are_named_at_the_next(bind
     Cluster(2).run(work)
     notice = "rank 1 continued after the last drain() with other weights than rank 0"
     assert [notice in one for one in said] == ([] if averages else [True])
-
-
-def test_a_state_that_one_rank_has_loaded_is_refused_before_the_first_step():
-    problem = KerasRank.least_squares(2)
-
-    def before(rank: int) -> dict[str, Any]:
-        one = KerasRank(problem, rank).train(2)
-        one.opt.drain()
-        return one.state()
-
-    (state,) = Cluster(1).run(before)
-
-    def work(rank: int) -> None:
-        one = KerasRank(problem, rank)
-        if rank == 1:
-            one.load(state)
-        with pytest.raises(ReplicaMismatchError, match=r"state differs.*'nothing' where rank 1 has"):
-            one.train(1)
-
-    Cluster(2).run(work)
 
 
 def test_construction_does_not_communicate():

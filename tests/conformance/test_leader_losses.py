@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -186,6 +187,19 @@ def alone(optimizer: Any = None, **options: Any) -> Any:
     return hvd.LeaderOptimizer(sgd(1.0) if optimizer is None else optimizer, **ALONE | options)
 
 
+def noted(script: Callable[[Scalar], object], plain: Any = None, graph: bool = False, **options: Any) -> list[Event]:
+    """The events while a script trains one weight, from 3."""
+
+    def train(rank: int) -> list[Event]:
+        one = Scalar(alone(plain, **options), graph, 3.0)
+        events = spy(one.opt)
+        script(one)
+        return events
+
+    (events,) = Cluster(1).run(train)
+    return events
+
+
 def test_several_numbers_are_no_loss_in_a_graph():
     """Also where their number is not known while it is traced."""
 
@@ -211,83 +225,66 @@ def test_several_numbers_are_no_loss_in_a_graph():
 def test_a_loss_reported_where_the_step_is_comes_once_and_before_its_choice(graph, each, accumulation):
     """Also where several passes make a step, which begins in a branch of the graph."""
 
-    def train(rank: int) -> list[Event]:
-        optimizer = sgd(1.0, gradient_accumulation_steps=each if accumulation == "Keras'" else None)
-        opt = alone(optimizer, backward_passes_per_step=each if accumulation == "ours" else 1)
-        weight = keras.Variable(3.0)
-        opt.build([weight])
-        events = spy(opt)
-
+    def script(one: Scalar) -> None:
         def step(target: tf.Tensor) -> None:
             with tf.GradientTape() as tape:
-                loss = (weight.value - target) ** 2
-            gradient = tape.gradient(loss, weight.value)
-            opt.record_loss(loss)
-            opt.apply([gradient * 0.0], [weight])
+                loss = (one.weight.value - target) ** 2
+            gradient = tape.gradient(loss, one.weight.value)
+            one.opt.record_loss(loss)
+            one.opt.apply([gradient * 0.0], [one.weight])
 
         taken = tf.function(step) if graph else step
         for target in (1.0, 0.0, 2.0, 3.0):
             taken(tf.constant(target))
-        return events
 
-    assert Cluster(1).run(train) == [alternating([4.0, 9.0, 1.0, 0.0], each)]
+    optimizer = sgd(1.0, gradient_accumulation_steps=each if accumulation == "Keras'" else None)
+    events = noted(script, optimizer, backward_passes_per_step=each if accumulation == "ours" else 1)
+    assert events == alternating([4.0, 9.0, 1.0, 0.0], each)
 
 
 def test_losses_of_several_steps_of_one_graph_come_each_before_its_own_and_in_order():
-    def train(rank: int) -> list[Event]:
-        opt, weight = alone(), keras.Variable(1.0)
-        opt.build([weight])
-        events = spy(opt)
-
+    def script(one: Scalar) -> None:
         @tf.function
         def steps() -> None:
             for _ in range(2):
-                opt.record_loss(weight.value)
-                opt.record_loss(weight.value + 0.5)
-                opt.apply([tf.constant(1.0)], [weight])
+                one.opt.record_loss(one.weight.value)
+                one.opt.record_loss(one.weight.value + 0.5)
+                one.opt.apply([tf.constant(1.0)], [one.weight])
 
         steps()
         steps()
-        return events
 
-    assert Cluster(1).run(train) == [alternating([1.0, 1.5, 0.0, 0.5, -1.0, -0.5, -2.0, -1.5], each=2)]
+    assert noted(script) == alternating([3.0, 3.5, 2.0, 2.5, 1.0, 1.5, 0.0, 0.5], each=2)
 
 
 @pytest.mark.parametrize("apart", ["two functions", "an eager apply", "an eager loss"])
 def test_a_loss_reported_elsewhere_than_the_step(apart):
     """In another graph, which is traced before or after; or eagerly."""
 
-    def train(rank: int) -> list[Event]:
-        one = Scalar(alone(), graph=apart != "an eager apply")
-        events = spy(one.opt)
+    def script(one: Scalar) -> None:
         record = one.opt.record_loss if apart == "an eager loss" else tf.function(one.opt.record_loss)
         for loss in (1.0, 2.0, 3.0):
             record(tf.constant(loss))
             one.step(1.0)
-        return events
 
-    assert Cluster(1).run(train) == [alternating([1.0, 2.0, 3.0])]
+    assert noted(script, graph=apart != "an eager apply") == alternating([1.0, 2.0, 3.0])
 
 
 def test_scale_loss_tells_it_as_in_keras_train_step():
     """Before it is scaled; its gradient is that of the loss."""
 
-    def train(rank: int) -> tuple[list[Event], float]:
-        opt, weight = alone(sgd(0.5, loss_scale_factor=8.0)), keras.Variable(3.0)
-        opt.build([weight])
-        events = spy(opt)
-
+    def script(one: Scalar) -> None:
+        @tf.function
         def step(target: tf.Tensor) -> tf.Tensor:
             with tf.GradientTape() as tape:
-                loss = opt.scale_loss((weight.value - target) ** 2)
-            opt.apply_gradients([(tape.gradient(loss, weight.value), weight)])
+                loss = one.opt.scale_loss((one.weight.value - target) ** 2)
+            one.opt.apply_gradients([(tape.gradient(loss, one.weight.value), one.weight)])
             return loss
 
-        taken = tf.function(step)
-        assert [float(taken(tf.constant(target))) for target in (1.0, 2.0, 0.0)] == [8 * 4.0, 8 * 1.0, 8 * 4.0]
-        return events, float(weight)
+        assert [float(step(tf.constant(target))) for target in (1.0, 2.0, 0.0)] == [8 * 4.0, 8 * 1.0, 8 * 4.0]
+        assert float(one.weight) == 0.0
 
-    assert Cluster(1).run(train) == [(alternating([4.0, 1.0, 4.0]), 0.0)]
+    assert noted(script, sgd(0.5, loss_scale_factor=8.0)) == alternating([4.0, 1.0, 4.0])
 
 
 def fitted(

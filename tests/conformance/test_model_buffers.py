@@ -44,8 +44,7 @@ class Net(torch.nn.Module):
             self.register_buffer(name, buffer, persistent=name != "transient")
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.norm(self.layer(inputs))
-        return out
+        return self.norm(self.layer(inputs))
 
 
 def wrap(wrapper: str, model: torch.nn.Module, named_buffers: Any = None, **more: Any) -> Any:
@@ -141,7 +140,7 @@ class Held(keras.layers.Layer):
 class KerasModel:
     """The same in Keras, with seeds and a frozen layer, which are a rank's own."""
 
-    def __init__(self, wrapper: str, rank: int, graph: bool = False, **more: Any) -> None:
+    def __init__(self, wrapper: str, rank: int, **more: Any) -> None:
         layers = keras.layers
         ones = {"kernel_initializer": "ones"}
         parts = [layers.Dense(3, **ones), layers.BatchNormalization(), Held(), layers.Dropout(0.5)]
@@ -151,7 +150,6 @@ class KerasModel:
         self.opt = getattr(keras_hvd, name)(keras.optimizers.SGD(0.01), model=model, **options, **more)
         self.opt.build(model.trainable_variables)
         self.rank, (_, self.norm, self.held, self.dropout, self.normalization, self.frozen) = rank, model.layers
-        self.step = tf.function(self._step) if graph else self._step
         self.step()
         self.assign(1.0 + rank, 4.0 + rank)
         for kind in KINDS:
@@ -161,7 +159,7 @@ class KerasModel:
         self.normalization.adapt_mean.assign([float(rank)] * 3)
         self.frozen.kernel.assign(np.full((3, 2), float(rank)))
 
-    def _step(self) -> None:
+    def step(self) -> None:
         if hasattr(self.opt, "record_loss"):
             self.opt.record_loss(-float(self.rank))
         self.opt.apply([tf.ones(v.shape) * (1.0 + self.rank) for v in self.opt._trainable_variables])
@@ -185,49 +183,33 @@ both = pytest.mark.parametrize("made", [TorchModel, KerasModel], ids=["torch", "
 
 
 @both
-@all_wrappers
-@pytest.mark.filterwarnings("error:buffers")
-def test_statistics_are_averaged_and_others_become_rank_0s(made, wrapper):
-    """In ``consensus()``, which puts back what was there, and after a drain."""
-
-    def train(rank: int) -> list[list[float]]:
-        one = made(wrapper, rank)
-        own = one.statistics()
-        with one.opt.consensus():
-            shown = one.statistics()
-            assert one.others_are_rank_0s()
-        assert one.statistics() == (own if wrapper != "eager" else shown)
-        one.opt.drain()
-        assert one.others_are_rank_0s()
-        assert one.statistics() == shown
-        return shown
-
-    assert Cluster(3).run(train) == [[[2.0] * 3, [5.0] * 3]] * 3
-
-
-@both
 @pytest.mark.parametrize(
     ("wrapper", "policy", "means"),
     [
+        *((wrapper, "average", [2.0, 2.0, 2.0]) for wrapper in WRAPPERS),
         ("eager", "root", [1.0, 1.0, 1.0]),
         ("eager", "local", [1.0, 2.0, 3.0]),
         ("lsgd", "local", [3.0, 3.0, 3.0]),
         ("easgd", "local", [1.0, 2.0, 3.0]),
     ],
 )
-def test_statistics_may_be_rank_0s_or_the_leaders_or_each_ranks_own(made, wrapper, policy, means):
-    """In ``consensus()`` too, which puts back what was there."""
+@pytest.mark.filterwarnings("error:buffers")
+def test_statistics_are_averaged_or_rank_0s_or_the_leaders_or_each_ranks_own(made, wrapper, policy, means):
+    """And others become rank 0's: in ``consensus()``, which puts back what was there, and after a drain."""
 
-    def train(rank: int) -> list[float]:
-        one, seen = made(wrapper, rank, buffers=policy), list[float]()
+    def train(rank: int) -> list[list[float]]:
+        one = made(wrapper, rank, buffers=policy)
         own = one.statistics()
         with one.opt.consensus():
-            seen.append(one.statistics()[0][0])
-        assert wrapper == "eager" or one.statistics() == own
+            shown = one.statistics()
+            assert policy == "local" or one.others_are_rank_0s()
+        assert one.statistics() == (own if wrapper != "eager" else shown)
         one.opt.drain()
-        return [*seen, one.statistics()[0][0]]
+        assert policy == "local" or one.others_are_rank_0s()
+        assert one.statistics() == shown
+        return shown
 
-    assert Cluster(3).run(train) == [[mean] * 2 for mean in means]
+    assert Cluster(3).run(train) == [[[mean] * 3, [3.0 + mean] * 3] for mean in means]
 
 
 def test_counters_of_batches_are_the_ranks_own_until_the_leaders_are_taken():
@@ -280,10 +262,6 @@ class Codebook(Net):
         return out
 
 
-def frozen(model: torch.nn.Module) -> torch.nn.Module:
-    return model.eval()
-
-
 def in_a_trainer(model: torch.nn.Module) -> torch.nn.Module:
     trainer = torch.nn.Module()
     trainer.model, trainer.forward = model, model.forward
@@ -294,7 +272,7 @@ SILENT: list[tuple[str, Any, dict[str, Any], str | None]] = [
     ("batch norm", Net, {}, "norm.running_mean, norm.running_var, and"),
     ("inside another module", lambda: in_a_trainer(Net()), {}, "model.norm.running_mean, model.norm.running_var, and"),
     ("a codebook", Codebook, {}, "codes, and"),
-    ("in evaluation mode", lambda: frozen(Net()), {}, None),
+    ("in evaluation mode", lambda: Net().eval(), {}, None),
     ("each rank's own on purpose", Net, {"buffers": "local"}, None),
     ("given", Net, {"named_buffers": "generator"}, None),
     ("none given on purpose", Net, {"named_buffers": None}, None),
@@ -385,7 +363,6 @@ def test_statistics_in_half_precision_are_summed_in_double(wrapper):
         half._name = half._path = "moving_variance"
         half.assign([60000.0 + 64 * rank] * 3)
         one.opt.drain()
-        values: list[float] = half.numpy().tolist()
-        return values
+        return half.numpy().tolist()
 
     assert Cluster(3).run(train) == [[60064.0] * 3] * 3

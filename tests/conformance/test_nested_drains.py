@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,27 +13,6 @@ from hvd_async.testing import Cluster
 from tests.conformance.weight_ranks import TorchRank, both
 
 WORDS = r"signal handler or a hook.*set a flag"
-
-
-class Interrupted:
-    """The condition on which a rank waits; its first wait calls ``handler`` first, as a signal would."""
-
-    def __init__(self, condition: threading.Condition, handler: Callable[[], None]) -> None:
-        self._condition, self._handlers = condition, [handler]
-
-    def __enter__(self) -> Any:
-        return self._condition.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._condition.__exit__(*error)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._condition, name)
-
-    def wait(self, timeout: float | None = None) -> bool:
-        while self._handlers:
-            self._handlers.pop()()
-        return self._condition.wait(timeout)
 
 
 KINDS = [("EagerOptimizer", {"quorum": "all"}), ("GossipOptimizer", {"algorithm": "dpsgd", "topology": "ring"})]
@@ -55,8 +33,16 @@ def test_a_drain_while_this_rank_waits_is_refused_and_changes_nothing(binding, w
             refused.set()
 
         if interrupted and rank == 0:
-            engine: Any = local_engine()
-            engine.changed = Interrupted(engine.changed, handler)
+            changed: Any = local_engine().changed
+            wait = changed.wait
+
+            def first_wait(timeout: float | None = None) -> bool:
+                """Wait after the handler, as after a signal's."""
+                changed.wait = wait
+                handler()
+                return wait(timeout)
+
+            changed.wait = first_wait
         elif interrupted:
             assert refused.wait(30.0)
         one.step() if call == "step" else one.opt.drain()

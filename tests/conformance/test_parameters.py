@@ -6,16 +6,14 @@ import contextlib
 import math
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-import torch
 
 from hvd_async.testing import Cluster
 from tests.conformance.cases import SCRIPTS, Case
 from tests.conformance.drive import ScriptedWorker, attach, scripted_engine
-from tests.conformance.eager_ranks import INF, KERAS, KERAS_GRAPH, NAN, TINY, TORCH, UNIT, Binding, all_modes, both
+from tests.conformance.eager_ranks import INF, KERAS, KERAS_GRAPH, NAN, TINY, TORCH, UNIT, Embedding, all_modes, both
 from tests.conformance.fake_gpu import FakeGpu
 from tests.conformance.torch_ranks import hand_overs
 
@@ -122,46 +120,6 @@ def test_other_dtypes(binding, dtype, tolerance):
 
 
 # -- sparse gradients -----------------------------------------------------------------------------------------
-
-
-class Embedding:
-    """A table of 9 rows whose gradients are sparse."""
-
-    def __init__(self, binding: Binding, **options: Any) -> None:
-        self.torch = binding is TORCH
-        if self.torch:
-            module = torch.nn.Embedding.from_pretrained(torch.full((9, 4), 100.0), freeze=False, sparse=True)
-            self.module, self.table = module, module.weight
-            self.opt = binding.hvd.EagerOptimizer(torch.optim.SGD([self.table], lr=1.0), **options)
-            return
-        self.table = keras.Variable(np.full((9, 4), 100.0, np.float32))
-        self.opt = binding.hvd.EagerOptimizer(keras.optimizers.SGD(1.0), **options)
-        self.opt.build([self.table])
-
-        @tf.function
-        def step(words: tf.Tensor) -> None:
-            with tf.GradientTape() as tape:
-                total = tf.reduce_sum(tf.gather(self.table.value, words))
-            (gradient,) = tape.gradient(total, [self.table.value])
-            assert isinstance(gradient, tf.IndexedSlices)
-            self.opt.apply([gradient], [self.table])
-
-        self._step = step
-
-    def take(self, *passes: list[int]) -> None:
-        """A step of which each backward pass sees some words."""
-        if not self.torch:
-            for words in passes:
-                self._step(tf.constant(words))
-            return
-        self.opt.zero_grad()
-        for words in passes:
-            self.module(torch.tensor(words)).sum().backward()
-        self.opt.step()
-
-    def rows(self) -> list[float]:
-        """The first number of each row."""
-        return [float(x) for x in (self.table.detach() if self.torch else self.table.numpy())[:, 0]]
 
 
 @both

@@ -5,7 +5,7 @@ That hooks, constraints and schedules of all kinds keep what they promise is in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -15,14 +15,14 @@ import torch
 
 import hvd_async.tensorflow.keras as hvd_keras
 import hvd_async.torch as hvd_torch
-from hvd_async.algorithms.gossip.config import SMOOTHING
 from hvd_async.testing import Cluster
 from tests.conformance.cases import Case
-from tests.conformance.gossip_ranks import EXACT, ON, RING, STAR, by_options, graph
+from tests.conformance.exact_diffusion_reference import exact_diffusion
+from tests.conformance.gossip_ranks import EXACT, ON, RING, STAR, alike, by_options, check, expected, graph, run
 from tests.conformance.gossip_reference import Problem
 from tests.conformance.keras_ranks import Scalar
 from tests.conformance.reference import Array
-from tests.conformance.weight_ranks import MOMENTUM, KerasGraphRank, KerasRank, Rank, TorchRank, both
+from tests.conformance.weight_ranks import KerasGraphRank, KerasRank, TorchRank, both
 
 SIZE, ELEMENTS = 4, 6
 CURVATURE = np.random.default_rng(3).uniform(0.2, 1.5, size=(SIZE, ELEMENTS))
@@ -31,6 +31,7 @@ BEST = (CURVATURE * CENTRE).sum(axis=0) / CURVATURE.sum(axis=0)
 """Each rank's curvatures and minima, and the minimum of the mean."""
 RATES = [0.0, 0.0, *np.linspace(0.02, 0.2, 5), *[0.2] * 4, *[0.02] * 4, 0.0, 0.0, *[0.1] * 4]
 """A warm-up from 0, a fall, a rate of 0, and a rise from it."""
+DOUBLE = {"dtype": torch.float64}
 
 
 def quadratic(z: Array, rank: int, step: int) -> Array:
@@ -38,56 +39,29 @@ def quadratic(z: Array, rank: int, step: int) -> Array:
     return np.asarray(CURVATURE[rank] * (z - CENTRE[rank]))
 
 
-def run(
-    binding: Any,
-    rate: Callable[[int, int], float] | None,
-    steps: int,
-    case: Case = MOMENTUM,
-    begin: Callable[[Rank], object] = lambda rank: None,
-    **options: Any,
-) -> Array:
-    """Train quadratics; ``rate`` by rank and step, from 0. Return the weights, shape (ranks, steps, elements)."""
-    problem = Problem(np.zeros((SIZE, ELEMENTS)), quadratic, case, binding.framework)
-    double = {"dtype": torch.float64} if binding is TorchRank else {}
-
-    def work(rank: int) -> list[Array]:
-        one = binding(problem, rank, **double, **options)
-        begin(one)
-        for step in range(steps):
-            if rate is not None:
-                one.set_rate(rate(rank, step))
-            one.train(1)
-        one.opt.drain()
-        return one.path
-
-    return np.array(Cluster(SIZE).run(work))
-
-
 def plain(momentum: float = 0.0, nesterov: bool = False) -> Case:
     """Gradient descent."""
     return Case("plain", "sgd", 0.1, momentum, nesterov)
 
 
-def expected(rates: Sequence[float], every: int, momentum: float = 0.0, nesterov: bool = False) -> Array:
-    """Exact diffusion in float64: a step takes r / R of the correction, r the rate of its update, R the largest so far.
-    Keras' velocity keeps the rates of earlier steps: r is their average with weights (1 - momentum) momentum^age."""
+def problem_of(rates: Sequence[float], case: Case, framework: str = "torch") -> Problem:
+    """Quadratics, from 1, at these rates."""
+    return Problem(np.ones((SIZE, ELEMENTS)), quadratic, case, framework, rate=lambda step: rates[step - 1])
+
+
+def diffused(problem: Problem, rates: Sequence[float], every: int = 1) -> Array:
+    """Exact diffusion in float64, shape (ranks, steps, elements): a step takes r / R of the correction, r the rate of
+    its update, R the largest so far. Keras' velocity keeps the rates of earlier steps: r is their average with weights
+    (1 - momentum) momentum^age."""
+    momentum, largest, r, shares = problem.case.momentum, 0.0, rates[0], list[float]()
+    for rate in rates:
+        r = momentum * r + (1.0 - momentum) * rate
+        of_update = momentum * r + (1.0 - momentum) * rate if problem.case.nesterov else r
+        largest = max(largest, of_update)
+        shares.append(of_update / largest if largest else 0.0)
     (weights,) = graph("ring", SIZE)
     wbar = (weights + np.eye(SIZE)) / 2
-    x, velocity, correction = np.zeros((3, SIZE, ELEMENTS))
-    largest, r, path = 0.0, rates[0], []
-    for step, rate in enumerate(rates, 1):
-        r = momentum * r + (1.0 - momentum) * rate
-        of_update = momentum * r + (1.0 - momentum) * rate if nesterov else r
-        largest = max(largest, of_update)
-        gradient = CURVATURE * (x - CENTRE)
-        velocity = momentum * velocity - rate * gradient
-        phi = x + (momentum * velocity - rate * gradient if nesterov else velocity)
-        phi = phi + (of_update / largest if largest else 0.0) * correction / every
-        x = wbar @ phi if step % every == 0 else phi
-        if step % every == 0 and largest:
-            correction = correction + wbar @ phi - phi
-        path.append(x)
-    return np.array(path).swapaxes(0, 1)
+    return np.array(exact_diffusion(problem, wbar, [len(rates)] * SIZE, every=every, shares=shares).path)
 
 
 # -- rates ------------------------------------------------------------------------------------------------------
@@ -105,56 +79,48 @@ def expected(rates: Sequence[float], every: int, momentum: float = 0.0, nesterov
     ],
 )
 def test_exact_diffusion_equals_the_reference_while_the_rate_changes(binding, every, momentum, nesterov):
-    case = plain(momentum, nesterov)
-    found = run(binding, lambda rank, step: RATES[step], len(RATES), case, **EXACT, gossip_every=every)
+    problem = problem_of(RATES, plain(momentum, nesterov), binding.framework)
+    double = DOUBLE if binding is TorchRank else {}
+    seen = run(binding, problem, len(RATES), **EXACT, **double, gossip_every=every)
     within = 1e-9 if binding is TorchRank else 2e-5
-    np.testing.assert_allclose(found, expected(RATES, every, momentum, nesterov), rtol=0, atol=within)
+    np.testing.assert_allclose([own.path for own in seen], diffused(problem, RATES, every), rtol=0, atol=within)
 
 
 def test_torchs_groups_each_have_their_own_rate():
     second = [0.1] * 8 + [0.0] * 6 + [0.1] * (len(RATES) - 14)
+    problem = problem_of(RATES, plain())
 
     def work(rank: int) -> list[Array]:
-        problem = Problem(np.zeros((SIZE, ELEMENTS)), quadratic, plain())
         make = lambda ps: torch.optim.SGD([{"params": [p]} for p in ps], lr=0.1)  # noqa: E731
-        one = TorchRank(problem, rank, make=make, dtype=torch.float64, **EXACT)
-        for rates in zip(RATES, second, strict=True):
-            for group, rate in zip(one.opt.param_groups, rates, strict=True):
-                group["lr"] = rate
+        one = TorchRank(problem, rank, make=make, **DOUBLE, **EXACT)
+        for rate in second:
+            one.opt.param_groups[1]["lr"] = rate
             one.train(1)
         return one.path
 
     found = np.array(Cluster(SIZE).run(work))
-    np.testing.assert_allclose(found[..., :2], expected(RATES, 1)[..., :2], rtol=0, atol=1e-9)
-    np.testing.assert_allclose(found[..., 2:], expected(second, 1)[..., 2:], rtol=0, atol=1e-9)
+    np.testing.assert_allclose(found[..., :2], diffused(problem, RATES)[..., :2], rtol=0, atol=1e-9)
+    other = problem_of(second, plain())
+    np.testing.assert_allclose(found[..., 2:], diffused(other, second)[..., 2:], rtol=0, atol=1e-9)
 
 
 def test_ranks_whose_rates_fall_at_different_steps_still_find_the_minimum():
     """A ReduceLROnPlateau on each rank does that: the correction of an edge is the same at both ends."""
-    found = run(TorchRank, lambda rank, step: 0.3 if step < 60 + 15 * rank else 0.1, 400, plain(), **EXACT)
-    np.testing.assert_allclose(found[:, -1], np.tile(BEST, (SIZE, 1)), rtol=0, atol=1e-6)
+
+    def work(rank: int) -> Array:
+        rates = [0.3 if step < 60 + 15 * rank else 0.1 for step in range(400)]
+        return TorchRank(problem_of(rates, plain()), rank, **DOUBLE, **EXACT).train(400).path[-1]
+
+    np.testing.assert_allclose(Cluster(SIZE).run(work), np.tile(BEST, (SIZE, 1)), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("binding", [TorchRank, KerasGraphRank])
 def test_quasi_global_momentum_follows_the_rate(binding):
     """The correction is in units of gradients, also where the momentum is a velocity: Keras'."""
-    rates = [0.1] * 8 + [0.01] * 6 + [0.0] * 2 + [0.05] * 6
-    options = {"algorithm": "sgp", "topology": "ring", **ON}
-    found = run(binding, lambda rank, step: rates[step], len(rates), plain(0.8), **options)
-    (weights,) = graph("ring", SIZE)
-    x, m, c = np.zeros((3, SIZE, ELEMENTS))
-    held, path = 0.0, []
-    for rate in rates:
-        unit = 1.0 if binding is TorchRank else -rate
-        m = 0.8 * m + unit * CURVATURE * (x - CENTRE)
-        half = x - rate * m if binding is TorchRank else x + m
-        x = weights @ half
-        held = max(rate, SMOOTHING.memory * held)
-        new = (1.0 - SMOOTHING.memory) * SMOOTHING.strength * (half - x) / held
-        c = SMOOTHING.memory * c + new if rate else 0.0 * c
-        m = m + unit * c
-        path.append(x)
-    np.testing.assert_allclose(found, np.array(path).swapaxes(0, 1), rtol=0, atol=2e-5)
+    rates, options = [0.1] * 8 + [0.01] * 6 + [0.0] * 2 + [0.05] * 6, {"algorithm": "sgp", "topology": "ring", **ON}
+    problem = problem_of(rates, plain(0.8), binding.framework)
+    seen = run(binding, problem, len(rates), **options)
+    check(expected(problem, seen, options), seen, 2e-5)
 
 
 def test_parameters_that_have_no_momentum_yet_have_all_ranks_after_a_drain():
@@ -168,9 +134,7 @@ def test_parameters_that_have_no_momentum_yet_have_all_ranks_after_a_drain():
         one.opt.drain()
         return one.moments().first.tolist()
 
-    one, other = Cluster(2).run(work)
-    assert one == other
-    assert np.abs(one).min() > 0
+    assert np.abs(alike(work, 2)).min() > 0
 
 
 # -- hooks and constraints ----------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ def test_schedule_free_optimizers_work_on_biased_weights(binding):
 # -- states in every form -----------------------------------------------------------------------------------------
 
 
-REPEATABLE = ("all", "sgp", "dpsgd", "exact-diffusion", "noloco", "local", "slowmo", "diloco", "hosts")
+REPEATABLE = ("all", "predicted", "sgp", "dpsgd", "exact-diffusion", "noloco", "local", "slowmo", "diloco", "hosts")
 """Families in which a run is the same each time."""
 RANKS, BEFORE, AFTER = 3, 5, 5
 """Ranks that save, and steps before and after that."""

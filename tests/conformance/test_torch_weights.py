@@ -17,7 +17,7 @@ from hvd_async.testing import Cluster
 from hvd_async.torch.gradient_format import memory_order
 from hvd_async.torch.streams import ReusedMemory
 from hvd_async.torch.weight_replica import TorchMessageFormat
-from tests.conformance.gossip_ranks import PAIRS, STAR, alike, by_options, check_mean, drain, watch
+from tests.conformance.gossip_ranks import PAIRS, STAR, Seen, alike, by_options, check_mean
 from tests.conformance.torch_ranks import batch, conv_model, flat, plain
 from tests.conformance.weight_ranks import MOMENTUM, SGD, TorchRank
 
@@ -59,7 +59,7 @@ def test_a_step_that_a_scaler_skips_on_one_rank(options, fused):
     def train(rank: int) -> Any:
         one = TorchRank(problem, rank, make=lambda ps: torch.optim.SGD(ps, lr=0.1, fused=fused), **options)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
-        seen = watch(one)
+        seen = Seen(one)
         for step in range(5):
             one.before = one.weights()
             parts = torch.as_tensor(problem.gradient(one.before, rank, step)).split((2, 4))
@@ -71,7 +71,7 @@ def test_a_step_that_a_scaler_skips_on_one_rank(options, fused):
             scaler.step(one.opt)
             scaler.update()
         assert scaler.get_scale() == (512.0 if rank == 1 else 1024.0)
-        return drain(one, seen)
+        return seen.drain()
 
     seen = Cluster(3).run(train)
     assert [own.stats.steps for own in seen] == [5, 5 if fused else 4, 5]

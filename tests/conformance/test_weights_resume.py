@@ -332,7 +332,8 @@ def test_states_of_a_cut_on_one_rank_only_or_of_two_cuts_are_reported_to_all(bin
 
 @both
 def test_states_of_other_algorithms_are_refused(binding):
-    """By an algorithm that needs an anchor, that has no push-sum weights, or whose averages are others."""
+    """By an algorithm that needs an anchor, that has no push-sum weights, or whose averages are others; also the ones
+    that some ranks only have loaded."""
 
     def work(rank: int) -> tuple[Any, ...]:
         def saved(end: str, **options: Any) -> Saved:
@@ -342,7 +343,7 @@ def test_states_of_other_algorithms_are_refused(binding):
             one.opt.drain()
             return state
 
-        return saved("cut", **STAR), saved("cut", **SLOWMO), saved("drain", **SLOWMO)
+        return saved("cut", **STAR), saved("cut", **SLOWMO), saved("drain", **SLOWMO), saved("drain", **STAR)
 
     cut = Cluster(3).run(work)
 
@@ -363,6 +364,7 @@ def test_states_of_other_algorithms_are_refused(binding):
     assert "averages of other fragments or another average_every" in resume(1, (0, 1, 2), **other)[0]
     assert all("outer momentum of slowmo" in one for one in resume(2, (0,), **SLOWMO))
     assert resume(2, (0, 1, 2), **SLOWMO) == ["None"] * 3
+    assert all("state differs" in one and "where rank 1 has" in one for one in resume(3, (1,), **STAR))
 
 
 def test_a_cut_state_of_another_model_is_refused_before_anything_is_taken_over():

@@ -12,8 +12,6 @@ import io
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
-import horovod.tensorflow
-import horovod.torch
 import keras
 import numpy as np
 import pytest
@@ -60,10 +58,12 @@ def values(state: Any) -> Any:
 class Rank:
     """One rank; each framework's subclass makes the model (``_wrap``), and has one vector of its weights.
 
-    ``take(gradient, loss, mean)`` is a step with a given gradient, after a loss is recorded and, of a normed rank, the
-    running mean of its statistics is set, and their variance to ten times as much. ``freeze(index, frozen)`` takes the
-    gradient away from one of the two tensors, or gives it back. ``moments()`` is the optimizer's state in the
-    reference's form; ``through_a_file()`` a state as it comes back from a file without pickled code.
+    Each has ``weights()``, ``statistics()`` and ``state()``, ``assign``, ``set_statistics`` and ``load`` to bring them
+    back, and ``set_rate``. ``take(gradient, loss, mean)`` is a step with a given gradient, after a loss is recorded and
+    (on a normed rank) the running mean of its statistics is set, and their variance to ten times as much;
+    ``freeze(index, frozen)`` takes the gradient away from one of the two tensors, or gives it back; ``moments()`` is
+    the optimizer's state in the reference's form; ``through_a_file()`` a state as it comes back from a file without
+    pickled code.
 
     Args:
         problem: its weights, data and optimizer: of ``least_squares``.
@@ -76,7 +76,7 @@ class Rank:
 
     Attributes:
         framework, graph: the binding's, and whether a step is a graph.
-        hvd, horovod: modules.
+        hvd: the namespace that a user imports.
         schedule_free: makes a schedule-free optimizer of parameters.
         process_set: makes a set of ranks.
         opt: wrapped.
@@ -87,20 +87,7 @@ class Rank:
     framework: ClassVar[str]
     graph: ClassVar[bool] = False
     hvd: ClassVar[Any]
-    horovod: ClassVar[Any]
     process_set = torch_ranks.ProcessSet
-    schedule_free: Any
-    parameters: list[Any]
-    _wrap: Any
-    take: Any
-    weights: Any
-    assign: Any
-    statistics: Any
-    set_statistics: Any
-    freeze: Any
-    state: Any
-    load: Any
-    through_a_file: Any
 
     def __init__(
         self,
@@ -167,6 +154,8 @@ class Rank:
     def step(self, mean: Any = None) -> None:
         """One; ``mean`` as of ``take``."""
         self.before, number = self.weights(), len(self.path) + 1
+        if self.problem.rate is not None:
+            self.set_rate(self.problem.rate(number))
         loss = self.following.loss_of(self.before, self.rank, number)
         gradient = self.problem.gradient(self.before, self.rank, number)
         self.take(gradient, loss, self.forward() if mean is None else mean)
@@ -246,7 +235,7 @@ class TorchRank(Rank):
     """
 
     framework = "torch"
-    hvd, horovod = hvd_async.torch, horovod.torch
+    hvd = hvd_async.torch
 
     def __init__(self, *arguments: Any, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         self.parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((2,), (2, 2))]
@@ -262,10 +251,6 @@ class TorchRank(Rank):
         return wrapper(plain, **options)
 
     schedule_free = ScheduleFree
-
-    @classmethod
-    def plain(cls) -> Any:
-        return torch.optim.SGD(torch_ranks.conv_model().parameters(), lr=0.1)
 
     def take(self, gradient: Any, loss: Any = None, mean: Any = None) -> None:
         parts = torch.as_tensor(np.asarray(gradient, np.float64)).split((2, 4))
@@ -301,8 +286,7 @@ class TorchRank(Rank):
             tensor.copy_(torch.as_tensor(value))
 
     def state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.opt.state_dict()
-        return state
+        return self.opt.state_dict()
 
     def load(self, state: dict[str, Any]) -> None:
         self.opt.load_state_dict(copy.deepcopy(state))  # (torch keeps the tensors it is given)
@@ -311,8 +295,7 @@ class TorchRank(Rank):
         file = io.BytesIO()
         torch.save(state, file)
         file.seek(0)
-        read: dict[str, Any] = torch.load(file, weights_only=True)
-        return read
+        return torch.load(file, weights_only=True)
 
     def moments(self) -> State:
         held = [self.opt.state[p] for p in self.parameters]
@@ -326,7 +309,7 @@ class KerasRank(Rank):
     """A rank in Keras."""
 
     framework = "keras"
-    hvd, horovod = hvd_async.tensorflow.keras, horovod.tensorflow
+    hvd = hvd_async.tensorflow.keras
 
     def _wrap(self, make: Callable[[Any], Any] | None, normed: bool, wrapper: Any, options: dict[str, Any]) -> Any:
         shapes = ((2, 2), (2,))
@@ -352,10 +335,6 @@ class KerasRank(Rank):
     @staticmethod
     def schedule_free(parameters: Any) -> Any:
         return keras.optimizers.ScheduleFreeAdamW(0.1)
-
-    @classmethod
-    def plain(cls) -> Any:
-        return keras.optimizers.SGD(0.1)
 
     def take(self, gradient: Any, loss: Any = None, mean: Any = None) -> None:
         given = tf.constant(loss, tf.float64) if self.graph and loss is not None else loss
@@ -384,8 +363,7 @@ class KerasRank(Rank):
             variable.assign(np.broadcast_to(value, 2))
 
     def state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.opt.get_state()
-        return state
+        return self.opt.get_state()
 
     def load(self, state: dict[str, Any]) -> None:
         self.opt.set_state(state)
@@ -413,12 +391,6 @@ def _split(flat: Any) -> list[Array]:
     """A vector as Keras' variables."""
     one, other = np.split(np.asarray(flat, np.float32), [4])
     return [one.reshape(2, 2), other]
-
-
-def share(saved: Saved, name: str) -> Any:
-    """An entry of a rank's share of a state, in torch's form or in Keras'."""
-    state = saved[0]
-    return state["hvd_async"][name] if "hvd_async" in state else state[f"hvd_async.{name}"]
 
 
 TORCH, KERAS = pytest.param(TorchRank, id="torch"), pytest.param(KerasRank, id="keras")

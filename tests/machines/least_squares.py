@@ -24,7 +24,6 @@ from hvd_async.stats import GossipStats
 from tests.conformance.cases import Case
 from tests.conformance.exact_diffusion_reference import exact_diffusion
 from tests.conformance.gossip_reference import Encode, Problem, adpsgd, gossip, least_squares, on_time
-from tests.conformance.host_pairs_reference import adpsgd_of_hosts
 from tests.conformance.noloco_reference import noloco
 from tests.conformance.outer_reference import Compress, TwoStages, of_config, train
 from tests.conformance.reference import Array, State, start
@@ -363,7 +362,7 @@ def check_replay(one: Job, records: Sequence[Record]) -> None:
             encode = _encoder(one, problem.start[0])
         if config.algorithm == "adpsgd":
             logs = [_pair_log(segment.log) for segment in segments]
-            outcome = adpsgd(problem, logs) if hosts == 1 else adpsgd_of_hosts(problem, logs, hosts, counts)
+            outcome = adpsgd(problem, logs, hosts, counts)
         elif config.algorithm == "noloco":
             outcome = noloco(problem, one.plan.matrices, counts, config, encode)
         elif config.algorithm == "exact-diffusion":

@@ -27,7 +27,6 @@ from tests.conformance import gossip_reference as reference
 from tests.conformance import outer_reference
 from tests.conformance.cases import CASES
 from tests.conformance.exact_diffusion_reference import exact_diffusion
-from tests.conformance.host_pairs_reference import adpsgd_of_hosts
 from tests.conformance.noloco_reference import noloco
 from tests.conformance.quasi_global_reference import Corrected
 
@@ -56,7 +55,7 @@ def expected(case: Gossip, size: int, logs: list[Any], framework: str) -> refere
         problem = Corrected(problem)
     if case.algorithm == "adpsgd":
         hosts, steps = case.options.get("hierarchical", 1), list(map(case.steps, range(size)))
-        return reference.adpsgd(problem, logs) if hosts == 1 else adpsgd_of_hosts(problem, logs, hosts, steps)
+        return reference.adpsgd(problem, logs, hosts, steps)
     if case.algorithm == "allreduce":
         return reference.allreduce(problem, STEPS)
     plan = make_plan(size, **case.plan)

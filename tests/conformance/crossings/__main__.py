@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 
-from tests.conformance.crossings import bindings
+from tests.conformance.crossings import judge
 from tests.conformance.crossings.table import Cell, parse, shrink
 
 
@@ -17,16 +17,16 @@ def kinds(problems: list[str]) -> set[str]:
 def main(arguments: list[str]) -> int:
     """Print what does not hold of each cell; with ``--shrink`` the part of it that is enough for each problem."""
     for cell in map(parse, (name for name in arguments if not name.startswith("--"))):
-        problems = bindings.problems(cell)
+        problems = judge.problems(cell)
         smaller = dict.fromkeys([cell] if not problems else [])
         for kind in sorted(kinds(problems)) if "--shrink" in arguments else []:
 
             def fails(part: Cell, kind: str = kind) -> bool:
-                return kind in kinds(bindings.problems(part))
+                return kind in kinds(judge.problems(part))
 
             smaller[shrink(cell, fails)] = None
         for part in smaller or [cell]:
-            print(part.id, *bindings.problems(part) or ["all holds"], sep="\n    ", flush=True)
+            print(part.id, *judge.problems(part) or ["all holds"], sep="\n    ", flush=True)
     return 0
 
 

@@ -1,41 +1,18 @@
-"""The scripts by binding: which cells there are, and their verdicts."""
+"""The scripts by binding, and which cells there are."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from tests.conformance.crossings import judge, keras_script, torch_script
+from tests.conformance.crossings import keras_script, torch_script
 from tests.conformance.crossings.table import ARMS, Cell, cover
 
-
-class Binding(NamedTuple):
-    """A framework's script.
-
-    Attributes:
-        make: makes a run, of a cell and a rank.
-        levels: of each factor, in addition to "none".
-        allowed: whether levels may meet.
-        equivalent: returns a cell in which ranks' weights are to be the same.
-    """
-
-    make: Callable[[Cell, int | None], Any]
-    levels: Mapping[str, Mapping[str, Any]]
-    allowed: Callable[[Mapping[str, str]], bool]
-    equivalent: Callable[[Cell], Cell]
-
-
-def _of(script: Any) -> Binding:
-    return Binding(script.Run, script.LEVELS, script.allowed, script.equivalent)
-
-
-BINDINGS: Mapping[str, Binding] = {
-    "torch": _of(torch_script),
-    "keras": _of(keras_script),
-    "keras-graph": _of(keras_script),
-    "keras-mixed": _of(keras_script),
-}
+SCRIPTS: Mapping[str, Any] = {"torch": torch_script} | dict.fromkeys(
+    ("keras", "keras-graph", "keras-mixed"), keras_script
+)
+"""Modules with ``Run``; ``LEVELS`` of each factor, in addition to "none"; ``allowed``, whether levels may meet; and
+``equivalent``, which returns a cell in which ranks' weights are to be the same."""
 KERAS_FEW = (
     *("eager-all", "eager-ahead", "eager-solo", "sgp-star-own", "osgp-own"),
     *("dpsgd-quasi-own", "local", "diloco-own", "lsgd-own"),
@@ -50,7 +27,7 @@ BEGUN = [
 """Each of these arms with a constraint, which holds wherever a script looks; equal to a plain run if it can be, and not
 in a script that takes four times as long (``steps_of``), as torch's do."""
 SELDOM = {
-    *("drain", "drain-inference", "ends-inference", "consensus", "zeroed", "loop", "sgd", "transform-touch"),
+    *("drain", "drain-inference", "ends-inference", "consensus", "zeroed", "loop", "sgd"),
     "reassigned",
 }
 """Levels that only a long run crosses with all others: another level does what they do, and more."""
@@ -72,18 +49,10 @@ def cells(
         seldom: levels that are left out.
         begun: levels that must meet in addition, each in a cell of their own.
     """
-    own = BINDINGS[binding]
+    script = SCRIPTS[binding]
     factors = {"arm": list(arms)}
-    for factor, levels in own.levels.items():
+    for factor, levels in script.LEVELS.items():
         without = [] if factor == "optimizer" else ["none"]
         factors[factor] = [*without, *(level for level in levels if level not in set(seldom))]
-    rows = cover(factors, crossed, own.allowed, begun=begun)
+    rows = cover(factors, crossed, script.allowed, begun=begun)
     return [Cell(binding, row.pop("arm"), row) for row in rows]
-
-
-def problems(cell: Cell) -> list[str]:
-    """Return what does not hold of a cell."""
-    own = BINDINGS[cell.binding]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return judge.problems(cell, own.make, own.equivalent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from hvd_async.runtime.interfaces import Handle
 from hvd_async.testing import Cluster, InjectedError, MemoryCollectives
+from tests.conformance.crossings.bindings import SCRIPTS
 from tests.conformance.crossings.table import ARMS, FALLS, MIDDLE, NORMS, STEPS, Cell, drop_of, steps_of
 from tests.conformance.elastic_board import among_others, over_a_board, trained
 
@@ -83,8 +85,7 @@ class _InPlace:
 def like_horovod(collectives: MemoryCollectives) -> MemoryCollectives:
     """Return the same rank's, of the same plane, which take what Horovod takes."""
     kind = type("LikeHorovod", (HorovodLike, type(collectives)), {})
-    alike: MemoryCollectives = kind(collectives._board, collectives.rank, collectives.size)
-    return alike
+    return kind(collectives._board, collectives.rank, collectives.size)
 
 
 def _check(vector: Any, name: str, dtypes: set[str]) -> None:
@@ -146,14 +147,16 @@ def run_elastic(cell: Cell, make: Callable[[Cell, int | None], Any], done: list[
         return [error]
 
 
-def problems(cell: Cell, make: Callable[[Cell, int | None], Any], equivalent: Callable[[Cell], Cell]) -> list[str]:
-    """Run a cell's script, and return what does not hold.
+def problems(cell: Cell) -> list[str]:
+    """Run a cell's script, and return what does not hold."""
+    script = SCRIPTS[cell.binding]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _judged(cell, script.Run, script.equivalent(cell))
 
-    Args:
-        cell: which.
-        make: makes a run of the script, of a cell and a rank.
-        equivalent: returns a cell in which ranks' weights are to be the same.
-    """
+
+def _judged(cell: Cell, make: Callable[[Cell, int | None], Any], other: Cell) -> list[str]:
+    """Return what does not hold; ranks' weights are to be those of the other cell."""
     plain, runs = run(cell, make)
     failed = [one for one in runs if isinstance(one, BaseException)]
     if failed:
@@ -182,7 +185,6 @@ def problems(cell: Cell, make: Callable[[Cell, int | None], Any], equivalent: Ca
                     found.append(f"averages are not the plain run's: {np.abs(own - due).max():.3g} off")
     else:
         found += _near(cell, plain, runs)
-    other = equivalent(cell)
     # (when ranks change, averages on their way may have arrived or not)
     chance = arm.late or (cell["middle"] == "elastic" and cell.moved_by_ends)
     if other.id != cell.id and not cell.plain and not chance:

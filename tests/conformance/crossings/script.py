@@ -16,7 +16,11 @@ BATCH = 6
 
 
 class Script:
-    """One run of the script on one rank. A binding's subclass makes the model and takes the steps.
+    """One run of the script on one rank.
+
+    A binding's subclass makes the model ``net`` and the optimizer (``make_optimizer``), takes the steps (``take_step``,
+    ``middle``, ``drain``, ``look``) and says what there is (``weights``, ``constant_values``, ``note_averages``,
+    ``elastic_state``).
 
     Args:
         cell: what crosses.
@@ -33,17 +37,6 @@ class Script:
         problems: what must not be, as the script has found.
         refused: whether a checkpoint after a cut was refused.
     """
-
-    net: Any
-    make_optimizer: Any
-    elastic_state: Any
-    take_step: Any
-    middle: Any
-    drain: Any
-    look: Any
-    weights: Any
-    constant_values: Any
-    note_averages: Any
 
     def __init__(self, cell: Cell, rank: int | None) -> None:
         self.cell, self.rank, self.arm = cell, rank, ARMS[cell.arm]

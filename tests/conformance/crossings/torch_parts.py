@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -274,20 +275,11 @@ class ClipNorm(Part):
     """Clipping, of a round's gradient where gradients travel."""
 
     def options(self, run: Run) -> dict[str, Any]:
-        clip = lambda ps: torch.nn.utils.clip_grad_norm_(ps, 0.5)  # noqa: E731
         return {"round_transform": clip} if run.arm.eager else {}
 
     def step(self, run: Run) -> bool:
         if not run.stepping_transform:
-            torch.nn.utils.clip_grad_norm_([p for g in run.opt.param_groups for p in g["params"]], 0.5)
-        return False
-
-
-class ClipInLoop(Part):
-    """Clipping between ``backward()`` and ``step()``, also where gradients travel."""
-
-    def step(self, run: Run) -> bool:
-        torch.nn.utils.clip_grad_norm_([p for g in run.opt.param_groups for p in g["params"]], 0.5)
+            clip(run.parameters())
         return False
 
 
@@ -305,7 +297,7 @@ class Shown(Part):
     def between(self, run: Run) -> None:
         """Do what the script does between the two."""
         run.look()
-        torch.nn.utils.clip_grad_norm_([p for g in run.opt.param_groups for p in g["params"]], 0.5)
+        clip(run.parameters())
 
 
 class ShownAndWritten(Shown):
@@ -324,11 +316,9 @@ class ShownAndTouched(Shown):
         touch(run)
 
 
-class TransformThatTouches(Part):
-    """A ``round_transform`` that writes weights in place, with what they are."""
-
-    def options(self, run: Run) -> dict[str, Any]:
-        return {"round_transform": lambda _: touch(run)} if run.arm.eager else {}
+def clip(parameters: Any) -> None:
+    """Clip gradients."""
+    torch.nn.utils.clip_grad_norm_(parameters, 0.5)
 
 
 @torch.no_grad()
@@ -401,23 +391,17 @@ class FreezeAtDrain(Freeze):
     drains = True
 
 
-class Unused(Part):
-    """A parameter without a gradient in some steps: see ``Run.with_gain``."""
-
-
 # -- rates ------------------------------------------------------------------------------------------------------------
 
 
 class Schedule(Part):
-    """A learning rate schedule of torch's."""
+    """A learning rate schedule of torch's, which is made for an optimizer and the step at which a rate falls."""
 
-    def make(self, opt: Any) -> Any:
-        """Return it."""
-        raise NotImplementedError
+    def __init__(self, make: Callable[[Any, int], Any]) -> None:
+        self.make = make
 
     def begin(self, run: Run) -> None:
-        before, self.drop = run.schedule, drop_of(run.cell)
-        run.schedule = self.make(run.opt)
+        before, run.schedule = run.schedule, self.make(run.opt, drop_of(run.cell))
         if before is not None:
             run.schedule.load_state_dict(before.state_dict())
             for group, own in zip(run.opt.param_groups, self.groups, strict=True):
@@ -429,25 +413,12 @@ class Schedule(Part):
         self.groups = [{name: group[name] for name in names if name in group} for group in run.opt.param_groups]
 
 
-class Drop(Schedule):
-    """The rate falls to a tenth."""
-
-    def make(self, opt: Any) -> Any:
-        return torch.optim.lr_scheduler.MultiStepLR(opt, [self.drop], 0.1)
-
-
-class WarmUp(Schedule):
-    """The rate rises from 0."""
-
-    def make(self, opt: Any) -> Any:
-        return torch.optim.lr_scheduler.LambdaLR(opt, lambda step: min(1.0, step / 4))
-
-
-class OneCycle(Schedule):
-    """The rate rises and falls, and momentum falls and rises."""
-
-    def make(self, opt: Any) -> Any:
-        return torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.1, pct_start=0.1, total_steps=STEPS + 60)
+schedulers = torch.optim.lr_scheduler
+SCHEDULES: Mapping[str, Callable[[Any, int], Any]] = {
+    "drop": lambda opt, drop: schedulers.MultiStepLR(opt, [drop], 0.1),
+    "warm-up": lambda opt, _: schedulers.LambdaLR(opt, lambda step: min(1.0, step / 4)),
+    "one-cycle": lambda opt, _: schedulers.OneCycleLR(opt, max_lr=0.1, pct_start=0.1, total_steps=STEPS + 60),
+}
 
 
 class ByHand(Part):
@@ -632,7 +603,7 @@ class ChannelsLast(Part):
             run.report("weights and gradients keep their memory format: they do not")
 
 
-LEVELS: Mapping[str, Mapping[str, type[Part]]] = {
+LEVELS: Mapping[str, Mapping[str, Callable[[], Part]]] = {
     "optimizer": dict.fromkeys(OPTIMIZERS, Part),
     "weights": {
         "clamp-hook": Clamp,
@@ -649,16 +620,14 @@ LEVELS: Mapping[str, Mapping[str, type[Part]]] = {
         "synchronize-write": ShownAndWritten,
         "transform-write": TransformThatWrites,
         "synchronize-touch": ShownAndTouched,
-        "transform-touch": TransformThatTouches,
     },
     "training": {
         "freeze": Freeze,
         "freeze-at-drain": FreezeAtDrain,
-        "unused": Unused,
-        "unused-on-a-rank": Unused,
+        **dict.fromkeys(["unused", "unused-on-a-rank"], Part),  # (see ``Run.with_gain``)
         "another-part": AnotherPart,
     },
-    "rate": {"drop": Drop, "warm-up": WarmUp, "one-cycle": OneCycle, "by-hand": ByHand},
+    "rate": {name: functools.partial(Schedule, make) for name, make in SCHEDULES.items()} | {"by-hand": ByHand},
     "buffers": dict.fromkeys(["norm", *BUFFERS_OF, "reassigned"], Part),
     "dtype": dict.fromkeys(["float64", "bfloat16"], Part),
     "memory": {"convolution": Part, "channels-last": ChannelsLast},
@@ -684,12 +653,10 @@ LEVELS: Mapping[str, Mapping[str, type[Part]]] = {
 """By factor and level."""
 
 
-REFUSED = {"clip-in-loop": ClipInLoop}
-"""Levels that are in no cell that runs to its end."""
 IDLE: Mapping[str, Mapping[str, str]] = {
     "weights": {"reading": "none"},
     "averages": {"hook": "none", "loop": "none"},
-    "gradients": {"synchronize-touch": "none", "transform-touch": "none"},
+    "gradients": {"synchronize-touch": "none"},
     "buffers": dict.fromkeys([*BUFFERS_OF, "reassigned"], "norm"),
     "memory": {"channels-last": "convolution"},
     "set": {"set": "none"},

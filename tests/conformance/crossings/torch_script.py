@@ -22,7 +22,6 @@ from tests.conformance.crossings.torch_parts import (
     BUFFERS_OF,
     LEVELS,
     OPTIMIZERS,
-    REFUSED,
     allowed,
     equivalent,
 )
@@ -78,8 +77,7 @@ class Net(torch.nn.Module):
         if isinstance(self.first, torch.nn.Conv2d):
             x = x[:, :, None, None] * torch.tensor([[1.0, 0.5], [-0.5, 0.25]], dtype=x.dtype)
         hidden = self.norm(torch.tanh(self.first(x).flatten(1)))  # (behind the first bias, which norms would cancel)
-        result: torch.Tensor = self.second(hidden * self.gain if with_gain else hidden)
-        return result
+        return self.second(hidden * self.gain if with_gain else hidden)
 
 
 class Run(Script):
@@ -92,9 +90,7 @@ class Run(Script):
     def __init__(self, cell: Cell, rank: int | None) -> None:
         super().__init__(cell, rank)
         self.net = Net(cell)
-        self.parts = [
-            kinds[level]() for factor, level in cell.levels.items() if level in (kinds := {**LEVELS[factor], **REFUSED})
-        ]
+        self.parts = [LEVELS[factor][level]() for factor, level in cell.levels.items() if level in LEVELS[factor]]
         self.seen = np.zeros(0)
         self.schedule: Any = None
 
@@ -180,6 +176,10 @@ class Run(Script):
             plain, named_parameters=named, named_buffers=self.net.named_buffers(), **options
         )
 
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return the optimizer's."""
+        return [parameter for group in self.opt.param_groups for parameter in group["params"]]
+
     def weights(self) -> Array:
         """Return all weights, flat, float64."""
         return np.concatenate([p.detach().double().numpy().reshape(-1) for p in self.net.parameters()])
@@ -253,8 +253,7 @@ class Run(Script):
         file = io.BytesIO()
         torch.save({"model": self.net.state_dict(), "opt": self.opt.state_dict()}, file)
         file.seek(0)
-        state: Mapping[str, Any] = torch.load(file, weights_only=True)
-        return state
+        return torch.load(file, weights_only=True)
 
     @property
     def stepping_transform(self) -> bool:
