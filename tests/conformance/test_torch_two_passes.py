@@ -83,7 +83,8 @@ def test_sam_is_refused_as_what_to_wrap_and_its_base_optimizer_is_not(wrapper):
 @pytest.mark.parametrize("cap", [TINY, 25.0])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_reentrant_checkpointing_of_a_module_used_twice_is_blamed_and_its_other_kind_is_right(cap, passes):
-    """Its recomputation brings a module's gradient once a use, and not once a backward pass."""
+    """Its recomputation brings a module's gradient once a use, and not once a backward pass. (One pass more than said is
+    another error.)"""
 
     def network() -> torch.nn.Module:
         layers = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
@@ -100,25 +101,27 @@ def test_reentrant_checkpointing_of_a_module_used_twice_is_blamed_and_its_other_
                 out = part(out) if reentrant is None else checkpoint(part, out, use_reentrant=reentrant)
             out.square().sum().backward()
 
-    def train(rank: int) -> Any:
+    def train(reentrant: bool, times: int, refused: str = "") -> Any:
         layers = network()
         opt = hvd.EagerOptimizer(
-            torch.optim.SGD(layers.parameters(), lr=0.1),
-            layers.named_parameters(),
-            bucket_cap_mb=cap,
-            backward_passes_per_step=passes,
+            torch.optim.SGD(layers.parameters(), lr=0.1), bucket_cap_mb=cap, backward_passes_per_step=passes
         )
         opt._async.worker_now()
         opt.zero_grad()
-        if rank == 0:
-            with pytest.raises(ReplicaStateError, match="use_reentrant=False"):
-                backward(layers, True, passes)
+        if refused:
+            with pytest.raises(ReplicaStateError, match=refused):
+                backward(layers, reentrant, times)
             return None
-        backward(layers, False, passes)
+        backward(layers, reentrant, times)
         opt.step()
         return flat(layers.parameters())
 
-    weights = Cluster(1).run(lambda rank: (train(0), train(1)))[0][1]
+    def ways(rank: int) -> Any:
+        train(True, passes, "use_reentrant=False")
+        train(False, passes + 1, "Pass backward_passes_per_step=")
+        return train(False, passes)
+
+    (weights,) = Cluster(1).run(ways)
     layers = network()
     plain = torch.optim.SGD(layers.parameters(), lr=0.1)
     backward(layers, None, passes)
