@@ -83,8 +83,8 @@ def test_sam_is_refused_as_what_to_wrap_and_its_base_optimizer_is_not(wrapper):
 @pytest.mark.parametrize("cap", [TINY, 25.0])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_reentrant_checkpointing_of_a_module_used_twice_is_blamed_and_its_other_kind_is_right(cap, passes):
-    """Its recomputation brings a module's gradient once a use, and not once a backward pass. (One pass more than said is
-    another error.)"""
+    """Its recomputation brings a module's gradient once a use, and not once a backward pass. (A further pass is another
+    error.)"""
 
     def network() -> torch.nn.Module:
         layers = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
