@@ -6,7 +6,6 @@ import gc
 import threading
 import warnings
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +14,8 @@ import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaStateError, WaitTimeoutError
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster
-from tests.conformance.eager_ranks import MOMENTUM, UNIT
-from tests.conformance.torch_ranks import TorchTrainer, TorchVectors
+from tests.conformance.eager_ranks import UNIT
+from tests.conformance.torch_ranks import TorchVectors
 
 
 def test_a_model_is_let_go_with_its_optimizer():
@@ -109,29 +108,3 @@ def test_an_odd_pass_is_named_at_a_drain_and_goes_with_the_next_step(nonfinite):
     assert [("1 backward pass(es) short of a step of 2" in one, "p.grad" in one) for one in outcome[1]] == [
         (True, True)
     ]
-
-
-def test_a_plain_optimizer_takes_our_state_and_we_take_its():
-    def train(rank: int, trainer: TorchTrainer, states: Any, steps: range) -> Any:
-        if states is not None:
-            trainer.load(states)
-        trainer.train(rank, steps)
-        trainer.opt.drain()
-        return trainer.saved(), trainer.weights(), trainer.opt.rounds
-
-    first = Cluster(2).run(lambda rank: train(rank, TorchTrainer(MOMENTUM, quorum="all"), None, range(4)))
-    (weights, state), _, _ = first[0]
-    parameters = [torch.nn.Parameter(w.clone()) for w in weights][::-1]
-    plain = torch.optim.SGD(parameters, lr=0.5, momentum=0.1)
-    plain.load_state_dict(state)
-    assert plain.param_groups[0]["momentum"] == 0.9
-    for parameter in parameters:
-        assert plain.state[parameter]["momentum_buffer"].abs().max() > 0
-        parameter.grad = torch.ones_like(parameter)
-    plain.step()
-    theirs = [p.detach().clone() for p in parameters][::-1], plain.state_dict()
-    assert "hvd_async" not in theirs[1]
-    back = Cluster(2).run(lambda rank: train(rank, TorchTrainer(MOMENTUM, quorum="all"), theirs, range(4, 6)))
-    assert back[0][1].tobytes() == back[1][1].tobytes() != first[0][1].tobytes()
-    assert [rounds for _, _, rounds in back] == [2, 2]
-    assert all("momentum_buffer" in held for held in back[0][0][1]["state"].values())

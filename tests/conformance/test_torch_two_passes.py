@@ -1,9 +1,9 @@
 """torch: loops with more than one backward pass a step, of which not each is to be applied: SAM, checkpointing of
-modules that are used twice, adversarial examples. What is refused says which way works, and that way is right."""
+modules that are used twice, adversarial examples, GANs. What is refused says which way works, and that way is right."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
 from hvd_async.testing import Cluster
-from tests.conformance.torch_ranks import TINY, batch, conv_model, flat, loss
+from tests.conformance.torch_ranks import TINY, batch, conv_model, flat, hand_overs, loss, seeded
 
 STEPS, RADIUS = 4, 0.05
 
@@ -87,12 +87,7 @@ def test_reentrant_checkpointing_of_a_module_used_twice_is_blamed_and_its_other_
     error.)"""
 
     def network() -> torch.nn.Module:
-        layers = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
-        random = np.random.default_rng(0)
-        with torch.no_grad():
-            for parameter in layers.parameters():
-                parameter.copy_(torch.as_tensor(random.normal(size=parameter.shape)))
-        return layers
+        return seeded(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2)))
 
     def backward(layers: torch.nn.Module, reentrant: bool | None, times: int) -> None:
         for _ in range(times):
@@ -188,3 +183,36 @@ def test_weights_that_another_optimizer_has_moved_are_not_only_reported_to_be_br
             opt.drain()
 
     Cluster(2).run(train)
+
+
+def train_gan(
+    ranks: Sequence[int], wrap: Callable[[Any], Any] = lambda opt: opt, watch: Callable[[Any], Any] = lambda opt: ()
+) -> tuple[Any, list[int]]:
+    """Train on the data of these ranks; return all weights, and how much ``watch`` has seen of each optimizer.
+
+    The generator's loss leaves gradients in the discriminator too, which are not its step's."""
+    generator, discriminator = seeded(torch.nn.Linear(3, 25)), conv_model(1)
+    opts = [wrap(torch.optim.Adam(model.parameters(), lr=0.01)) for model in (generator, discriminator)]
+    logs, score = [watch(opt) for opt in opts], torch.nn.functional.cross_entropy
+    for step in range(5):
+        real = torch.cat([batch(rank, step)[0] for rank in ranks])
+        made, kind = generator(real.flatten(1)[:, :3]).view_as(real), torch.zeros(len(real), dtype=torch.int64)
+        opts[1].zero_grad()
+        (score(discriminator(real), kind) + score(discriminator(made.detach()), kind + 1)).backward()
+        opts[1].step()
+        opts[0].zero_grad()
+        score(discriminator(made), kind).backward()
+        opts[0].step()
+    getattr(opts[0], "drain", lambda: None)()
+    return flat([*generator.parameters(), *discriminator.parameters()]), [len(log) for log in logs]
+
+
+def test_a_gan_trains_as_in_plain_torch_on_all_ranks_data():
+    """And all of its gradients leave early."""
+    wrap = partial(hvd.EagerOptimizer, quorum="all", bucket_cap_mb=TINY)
+    outcomes = Cluster(2).run(lambda rank: train_gan([rank], wrap, hand_overs))
+    expected, _ = train_gan(range(2))
+    for weights, early in outcomes:
+        assert weights.tobytes() == outcomes[0][0].tobytes()
+        np.testing.assert_allclose(weights, expected, rtol=0, atol=2e-5)
+        assert early == [5 * 2, 5 * 4]
