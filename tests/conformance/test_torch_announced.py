@@ -6,7 +6,7 @@ The plane is a late one, on which ranks announce steps: here from the second or 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -44,11 +44,8 @@ def announced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]
     return log
 
 
-def engine() -> Any:
-    """Return this rank's engine."""
-    own = local_engine()
-    assert own is not None
-    return own
+engine: Callable[[], Any] = local_engine
+"""This rank's."""
 
 
 def two_buckets(lr: float = 1.0) -> TorchVectors:
