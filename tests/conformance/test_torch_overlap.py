@@ -12,11 +12,8 @@ import torch
 import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
-from tests.conformance.cases import Case
-from tests.conformance.eager_ranks import TORCH
+from tests.conformance.eager_ranks import MOMENTUM, TORCH
 from tests.conformance.torch_ranks import TINY, TorchTrainer, conv_model, flat, hand_overs, loss, plain
-
-MOMENTUM = Case("momentum", "sgd", 0.05, momentum=0.9)
 
 
 def test_buckets_leave_during_backward_the_last_layers_first():

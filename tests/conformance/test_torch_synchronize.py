@@ -14,11 +14,10 @@ import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
 from hvd_async.torch import gradient_replica
-from tests.conformance.cases import SCRIPTS, Case
+from tests.conformance.cases import SCRIPTS
 from tests.conformance.drive import wait_for_rounds
+from tests.conformance.eager_ranks import SGD
 from tests.conformance.torch_ranks import TINY, TorchTrainer, backwards, flat, quadratic, wrap_scripted
-
-SGD = Case("sgd", "sgd", 0.1)
 
 
 def _late_synchronize(steps: int, tapes: Any, **options: Any) -> Any:

@@ -15,7 +15,7 @@ from hvd_async.testing import Cluster
 from hvd_async.torch import horovod_collectives as collectives
 from hvd_async.torch.gradient_replica import Checks
 from tests.conformance import fake_gpu
-from tests.conformance.cases import Case
+from tests.conformance.eager_ranks import UNIT
 from tests.conformance.torch_ranks import TINY, TorchVectors
 
 
@@ -108,7 +108,7 @@ def test_vectors_that_are_not_finite_are_counted_when_the_host_hears_of_them_and
     gpu.reached = lambda: ARRIVALS[arrives](drawn)
 
     def train(rank: int) -> tuple[list[int], Any]:
-        one = TorchVectors([2, 2], Case("unit", "sgd", 1.0), quorum=quorum, bucket_cap_mb=TINY)
+        one = TorchVectors([2, 2], UNIT, quorum=quorum, bucket_cap_mb=TINY)
         one.opt._async.worker_now()
         known = []
         for buckets in SPOILT:
@@ -152,7 +152,7 @@ def test_flags_of_a_step_that_come_from_two_streams_are_one_step():
 
 def test_a_gradient_that_an_interrupted_step_drops_is_not_counted_as_empty(monkeypatch):
     def train(rank: int) -> tuple[int, int, int]:
-        one = TorchVectors([2], Case("unit", "sgd", 1.0), quorum="all")
+        one = TorchVectors([2], UNIT, quorum="all")
         worker = one.opt._async.worker_now()
 
         def interrupt(most: int | None) -> bool:
