@@ -291,7 +291,7 @@ def parameters_replaced_on_a_rank(model: Any, wrap: Any) -> None:
     train_plainly(model, opt)
 
 
-@mistake(ReplicaMismatchError, r"weights differ before .* '0\.weight.*parameters\(model\.state_dict\(\).*first half of SAM")
+@mistake(ReplicaMismatchError, r"weights differ before .* '0\.weight.*\(model\.state_dict\(\), root.*first half of SAM")
 def frozen_part_of_its_own(model: Any, wrap: Any) -> None:
     model[0].requires_grad_(False)
     model[0].without_memory = torch.nn.Parameter(torch.empty(1, device="meta"), False)
