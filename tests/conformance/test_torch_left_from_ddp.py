@@ -22,6 +22,7 @@ import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
 from hvd_async.testing import Cluster
 from hvd_async.torch import shared_models
+from tests.conformance.torch_ranks import seeded
 
 WRAPPERS: dict[str, Callable[..., Any]] = {
     "EagerOptimizer": lambda opt, **options: hvd.EagerOptimizer(opt, quorum="all", **options),
@@ -40,11 +41,7 @@ def group() -> Iterator[None]:
 
 
 def network() -> torch.nn.Module:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
-    with torch.no_grad():  # (torch's generator is shared between threads)
-        for parameter in model.parameters():
-            parameter.fill_(0.1)
-    return model
+    return seeded(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)))
 
 
 def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -141,6 +138,7 @@ import torch
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
 from hvd_async.torch import shared_models
+from tests.conformance.torch_ranks import seeded
 print(shared_models.cause(list(model.module.parameters()), "EagerOptimizer"))
 """
 
