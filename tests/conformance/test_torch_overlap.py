@@ -151,6 +151,24 @@ def test_zero_grad_between_backward_and_step_is_refused_and_the_step_is_not_lost
         np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-6)
 
 
+def test_after_step_nothing_leaves_until_zero_grad():
+    """A GAN's other half runs backward through this model."""
+
+    def train(rank: int) -> None:
+        trainer = TorchTrainer(MOMENTUM)
+        log = hand_overs(trainer.opt)
+        trainer.opt.zero_grad()
+        trainer.opt.step()  # without backward: no gradient, and yet a step
+        loss(trainer.model, rank, 0).backward()
+        assert log == []
+        trainer.gradient(rank, 1)
+        assert log == [0]
+        trainer.opt.step()
+        trainer.opt.drain()
+
+    Cluster(1).run(train)
+
+
 def test_a_gradient_that_is_replaced_when_it_is_gone_is_an_error_that_says_what_to_do():
     """(Changes in place: ``test_torch_left_from_ddp``, ``test_torch_lost_changes``.)"""
 
