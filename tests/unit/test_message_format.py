@@ -26,6 +26,7 @@ from hvd_async.algorithms.gossip.message_format import (
     vector_with_room,
 )
 from hvd_async.runtime.memory import ReusedBlocks
+from hvd_async.runtime.process_sets import RankGroup
 from tests.conftest import examples
 
 CODECS = ["none", "fp16", "bf16", "int8"]
@@ -176,6 +177,14 @@ def test_a_vector_with_gaps_can_be_sent():
     for codec in CODECS:
         post = NumpyMessageFormat(10, np.float32, codec, 1)
         np.testing.assert_array_equal(post.decode(post.encode(one)), post.decode(post.encode(one.copy())))
+
+
+def test_who_shares_the_optimizer():
+    everyone, some = (
+        NumpyMessageFormat(10, np.float32, "none", 4, of) for of in (None, RankGroup((1, 3), (1, 3), 1, 5, 2))
+    )
+    assert (everyone.process_set, everyone.members, everyone.process_set_id) == (None, (), 0)
+    assert (some.process_set, some.members, some.process_set_id) == ((1, 3), (1, 3), 5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
