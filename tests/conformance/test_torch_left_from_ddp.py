@@ -211,8 +211,10 @@ def parameters_replaced(model: Any, opt: Any, plain: Any) -> None:
     opt.param_groups[0]["params"] = list(network().parameters())
 
 
-@change(ReplicaStateError, CHANGED)
-def parameters_replaced_before_a_drain(model: Any, opt: Any, plain: Any) -> None:
+@mistake(ReplicaStateError, CHANGED)
+def parameters_replaced_before_a_drain(model: Any, wrap: Any) -> None:
+    opt = wrap(sgd(model))
+    train_plainly(model, opt)
     opt.param_groups[0]["params"] = list(network().parameters())
     opt.drain()
 
