@@ -20,13 +20,13 @@ from hvd_async.torch import streams
 
 
 class Event:
-    """An event of a fake stream, complete as soon as it is recorded, if the GPU does not lag."""
+    """An event of a fake stream, which the host sees to be complete as the GPU says."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         self._gpu = gpu
 
     def query(self) -> bool:
-        return not self._gpu.lags
+        return self._gpu.reached()
 
     def synchronize(self) -> None:
         self._gpu.host_waits("Event.synchronize")
@@ -55,6 +55,7 @@ class FakeGpu(streams.Gpu):
         lags: whether the host learns of an event only when it waits for that: it is as far ahead as it can be.
 
     Attributes:
+        reached: whether the host sees an event to be complete when it looks at it; a test may replace it.
         waits: number of the host's waits, by the name of the thread and of the operation: copies to the host and
             events. (To count reads of single numbers, such as ``.item()``, look for ``aten::_local_scalar_dense`` in a
             ``TorchDispatchMode``.)
@@ -64,7 +65,7 @@ class FakeGpu(streams.Gpu):
 
     def __init__(self, lags: bool = False) -> None:
         super().__init__()
-        self.lags = lags
+        self.reached: Callable[[], bool] = lambda: not lags
         self.waits: Counter[tuple[str, str]] = Counter()
         self._current = threading.local()
         self._default: Any = Stream(self, torch.device("cpu"))

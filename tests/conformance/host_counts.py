@@ -220,13 +220,7 @@ def plain() -> Cost:
     arm = made(PLAIN, 0, 1)
     for _ in range(STEPS):
         arm.train(loss)
-    return _cost(
-        count_steps(
-            lambda: arm.train(loss),
-        ),
-        0,
-        0,
-    )
+    return _cost(count_steps(lambda: arm.train(loss)), 0, 0)
 
 
 def measure(mode: str, ranks: int) -> list[Cost]:

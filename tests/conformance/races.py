@@ -585,9 +585,6 @@ class FakeCollectives(collectives.HorovodCollectives):
         super().stop()
         self._thread.close()
 
-    def process_set_of(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
-        return next((ProcessSet(ranks, 1 + i) for i, ranks in enumerate(groups) if self.rank in ranks), None)
-
 
 @contextlib.contextmanager
 def racy_cluster(size: int, patch: Any) -> Iterator[tuple[RacyGpu, Cluster]]:

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
+import hvd_async.torch as hvd
+from hvd_async.errors import ReplicaMismatchError, ReplicaStateError, WaitTimeoutError
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster
 from tests.conformance.eager_ranks import UNIT
 from tests.conformance.torch_ranks import TorchVectors
 from tests.conformance.weight_ranks import TorchRank
 
-
-def engine() -> Any:
-    """This thread's."""
-    own = local_engine()
-    assert own is not None
-    return own
+engine: Callable[[], Any] = local_engine
+"""This thread's."""
 
 
 def line(start: float = 1.0, steps: int = 0, **options: Any) -> TorchVectors:
@@ -83,7 +82,7 @@ def test_a_root_that_is_gone_is_replaced():
     assert Cluster(3).run(train) == [0.0, 10.0, 10.0]
 
 
-# -- ranks that leave -------------------------------------------------------------------------------------------
+# -- ranks that leave, and what is broken off before -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("quorum", "first"), [("solo", 0), ("all", 1)])
@@ -112,6 +111,70 @@ def test_backward_without_step_ends_and_is_reported(quorum, capfd):
 
     assert Cluster(2).run(train) == [[-4.0]] * 2
     assert "rank 1 ends after backward() without step(): SGD (optimizer 0)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("broken_off", ["step", "drain"])
+def test_what_is_broken_off_can_be_done_again(broken_off):
+    """HVD_ASYNC_TIMEOUT ends a wait, as Ctrl-C would; continuing must not bring the others down."""
+
+    def train(rank: int) -> list[float]:
+        here, one = engine(), line(0.0, 1, quorum="all")
+        if broken_off == "drain":
+            one.take(1.0)
+        if rank:
+            assert stalled.wait(30)
+        else:
+            here.timeout = 0.05
+            with pytest.raises(WaitTimeoutError):
+                one.take(1.0) if broken_off == "step" else one.opt.drain()
+            here.timeout = float("inf")
+            stalled.set()
+            if broken_off == "drain":
+                with pytest.raises(ReplicaStateError, match=r"broken off|was interrupted"):
+                    one.take(1.0)
+        if broken_off == "step":
+            for _ in range(1 + rank):
+                one.take(1.0)
+        one.opt.drain()
+        return weights(one)
+
+    stalled = threading.Event()
+    # A gradient of weights that lack the broken-off step's round is left out.
+    assert Cluster(2).run(train) == [[0.5 - 3.0 if broken_off == "step" else -2.0]] * 2
+
+
+def test_a_rank_that_leaves_without_a_step_that_others_wait_for_is_named():
+    def train(rank: int) -> None:
+        line(0.0, 1 - rank, quorum="solo")
+
+    first, _ = Cluster(2).outcomes(train, timeout=20)
+    assert "rank 1 on host host1 left without a step or drain() of optimizer 0" in str(first)
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_an_odd_pass_is_named_at_a_drain_and_goes_with_the_next_step(nonfinite):
+    def train(rank: int) -> float:
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        plain = torch.optim.SGD([parameter], lr=1.0)
+        opt: Any = hvd.EagerOptimizer(plain, quorum="all", backward_passes_per_step=2, nonfinite=nonfinite)
+        opt._async.worker_now()
+        opt.zero_grad()
+        for number in range(1, 5):
+            (parameter * number).sum().backward()
+            if number == 2:
+                opt.step()
+                opt.zero_grad()
+            if number == 3:
+                with pytest.warns(UserWarning, match=r"1 backward pass\(es\) short of a step of 2.*p\.grad") as caught:
+                    opt.drain()
+                assert [one.filename for one in caught] == [__file__]
+        opt.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            opt.drain()
+        return parameter.item()
+
+    assert Cluster(1).run(train) == [-10.0]
 
 
 # -- optimizers that one rank has not, or has no more -------------------------------------------------------------
@@ -182,11 +245,13 @@ def test_an_optimizer_that_a_waiting_rank_has_not_is_refused_with_its_name():
 def test_dead_optimizers_are_forgotten_everywhere():
     def train(rank: int) -> int:
         for number in range(5):
-            one = line(float(number), 1)
+            one = line(float(number), 1, compression=hvd.Compression.fp16)
             one.opt.drain()
             if number < 4:
+                weight = weakref.ref(one.parameters[0])
                 del one
                 gc.collect()
+                assert weight() is None, "a model goes with its optimizer"
         return len(engine().participants())
 
     cluster = Cluster(2)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,27 @@ def test_frozen_weights_may_have_other_memory_while_gradients_of_others_travel()
     assert Cluster(2).run(train) == [[-2.0] * 3] * 2
 
 
+@pytest.mark.parametrize("joins", [0, 1])
+def test_a_parameter_that_is_unfrozen_between_zero_grad_and_backward_is_in_its_bucket(joins):
+    """The hooks count what was free at zero_grad(); the bucket must not leave without the one that joins."""
+
+    def train(rank: int) -> list[float]:
+        parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+        opt: Any = hvd.EagerOptimizer(torch.optim.SGD(parameters, lr=1.0), quorum="all")
+        opt._async.worker_now()
+        for free in (False, True, False):
+            parameters[joins].requires_grad_(free)
+            opt.zero_grad()
+            parameters[joins].requires_grad_(not free)
+            finish(opt, sum(p.sum() for p in parameters if p.requires_grad))
+        opt.drain()
+        return [p.item() for p in parameters]
+
+    weights = [-3.0, -3.0]
+    weights[joins] = -2.0
+    assert Cluster(1).run(train) == [weights]
+
+
 # -- sparse gradients -----------------------------------------------------------------------------------------
 
 
@@ -125,24 +147,33 @@ def words(rank: int, number: int) -> torch.Tensor:
     return torch.as_tensor(np.random.default_rng([rank, number]).integers(0, 9, (3,)))
 
 
+SPARSE: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "sparse-adam": lambda parameters: torch.optim.SparseAdam(list(parameters), lr=0.1),
+}
+
+
+def train_sparsely(kind: str, ranks: Sequence[int], wrap: Callable[[Any], Any] = lambda optimizer: optimizer) -> Any:
+    """Train with the mean of the losses of these ranks; return the weights."""
+    model = embedding()
+    opt = wrap(SPARSE[kind](model.parameters()))
+    for number in range(4):
+        opt.zero_grad()
+        finish(opt, sum(model(words(rank, number)).square().sum() for rank in ranks) / len(ranks))
+    getattr(opt, "drain", lambda: None)()
+    return flat(model.parameters())
+
+
 @pytest.mark.parametrize(("family", "kind"), [("gossip", "sparse-adam"), ("leader", "sgd")])
 def test_sparse_gradients_stay_on_a_rank_with_weights_of_its_own(family, kind):
-    make = {
-        "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-        "sparse-adam": lambda parameters: torch.optim.SparseAdam(list(parameters), lr=0.1),
-    }[kind]
-
-    def train(rank: int, wrap: Callable[[Any], Any]) -> Any:
-        model = embedding()
-        opt = wrap(make(model.parameters()))
-        for number in range(4):
-            opt.zero_grad()
-            finish(opt, model(words(rank, number)).square().sum())
-        getattr(opt, "drain", lambda: None)()
-        return flat(model.parameters())
-
     alone = {"gossip": hvd.GossipOptimizer, "leader": lambda o: hvd.LeaderOptimizer(o, group=1)}[family]
-    (own,) = Cluster(1).run(lambda rank: train(rank, alone))
-    np.testing.assert_array_equal(own, train(0, lambda optimizer: optimizer))
-    ends = Cluster(2).run(lambda rank: train(rank, FAMILIES[family]))
+    (own,) = Cluster(1).run(lambda rank: train_sparsely(kind, [rank], alone))
+    np.testing.assert_array_equal(own, train_sparsely(kind, [0]))
+    ends = Cluster(2).run(lambda rank: train_sparsely(kind, [rank], FAMILIES[family]))
     assert ends[0].tobytes() == ends[1].tobytes()
+
+
+def test_sparse_adam_gets_rounds_back_sparse():
+    wrap = functools.partial(hvd.EagerOptimizer, quorum="all")
+    for weights in Cluster(2).run(lambda rank: train_sparsely("sparse-adam", [rank], wrap)):
+        np.testing.assert_allclose(weights, train_sparsely("sparse-adam", range(2)), rtol=0, atol=1e-5)

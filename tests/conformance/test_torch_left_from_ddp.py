@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
 from hvd_async.testing import Cluster
 from hvd_async.torch import shared_models
+from tests.conformance.torch_ranks import seeded
 
 WRAPPERS: dict[str, Callable[..., Any]] = {
     "EagerOptimizer": lambda opt, **options: hvd.EagerOptimizer(opt, quorum="all", **options),
@@ -39,11 +41,7 @@ def group() -> Iterator[None]:
 
 
 def network() -> torch.nn.Module:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
-    with torch.no_grad():  # (torch's generator is shared between threads)
-        for parameter in model.parameters():
-            parameter.fill_(0.1)
-    return model
+    return seeded(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)))
 
 
 def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -140,6 +138,7 @@ import torch
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
 from hvd_async.torch import shared_models
+from tests.conformance.torch_ranks import seeded
 print(shared_models.cause(list(model.module.parameters()), "EagerOptimizer"))
 """
 
@@ -163,142 +162,56 @@ def test_an_optimizer_that_communicates_is_refused(make, wrapper, group):
         WRAPPERS[wrapper](make(network()))
 
 
-def no_sync(model: Any, wrap: Any) -> None:
-    wrap(sgd(model))
-    with model.no_sync():
-        backward(model)
-
-
-def clipping(model: Any, wrap: Any) -> None:
-    opt = wrap(sgd(model))
-    for _ in range(2):  # (from the second step on gradients leave early)
-        opt.zero_grad()
-        backward(model)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        opt.step()
-
-
-def average_by_hand(model: Any, wrap: Any) -> None:
-    opt = wrap(sgd(model))
-    for _ in range(2):
-        opt.zero_grad()
-        backward(model)
-        for parameter in model.parameters():
-            parameter.grad /= 2  # (after an all_reduce())
-        opt.step()
-
-
-def accumulation(model: Any, wrap: Any) -> None:
-    opt = wrap(sgd(model))
-    for _ in range(2):
-        opt.zero_grad()
-        backward(model)
-        backward(model)
-        opt.step()
-
-
-def scaler(model: Any, wrap: Any) -> None:
-    opt, scale = wrap(sgd(model)), torch.amp.GradScaler("cpu")
-    scale.scale(model(torch.ones(3, 4)).sum()).backward()
-    scale.step(opt)
-
-
-def no_drain(model: Any, wrap: Any) -> None:
-    opt = wrap(sgd(model))
-    for _ in range(2):
-        opt.zero_grad()
-        backward(model)
-        opt.step()
-    opt.state_dict()
-
-
-def no_broadcast(model: Any, wrap: Any) -> None:
-    with torch.no_grad():
-        model[0].weight += torch.rand(1)
-    backward(model)
-    wrap(sgd(model)).step()
-
-
-def own_collective(model: Any, wrap: Any) -> None:
-    wrap(sgd(model))
-    dist.all_reduce(torch.ones(1))
-
-
-def result_left(model: Any, wrap: Any) -> None:
-    opt = sgd(model)
-    wrap(opt)
-    train_plainly(model, opt)
-
-
-def optimizer_of_a_part(model: Any, wrap: Any) -> None:
-    opt = wrap(sgd(model[0]), named_parameters=model.named_parameters())
-    train_plainly(model, opt, sgd(model[2]))
-
-
-def new_optimizer(model: Any, wrap: Any) -> None:
-    opt = wrap(sgd(model))
-    train_plainly(model, opt)
-    opt.drain()
-    opt = sgd(model)
-    train_plainly(model, opt)
-
-
-def train_plainly(model: Any, *opts: Any) -> None:
-    for _ in range(2):
+def train_plainly(model: Any, *opts: Any, steps: int = 2) -> None:
+    for _ in range(steps):
         model.zero_grad()
         backward(model)
         for opt in opts:
             opt.step()
 
 
-def model_made_again(model: Any, wrap: Any) -> None:
-    opt, model = wrap(sgd(model)), network()
-    for _ in range(10):
-        backward(model)
-        opt.step()
+MISTAKES = list[Any]()
+"""What a script does with a model and a wrapper, this wrapper's name, the error and its text. (Gradients changed after
+``backward()``: ``test_torch_lost_changes``; further backward passes: ``test_torch_two_passes``; scalers:
+``test_torch_precision``.)"""
+WEIGHTS = ("GossipOptimizer", "LeaderOptimizer")
 
 
-def model_loaded_with_assign(model: Any, wrap: Any) -> None:
-    opt = wrap(sgd(model))
-    train_plainly(model, opt)
-    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
-    opt.zero_grad()
-    for _ in range(10):
-        backward(model)
-        opt.step()
+def mistake(error: type[Exception], message: str, wrappers: Iterable[str] = WRAPPERS) -> Any:
+    """Add what a script does to the table."""
+
+    def add(does: Callable[[Any, Any], object]) -> None:
+        MISTAKES.extend(pytest.param(does, each, error, message, id=f"{does.__name__}-{each}") for each in wrappers)
+
+    return add
 
 
-def model_as_names(model: Any, wrap: Any) -> None:
-    wrap(sgd(model), named_parameters=model[0])
+def change(error: type[Exception], message: str) -> Any:
+    """Add training in whose middle a script changes the model, its optimizer, or the one that this was made of."""
+
+    def add(changes: Callable[[Any, Any, Any], object]) -> None:
+        @mistake(error, message)
+        @functools.wraps(changes)
+        def train(model: Any, wrap: Any) -> None:
+            plain = sgd(model)
+            opt = wrap(plain)
+            train_plainly(model, opt)
+            changes(model, opt, plain)
+            train_plainly(model, opt, steps=10)
+
+    return add
 
 
-def clipping_in_rounds(model: Any, wrap: Any) -> None:
-    wrap(sgd(model), round_transform=lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 1.0))
+CHANGED = "are not those with which the ranks met"
+APART = r"SGD\.step\(\) of an optimizer that is not wrapped .* train apart\. Call step\(\) of what EagerOptimizer\(\)"
 
 
-def scaler_passed(model: Any, wrap: Any) -> None:
-    wrap(sgd(model), scaler=torch.amp.GradScaler("cpu"))
-
-
-def resuming_on_one_rank(model: Any, wrap: Any) -> None:
-    opt = wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    if model.rank == 0:
-        one = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
-        backward(model)
-        one.step()
-        opt.load_state_dict(one.state_dict())
-    opt.zero_grad()
-    backward(model)
-    opt.step()
-
-
-def parameters_replaced(model: Any, wrap: Any) -> None:
-    opt = wrap(sgd(model))
-    train_plainly(model, opt)
+@change(ReplicaStateError, CHANGED)
+def parameters_replaced(model: Any, opt: Any, plain: Any) -> None:
     opt.param_groups[0]["params"] = list(network().parameters())
-    train_plainly(model, opt)
 
 
+@mistake(ReplicaStateError, CHANGED)
 def parameters_replaced_before_a_drain(model: Any, wrap: Any) -> None:
     opt = wrap(sgd(model))
     train_plainly(model, opt)
@@ -306,21 +219,71 @@ def parameters_replaced_before_a_drain(model: Any, wrap: Any) -> None:
     opt.drain()
 
 
-def group_added_to_what_was_wrapped(model: Any, wrap: Any) -> None:
-    opt = sgd(model)
-    wrapped = wrap(opt)
-    train_plainly(model, wrapped)
-    opt.add_param_group({"params": list(network().parameters())})
-    train_plainly(model, wrapped)
+@change(ReplicaStateError, CHANGED)
+def group_added_to_what_was_wrapped(model: Any, opt: Any, plain: Any) -> None:
+    plain.add_param_group({"params": list(network().parameters())})
 
 
-def parameter_appended(model: Any, wrap: Any) -> None:
-    opt = wrap(sgd(model))
-    train_plainly(model, opt)
+@change(ReplicaStateError, CHANGED)
+def parameter_appended(model: Any, opt: Any, plain: Any) -> None:
     opt.param_groups[0]["params"].append(torch.nn.Parameter(torch.ones(1)))
+
+
+@change(UserWarning, r"other parameters by now instead of this optimizer's \(parameter 2, parameter 3\)")
+def layer_replaced(model: Any, opt: Any, plain: Any) -> None:
+    model[2] = torch.nn.Linear(4, 2)
+
+
+@change(UserWarning, "other parameters by now")
+def model_loaded_with_assign(model: Any, opt: Any, plain: Any) -> None:
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+
+
+@change(UserWarning, APART)
+def new_optimizer(model: Any, opt: Any, plain: Any) -> None:
+    opt.drain()
+    train_plainly(model, sgd(model))
+
+
+@mistake(UserWarning, APART)
+def result_left(model: Any, wrap: Any) -> None:
+    opt = sgd(model)
+    wrap(opt)
     train_plainly(model, opt)
 
 
+@mistake(UserWarning, APART)
+def optimizer_of_a_part(model: Any, wrap: Any) -> None:
+    opt = wrap(sgd(model[0]), named_parameters=model.named_parameters())
+    train_plainly(model, opt, sgd(model[2]))
+
+
+@mistake(UserWarning, r"SGD has stepped 10 times and is not wrapped: .* ranks train apart", ["EagerOptimizer"])
+def no_wrapper(model: Any, wrap: Any) -> None:
+    train_plainly(model, *[sgd(model)] * 5)
+
+
+@mistake(UserWarning, "no parameter of this optimizer has had a gradient")
+def model_made_again(model: Any, wrap: Any) -> None:
+    train_plainly(network(), wrap(sgd(model)), steps=10)
+
+
+@mistake(TypeError, r"clip gradients before step\(\)", WEIGHTS)
+def clipping_in_rounds(model: Any, wrap: Any) -> None:
+    wrap(sgd(model), round_transform=lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 1.0))
+
+
+@mistake(TypeError, "as with a plain optimizer", WEIGHTS)
+def scaler_passed(model: Any, wrap: Any) -> None:
+    wrap(sgd(model), scaler=torch.amp.GradScaler("cpu"))
+
+
+@mistake(ValueError, r"pass model\.named_parameters\(\)")
+def model_as_names(model: Any, wrap: Any) -> None:
+    wrap(sgd(model), named_parameters=model[0])
+
+
+@mistake(ReplicaMismatchError, "different parameters")
 def parameters_replaced_on_a_rank(model: Any, wrap: Any) -> None:
     opt = wrap(sgd(model))
     if model.rank == 1:
@@ -328,24 +291,17 @@ def parameters_replaced_on_a_rank(model: Any, wrap: Any) -> None:
     train_plainly(model, opt)
 
 
-def layer_replaced(model: Any, wrap: Any) -> None:
-    opt = wrap(sgd(model))
-    train_plainly(model, opt)
-    model[2] = torch.nn.Linear(4, 2)
-    train_plainly(model, opt)
-
-
+@mistake(ReplicaMismatchError, r"weights differ before .* '0\.weight.*\(model\.state_dict\(\), root.*first half of SAM")
 def frozen_part_of_its_own(model: Any, wrap: Any) -> None:
     model[0].requires_grad_(False)
     model[0].without_memory = torch.nn.Parameter(torch.empty(1, device="meta"), False)
     model[0].without_shape = torch.nn.UninitializedParameter(False)
     with torch.no_grad():
         model[0].weight += model.rank
-    train_plainly(
-        model, wrap(torch.optim.SGD(model[2].parameters(), lr=0.1), named_parameters=model.named_parameters())
-    )
+    train_plainly(model, wrap(sgd(model[2]), named_parameters=model.named_parameters()))
 
 
+@mistake(ReplicaMismatchError, r"state differs.*has 'optimizer state: (7 rounds|loaded)'")
 def rounds_on_one_rank(model: Any, wrap: Any) -> None:
     opt = wrap(sgd(model))
     if model.rank == 0:
@@ -355,48 +311,15 @@ def rounds_on_one_rank(model: Any, wrap: Any) -> None:
     train_plainly(model, opt)
 
 
-def no_wrapper(model: Any, wrap: Any) -> None:
-    train_plainly(model, *[sgd(model)] * 5)
+@mistake(ReplicaMismatchError, r"state differs.*hvd\.broadcast_optimizer_state\(")
+def resuming_on_one_rank(model: Any, wrap: Any) -> None:
+    opt = wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    if model.rank == 0:
+        one = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+        train_plainly(model, one, steps=1)
+        opt.load_state_dict(one.state_dict())
+    train_plainly(model, opt)
 
-
-EAGER, WEIGHTS = ["EagerOptimizer"], ["GossipOptimizer", "LeaderOptimizer"]
-APART = r"SGD\.step\(\) of an optimizer that is not wrapped .* train apart\. Call step\(\) of what EagerOptimizer\(\)"
-CHANGED = [
-    parameters_replaced,
-    parameters_replaced_before_a_drain,
-    group_added_to_what_was_wrapped,
-    parameter_appended,
-]
-MISTAKES: list[tuple[Callable[[Any, Any], None], list[str], type[Exception], str]] = [
-    (no_sync, [*WRAPPERS], AttributeError, "no_sync"),
-    (clipping, EAGER, ReplicaStateError, r"round_transform=lambda parameters: torch\.nn\.utils\.clip_grad_norm_"),
-    (average_by_hand, EAGER, ReplicaStateError, r"leave out an all_reduce\(\) of gradients"),
-    (accumulation, EAGER, ReplicaStateError, "backward_passes_per_step="),
-    (scaler, EAGER, ReplicaStateError, "pass scaler=scaler"),
-    (no_drain, WEIGHTS, ReplicaStateError, r"drain\(\)"),
-    (
-        no_broadcast,
-        [*WRAPPERS],
-        ReplicaMismatchError,
-        r"hvd\.broadcast_parameters\(model\.state_dict\(\), root_rank=0\)",
-    ),
-    (own_collective, [*WRAPPERS], ValueError, "init_process_group"),
-    (result_left, [*WRAPPERS], UserWarning, APART),
-    (optimizer_of_a_part, [*WRAPPERS], UserWarning, APART),
-    (new_optimizer, [*WRAPPERS], UserWarning, APART),
-    (model_made_again, [*WRAPPERS], UserWarning, "no parameter of this optimizer has had a gradient"),
-    (model_loaded_with_assign, [*WRAPPERS], UserWarning, "other parameters by now instead of this optimizer's"),
-    (clipping_in_rounds, WEIGHTS, TypeError, r"clip gradients before step\(\)"),
-    (scaler_passed, WEIGHTS, TypeError, r"as with a plain optimizer"),
-    (frozen_part_of_its_own, [*WRAPPERS], ReplicaMismatchError, r"weights differ before .* first in '0\.weight"),
-    (rounds_on_one_rank, [*WRAPPERS], ReplicaMismatchError, r"state differs.*has 'optimizer state: (7 rounds|loaded)'"),
-    (no_wrapper, EAGER, UserWarning, r"SGD has stepped 10 times and is not wrapped: .* ranks train apart"),
-    (layer_replaced, [*WRAPPERS], UserWarning, r"other parameters by now .*\(parameter 2, parameter 3\)"),
-    (resuming_on_one_rank, [*WRAPPERS], ReplicaMismatchError, r"state differs.*hvd\.broadcast_optimizer_state\("),
-    (model_as_names, [*WRAPPERS], ValueError, r"pass model\.named_parameters\(\)"),
-    *((changed, [*WRAPPERS], ReplicaStateError, "are not those with which the ranks met") for changed in CHANGED),
-    (parameters_replaced_on_a_rank, [*WRAPPERS], ReplicaMismatchError, "different parameters"),
-]
 
 TO_ERRORS = pytest.mark.filterwarnings(
     "error:.*ranks train apart", "error:.*has had a gradient", "error:.*other parameters by now"
@@ -404,20 +327,13 @@ TO_ERRORS = pytest.mark.filterwarnings(
 
 
 @TO_ERRORS
-@pytest.mark.parametrize(
-    ("mistake", "wrapper", "error", "message"),
-    [
-        pytest.param(mistake, wrapper, error, message, id=f"{mistake.__name__}-{wrapper}")
-        for mistake, wrappers, error, message in MISTAKES
-        for wrapper in wrappers
-    ],
-)
-def test_a_mistake_is_an_error_with_the_line_to_write(mistake, wrapper, error, message):
+@pytest.mark.parametrize(("does", "wrapper", "error", "message"), MISTAKES)
+def test_a_mistake_is_an_error_with_the_line_to_write(does, wrapper, error, message):
     def train(rank: int) -> None:
         model = network()
         model.rank = rank
         with pytest.raises(error, match=message):
-            mistake(model, WRAPPERS[wrapper])
+            does(model, WRAPPERS[wrapper])
 
     Cluster(2).run(train)
 

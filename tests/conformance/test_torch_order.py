@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import hvd_async.torch as hvd
 from hvd_async.runtime import engine
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster, MemoryCollectives
-from tests.conformance.torch_ranks import ProcessSet
+from tests.conformance.torch_ranks import ProcessSet, seeded
 
 SIZE, STEPS = 3, 6
 SETS = {1: (0, 1), 2: (1, 2)}
@@ -32,10 +32,10 @@ class OneOrder:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.names: defaultdict[Any, list[str]] = defaultdict(list)
-        self._places: defaultdict[Any, int] = defaultdict(int)
+        self.names = defaultdict[Sequence[int], list[str]](list)
+        self._places = defaultdict[Any, int](int)
 
-    def started(self, rank: int, members: Any, name: str) -> None:
+    def started(self, rank: int, members: Sequence[int], name: str) -> None:
         """Check that it is the rank's turn to start this."""
         with self._lock:
             names, place = self.names[members], self._places[members, rank]
@@ -51,23 +51,9 @@ class OneOrder:
         class Checked(MemoryCollectives):
             in_order = True
 
-            def _checked(self, start: Any, name: str, process_set: Any) -> Any:
-                order.started(self.rank, None if process_set is None else tuple(process_set.ranks), name)
-                return start()
-
-            def allreduce_sum(self, vector: Any, name: str, process_set: Any = None, *rest: Any, **more: Any) -> Any:
-                start = super().allreduce_sum
-                return self._checked(lambda: start(vector, name, process_set, *rest, **more), name, process_set)
-
-            def broadcast(self, vector: Any, root: int, name: str, process_set: Any = None) -> Any:
-                start = super().broadcast
-                return self._checked(lambda: start(vector, root, name, process_set), name, process_set)
-
-            def alltoall(
-                self, rows: Any, splits: Any, coming: Any, name: str, process_set: Any = None, into: Any = None
-            ) -> Any:
-                start = super().alltoall
-                return self._checked(lambda: start(rows, splits, coming, name, process_set, into), name, process_set)
+            def _join(self, name: str, members: Sequence[int], *rest: Any) -> Any:
+                order.started(self.rank, tuple(members), name)
+                return super()._join(name, members, *rest)
 
         return Checked(collectives._board, collectives.rank, collectives.size)
 
@@ -91,10 +77,7 @@ def train(other: str, order: OneOrder, seed: int) -> list[Any]:
     """Train three optimizers of different families in each step; return each rank's weights after a drain."""
 
     def work(rank: int) -> Any:
-        models = [torch.nn.Linear(4, 4) for _ in range(3)]
-        for model in models:  # (ranks as threads share the generator of random numbers)
-            for parameter in model.parameters():
-                torch.nn.init.constant_(parameter, 0.5)
+        models = [seeded(torch.nn.Linear(4, 4)) for _ in range(3)]
         plain = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5) for model in models]
         optimizers = [
             hvd.EagerOptimizer(plain[0], quorum="solo", bucket_cap_mb=1e-5),
@@ -125,7 +108,7 @@ def test_all_ranks_start_all_collectives_in_one_order(other: str) -> None:
     ranks = train(other, order, seed=1)
     for weights in zip(*ranks, strict=True):
         assert all(torch.equal(one, weights[0]) for one in weights)
-    kinds = {name.split(".")[1] for name in order.names[None]}
+    kinds = {name.split(".")[1] for name in order.names[0, 1, 2]}
     assert kinds >= {"eager", "pull"}
     assert kinds & {"gossip", "average"}
 

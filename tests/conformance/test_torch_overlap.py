@@ -12,11 +12,8 @@ import torch
 import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
-from tests.conformance.cases import Case
-from tests.conformance.eager_ranks import TORCH
+from tests.conformance.eager_ranks import MOMENTUM, TORCH
 from tests.conformance.torch_ranks import TINY, TorchTrainer, conv_model, flat, hand_overs, loss, plain
-
-MOMENTUM = Case("momentum", "sgd", 0.05, momentum=0.9)
 
 
 def test_buckets_leave_during_backward_the_last_layers_first():
@@ -95,6 +92,12 @@ def several_passes_said_later(model: torch.nn.Module, opt: Any, step: int) -> No
     several_passes(model, opt, step)
 
 
+def compiled(model: torch.nn.Module, opt: Any, step: int) -> None:
+    opt.zero_grad()
+    loss(torch.compile(model, backend="aot_eager"), 0, step).backward()
+    opt.step()
+
+
 @pytest.mark.parametrize(
     ("use", "options", "early"),
     [
@@ -105,6 +108,7 @@ def several_passes_said_later(model: torch.nn.Module, opt: Any, step: int) -> No
         (by_closure, {"bucket_cap_mb": TINY}, 4),
         (several_passes, {"bucket_cap_mb": TINY, "backward_passes_per_step": PASSES}, 4),
         (several_passes_said_later, {"bucket_cap_mb": TINY}, 4),
+        (compiled, {"bucket_cap_mb": TINY}, 4),
     ],
 )
 def test_a_rank_alone_trains_as_plain_torch_does(use, options, early):
@@ -165,32 +169,6 @@ def test_after_step_nothing_leaves_until_zero_grad():
     Cluster(1).run(train)
 
 
-def test_a_drain_between_backward_and_step_is_refused():
-    def train(rank: int) -> None:
-        trainer = TorchTrainer(MOMENTUM)
-        trainer.opt._async.worker_now()
-        trainer.gradient(rank, 0)
-        for finish in (trainer.opt.drain, trainer.opt.cut):
-            with pytest.raises(ReplicaStateError, match=r"call optimizer\.step\(\) first"):
-                finish()
-        trainer.opt.step()
-        trainer.opt.drain()
-
-    Cluster(2).run(train)
-
-
-@pytest.mark.parametrize("cap", [25.0, TINY])
-def test_a_second_backward_is_refused_with_what_allows_it(cap):
-    def train(rank: int) -> None:
-        trainer = TorchTrainer(MOMENTUM, bucket_cap_mb=cap)
-        trainer.opt._async.worker_now()
-        trainer.gradient(rank, 0)
-        with pytest.raises(ReplicaStateError, match="Pass backward_passes_per_step="):
-            loss(trainer.model, rank, 1).backward()
-
-    Cluster(1).run(train)
-
-
 def test_a_gradient_that_is_replaced_when_it_is_gone_is_an_error_that_says_what_to_do():
     """(Changes in place: ``test_torch_left_from_ddp``, ``test_torch_lost_changes``.)"""
 
@@ -208,23 +186,6 @@ def test_a_gradient_that_is_replaced_when_it_is_gone_is_an_error_that_says_what_
             trainer.opt.step()
 
     Cluster(1).run(train)
-
-
-def test_a_compiled_model():
-    def train(rank: int) -> tuple[Any, int]:
-        trainer = TorchTrainer(MOMENTUM, quorum="all", bucket_cap_mb=TINY)
-        compiled = torch.compile(trainer.model, backend="aot_eager")
-        log = hand_overs(trainer.opt)
-        for step in range(3):
-            trainer.opt.zero_grad()
-            loss(compiled, rank, step).backward()
-            trainer.opt.step()
-        trainer.opt.drain()
-        return trainer.weights(), len(log)
-
-    ((weights, early),) = Cluster(1).run(train)
-    np.testing.assert_allclose(weights, TORCH.averaged(MOMENTUM, [1] * 3), rtol=0, atol=1e-6)
-    assert early == 3 * 4
 
 
 def test_an_optimizer_that_is_gone_leaves_no_hook_that_hands_over():

@@ -11,7 +11,8 @@ import torch
 
 import hvd_async.torch as hvd
 from hvd_async.testing import Cluster
-from tests.conformance.cases import SCRIPTS, Case, Script
+from tests.conformance.cases import SCRIPTS, Script
+from tests.conformance.eager_ranks import UNIT
 from tests.conformance.torch_ranks import TorchTrainer, TorchVectors, quadratic, wrap_scripted
 
 
@@ -62,7 +63,6 @@ def test_scheduler_made_before_or_after_wrapping(before):
 
 # -- schedulers -----------------------------------------------------------------------------------------------
 
-UNIT = Case("unit", "sgd", 1.0)
 Step = Callable[[int], None]
 
 

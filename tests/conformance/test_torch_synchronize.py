@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 from typing import Any
@@ -14,15 +15,15 @@ import hvd_async.torch as hvd
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
 from hvd_async.torch import gradient_replica
-from tests.conformance.cases import SCRIPTS, Case
+from tests.conformance.cases import SCRIPTS
 from tests.conformance.drive import wait_for_rounds
+from tests.conformance.eager_ranks import SGD
 from tests.conformance.torch_ranks import TINY, TorchTrainer, backwards, flat, quadratic, wrap_scripted
 
-SGD = Case("sgd", "sgd", 0.1)
 
-
-def _late_synchronize(steps: int, tapes: Any, **options: Any) -> Any:
-    """Both ranks use Horovod's idiom; rank 1 comes when rank 0 has taken its three steps."""
+@pytest.mark.parametrize("options", [{}, {"round_transform": lambda parameters: None}], ids=["", "round_transform"])
+def test_synchronize_shows_one_round_a_step_and_says_what_a_drain_brings(options, tapes):
+    """Rank 1 comes when rank 0 has taken its three steps: its gradients are in a fourth round."""
     three_taken = threading.Event()
 
     def train(rank: int) -> Any:
@@ -32,7 +33,7 @@ def _late_synchronize(steps: int, tapes: Any, **options: Any) -> Any:
         if rank == 1:
             assert three_taken.wait(30)
             wait_for_rounds(worker, 3)
-        for step in range(1, steps + 1):
+        for step in range(1, 4):
             trainer.gradient(rank, step)
             opt.synchronize()
             shown.append(flat(p.grad for p in backwards(trainer.model)))
@@ -50,20 +51,8 @@ def _late_synchronize(steps: int, tapes: Any, **options: Any) -> Any:
         assert weights.tobytes() == outcomes[0][0].tobytes()
         for index, gradient in enumerate(shown):
             np.testing.assert_allclose(gradient, tapes[rank].applied[index].sums[:-1] / 2, atol=1e-6)
-    return [str(w.message) for w in warned]
-
-
-def test_synchronize_shows_one_round_a_step(tapes):
-    reported = _late_synchronize(3, tapes)
-    # Rank 1's three gradients are in a fourth round, which only drain() brings:
-    assert len(reported) == 2
-    for text in reported:
-        assert "round_transform=" in text
-        assert "drain() applied 1 round(s)" in text
-
-
-def test_synchronize_does_not_warn_with_a_round_transform(tapes):
-    assert _late_synchronize(3, tapes, round_transform=lambda parameters: None) == []
+    assert len(warned) == (0 if options else 2)
+    assert all(re.search(r"drain\(\) applied 1 round\(s\).*round_transform=", str(one.message)) for one in warned)
 
 
 def test_step_after_synchronize_says_what_to_write():

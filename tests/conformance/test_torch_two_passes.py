@@ -1,9 +1,9 @@
 """torch: loops with more than one backward pass a step, of which not each is to be applied: SAM, checkpointing of
-modules that are used twice, adversarial examples. What is refused says which way works, and that way is right."""
+modules that are used twice, adversarial examples, GANs. What is refused says which way works, and that way is right."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import hvd_async.torch as hvd
-from hvd_async.errors import ReplicaMismatchError, ReplicaStateError
+from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
-from tests.conformance.torch_ranks import TINY, batch, conv_model, flat, loss
+from tests.conformance.torch_ranks import TINY, batch, conv_model, flat, hand_overs, loss, seeded
 
 STEPS, RADIUS = 4, 0.05
 
@@ -83,15 +83,11 @@ def test_sam_is_refused_as_what_to_wrap_and_its_base_optimizer_is_not(wrapper):
 @pytest.mark.parametrize("cap", [TINY, 25.0])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_reentrant_checkpointing_of_a_module_used_twice_is_blamed_and_its_other_kind_is_right(cap, passes):
-    """Its recomputation brings a module's gradient once a use, and not once a backward pass."""
+    """Its recomputation brings a module's gradient once a use, and not once a backward pass. (A further pass is another
+    error.)"""
 
     def network() -> torch.nn.Module:
-        layers = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
-        random = np.random.default_rng(0)
-        with torch.no_grad():
-            for parameter in layers.parameters():
-                parameter.copy_(torch.as_tensor(random.normal(size=parameter.shape)))
-        return layers
+        return seeded(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2)))
 
     def backward(layers: torch.nn.Module, reentrant: bool | None, times: int) -> None:
         for _ in range(times):
@@ -100,25 +96,27 @@ def test_reentrant_checkpointing_of_a_module_used_twice_is_blamed_and_its_other_
                 out = part(out) if reentrant is None else checkpoint(part, out, use_reentrant=reentrant)
             out.square().sum().backward()
 
-    def train(rank: int) -> Any:
+    def train(reentrant: bool, times: int, refused: str = "") -> Any:
         layers = network()
         opt = hvd.EagerOptimizer(
-            torch.optim.SGD(layers.parameters(), lr=0.1),
-            layers.named_parameters(),
-            bucket_cap_mb=cap,
-            backward_passes_per_step=passes,
+            torch.optim.SGD(layers.parameters(), lr=0.1), bucket_cap_mb=cap, backward_passes_per_step=passes
         )
         opt._async.worker_now()
         opt.zero_grad()
-        if rank == 0:
-            with pytest.raises(ReplicaStateError, match="use_reentrant=False"):
-                backward(layers, True, passes)
+        if refused:
+            with pytest.raises(ReplicaStateError, match=refused):
+                backward(layers, reentrant, times)
             return None
-        backward(layers, False, passes)
+        backward(layers, reentrant, times)
         opt.step()
         return flat(layers.parameters())
 
-    weights = Cluster(1).run(lambda rank: (train(0), train(1)))[0][1]
+    def ways(rank: int) -> Any:
+        train(True, passes, "use_reentrant=False")
+        train(False, passes + 1, "Pass backward_passes_per_step=")
+        return train(False, passes)
+
+    (weights,) = Cluster(1).run(ways)
     layers = network()
     plain = torch.optim.SGD(layers.parameters(), lr=0.1)
     backward(layers, None, passes)
@@ -172,16 +170,34 @@ def test_a_pass_that_is_thrown_away_is_refused_with_two_ways_that_are_right(way)
     np.testing.assert_allclose(weights, flat(model.parameters()), atol=1e-7)
 
 
-def test_weights_that_another_optimizer_has_moved_are_not_only_reported_to_be_broadcast():
-    """The halves of SAM do so where they step a base optimizer that is not wrapped."""
+def train_gan(
+    ranks: Sequence[int], wrap: Callable[[Any], Any] = lambda opt: opt, watch: Callable[[Any], Any] = lambda opt: ()
+) -> tuple[Any, list[int]]:
+    """Train on the data of these ranks; return all weights, and how much ``watch`` has seen of each optimizer.
 
-    def train(rank: int) -> None:
-        model = conv_model()
-        opt = hvd.EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
-        plain = torch.optim.SGD(model.parameters(), lr=0.1)
-        loss(model, rank, 0).backward()
-        plain.step()
-        with pytest.raises(ReplicaMismatchError, match="an optimizer that is not wrapped"):
-            opt.drain()
+    The generator's loss leaves gradients in the discriminator too, which are not its step's."""
+    generator, discriminator = seeded(torch.nn.Linear(3, 25)), conv_model(1)
+    opts = [wrap(torch.optim.Adam(model.parameters(), lr=0.01)) for model in (generator, discriminator)]
+    logs, score = [watch(opt) for opt in opts], torch.nn.functional.cross_entropy
+    for step in range(5):
+        real = torch.cat([batch(rank, step)[0] for rank in ranks])
+        made, kind = generator(real.flatten(1)[:, :3]).view_as(real), torch.zeros(len(real), dtype=torch.int64)
+        opts[1].zero_grad()
+        (score(discriminator(real), kind) + score(discriminator(made.detach()), kind + 1)).backward()
+        opts[1].step()
+        opts[0].zero_grad()
+        score(discriminator(made), kind).backward()
+        opts[0].step()
+    getattr(opts[0], "drain", lambda: None)()
+    return flat([*generator.parameters(), *discriminator.parameters()]), [len(log) for log in logs]
 
-    Cluster(2).run(train)
+
+def test_a_gan_trains_as_in_plain_torch_on_all_ranks_data():
+    """And all of its gradients leave early."""
+    wrap = partial(hvd.EagerOptimizer, quorum="all", bucket_cap_mb=TINY)
+    outcomes = Cluster(2).run(lambda rank: train_gan([rank], wrap, hand_overs))
+    expected, _ = train_gan(range(2))
+    for weights, early in outcomes:
+        assert weights.tobytes() == outcomes[0][0].tobytes()
+        np.testing.assert_allclose(weights, expected, rtol=0, atol=2e-5)
+        assert early == [5 * 2, 5 * 4]

@@ -15,127 +15,78 @@ from hvd_async.testing import Cluster
 from hvd_async.torch import horovod_collectives as collectives
 from hvd_async.torch.gradient_replica import Checks
 from tests.conformance import fake_gpu
-from tests.conformance.cases import Case
+from tests.conformance.eager_ranks import UNIT
 from tests.conformance.torch_ranks import TINY, TorchVectors
 
 
-class Clock:
-    """The time, as collectives and the ones that look at them have it."""
+class Collectives:
+    """Collectives of Horovod, one after another, and the time, which passes between looks at them.
+
+    Attributes:
+        now: the time.
+        ends: when the present one is done.
+        looks: number of looks at it.
+    """
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now = self.ends = 0.0
+        self.looks = 0
+        self._durations: deque[float] = deque(maxlen=collectives.REMEMBERED)
 
     def monotonic(self) -> float:
         return self.now
 
+    def poll(self, handle: int) -> bool:
+        self.looks += 1
+        return self.now >= self.ends
+
+    def synchronize(self, handle: int) -> torch.Tensor:
+        return torch.zeros(1)
+
+    def late(self, seconds: float, polls: tuple[float, float], busy: float = 0.0) -> float:
+        """Return how long after its end one that takes this many seconds is seen to be done; first its engine is busy
+        elsewhere."""
+        self.ends, self.looks = self.now + seconds, 0
+        handle = collectives._HorovodHandle(0, self._durations, polls)
+        self.now += busy
+        while not handle.done():
+            self.now += handle.seconds_to_poll()
+        handle.result()
+        return self.now - self.ends
+
 
 @pytest.fixture
-def clock(monkeypatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(collectives, "time", clock)
-    return clock
-
-
-def seen_after(
-    clock: Clock,
-    durations: deque[float],
-    seconds: float,
-    busy: float = 0.0,
-    polls: tuple[float, float] = collectives.POLLS_OF_GPU,
-) -> float:
-    """When a collective that takes this many seconds is seen to be done; first its engine is busy elsewhere."""
-    handle = collectives._HorovodHandle(0, durations, polls)
-    started, ends = clock.now, clock.now + seconds
-    clock.now += busy
-    while not handle.done():
-        clock.now += handle.seconds_to_poll()
-    handle.result()
-    assert clock.now >= ends
-    return clock.now - started
+def simulated(monkeypatch) -> Collectives:
+    made = Collectives()
+    monkeypatch.setattr(collectives, "time", made)
+    monkeypatch.setattr(collectives, "hvd", made)
+    return made
 
 
 @pytest.mark.parametrize("seconds", [0.0005, 0.003, 0.02])
-def test_a_collective_is_seen_to_be_done_in_time_whatever_the_last_ones_engine_did(clock, monkeypatch, seconds):
-    state = {"ends": 0.0}
-    monkeypatch.setattr(collectives.hvd, "poll", lambda handle: clock.now >= state["ends"])
-    monkeypatch.setattr(collectives.hvd, "synchronize", lambda handle: torch.zeros(1))
-    durations: deque[float] = deque(maxlen=collectives.REMEMBERED)
-
-    def run(busy: float = 0.0) -> float:
-        state["ends"] = clock.now + seconds
-        return seen_after(clock, durations, seconds, busy)
-
-    run()
-    run(busy=seconds + 0.05)
-    late = [run() - seconds for _ in range(5)]
-    assert max(late) <= max(collectives.POLLS_OF_GPU[0], seconds / 4)  # (the first knows of no duration at all)
-    assert max(late[1:]) <= max(collectives.POLLS_OF_GPU[0], collectives.RESOLUTION * seconds) * 1.01
+def test_a_collective_is_seen_to_be_done_in_time_whatever_the_last_ones_engine_did(simulated, seconds):
+    polls = collectives.POLLS_OF_GPU
+    simulated.late(seconds, polls)
+    simulated.late(seconds, polls, busy=seconds + 0.05)
+    late = [simulated.late(seconds, polls) for _ in range(5)]
+    assert min(late) >= 0
+    assert max(late) <= max(polls[0], seconds / 4)  # (the first knows of no duration at all)
+    assert max(late[1:]) <= max(polls[0], collectives.RESOLUTION * seconds) * 1.01
 
 
-def test_a_long_collective_is_looked_at_seldom_and_one_that_was_slow_for_once_delays_no_look(clock, monkeypatch):
-    state = {"ends": 0.0, "looks": 0}
-
-    def poll(handle: int) -> bool:
-        state["looks"] += 1
-        return clock.now >= state["ends"]
-
-    monkeypatch.setattr(collectives.hvd, "poll", poll)
-    monkeypatch.setattr(collectives.hvd, "synchronize", lambda handle: torch.zeros(1))
-    durations: deque[float] = deque(maxlen=collectives.REMEMBERED)
-
-    def run(seconds: float) -> tuple[float, float]:
-        """How late it is seen to be done, and after how many looks."""
-        state["ends"], state["looks"] = clock.now + seconds, 0
-        return seen_after(clock, durations, seconds, polls=collectives.POLLS) - seconds, state["looks"]
-
-    run(1.3)
-    assert run(1.3)[1] <= 0.1 * 1.3 / collectives.POLLS[1] + 3  # (270 looks, were it looked at all the time)
-    run(9.0)
-    late, looks = run(1.3)
+def test_a_long_collective_is_looked_at_seldom_and_one_that_was_slow_for_once_delays_no_look(simulated):
+    polls = collectives.POLLS
+    seldom = 0.1 * 1.3 / polls[1] + 3  # (270 looks, were it looked at all the time)
+    for before in (1.3, 9.0):
+        simulated.late(before, polls)
+        late = simulated.late(1.3, polls)
+        assert simulated.looks <= seldom
     assert late <= collectives.RESOLUTION_OF_LONG * 1.3 * 1.01
-    assert looks <= 0.1 * 1.3 / collectives.POLLS[1] + 3
-    late, _ = run(0.2)  # much quicker than all before: seen at the first look, and the next ones in time
-    assert late <= 1.3
-    assert run(0.2)[0] <= collectives.POLLS[1] * 1.01
+    assert simulated.late(0.2, polls) <= 1.3  # much quicker than all before: seen at the first look
+    assert simulated.late(0.2, polls) <= polls[1] * 1.01
 
 
 # -- gradients that are not finite --------------------------------------------------------------------------------
-
-
-class SlowEvent(fake_gpu.Event):
-    """An event that the device of a ``SlowGpu`` reaches late."""
-
-    def __init__(self, gpu: SlowGpu) -> None:
-        super().__init__(gpu)
-        self._slow = gpu
-
-    def query(self) -> bool:
-        return self._slow.done()
-
-
-class SlowStream(fake_gpu.Stream):
-    """A stream of a ``SlowGpu``."""
-
-    _gpu: SlowGpu
-
-    def record_event(self) -> SlowEvent:
-        return SlowEvent(self._gpu)
-
-
-class SlowGpu(fake_gpu.FakeGpu):
-    """A fake GPU that seems to be behind the host.
-
-    Args:
-        done: whether it has reached an event when the host looks.
-    """
-
-    def __init__(self, done: Callable[[], bool]) -> None:
-        super().__init__()
-        self.done = done
-        self._default = SlowStream(self, torch.device("cpu"))
-
-    def new_stream(self, device: torch.device) -> Any:
-        return SlowStream(self, device)
 
 
 SPOILT = [(), (0,), (0, 1), (), (1,), ()]
@@ -153,10 +104,11 @@ def test_vectors_that_are_not_finite_are_counted_when_the_host_hears_of_them_and
     arrives, end, quorum
 ):
     drawn = random.Random(5)
-    gpu = SlowGpu(lambda: ARRIVALS[arrives](drawn))
+    gpu = fake_gpu.FakeGpu()
+    gpu.reached = lambda: ARRIVALS[arrives](drawn)
 
     def train(rank: int) -> tuple[list[int], Any]:
-        one = TorchVectors([2, 2], Case("unit", "sgd", 1.0), quorum=quorum, bucket_cap_mb=TINY)
+        one = TorchVectors([2, 2], UNIT, quorum=quorum, bucket_cap_mb=TINY)
         one.opt._async.worker_now()
         known = []
         for buckets in SPOILT:
@@ -180,7 +132,7 @@ def test_vectors_that_are_not_finite_are_counted_when_the_host_hears_of_them_and
 
 
 def test_flags_of_a_step_that_come_from_two_streams_are_one_step():
-    gpu = SlowGpu(lambda: True)
+    gpu = fake_gpu.FakeGpu()
     sick = torch.full((3,), float("nan"))
     with gpu.installed():
         checks = Checks(3)
@@ -189,18 +141,18 @@ def test_flags_of_a_step_that_come_from_two_streams_are_one_step():
                 checks.empty_unless_finite(bucket, sick.clone())
         checks.send()
         checks.empty_unless_finite(1, sick.clone())
-        gpu.done = iter([True, False]).__next__
+        gpu.reached = iter([True, False]).__next__
         assert checks.emptied(wait=False) == [], "one of two has come"
-        gpu.done = lambda: True
+        gpu.reached = lambda: True
         assert checks.emptied(wait=False) == [[0, 2]], "the last vector's step has not ended"
-        gpu.done = lambda: False
+        gpu.reached = lambda: False
         assert checks.emptied(wait=True) == [[1]]
         assert checks.emptied(wait=True) == []
 
 
 def test_a_gradient_that_an_interrupted_step_drops_is_not_counted_as_empty(monkeypatch):
     def train(rank: int) -> tuple[int, int, int]:
-        one = TorchVectors([2], Case("unit", "sgd", 1.0), quorum="all")
+        one = TorchVectors([2], UNIT, quorum="all")
         worker = one.opt._async.worker_now()
 
         def interrupt(most: int | None) -> bool:
@@ -216,5 +168,5 @@ def test_a_gradient_that_an_interrupted_step_drops_is_not_counted_as_empty(monke
         stats = one.opt.stats()
         return stats.gradients_produced, stats.gradients_applied, stats.gradients_skipped
 
-    with SlowGpu(lambda: True).installed():
+    with fake_gpu.FakeGpu().installed():
         assert Cluster(1).run(train) == [(2, 2, 0)]

@@ -1,8 +1,9 @@
-"""torch's own features where ranks have weights of their own: closures, scalers, odd parameters, memory formats."""
+"""torch's own features: closures, scalers, plain states, odd parameters, messages, memory formats."""
 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +18,9 @@ from hvd_async.testing import Cluster
 from hvd_async.torch.gradient_format import memory_order
 from hvd_async.torch.streams import ReusedMemory
 from hvd_async.torch.weight_replica import TorchMessageFormat
-from tests.conformance.gossip_ranks import PAIRS, STAR, Seen, alike, by_options, check_mean
-from tests.conformance.torch_ranks import batch, conv_model, flat, plain
-from tests.conformance.weight_ranks import MOMENTUM, SGD, TorchRank
+from tests.conformance.gossip_ranks import PAIRS, STAR, alike, by_options, check_mean
+from tests.conformance.leader_drive import Seen
+from tests.conformance.weight_ranks import SGD, TorchRank
 
 # -- what is called around a step -----------------------------------------------------------------------------
 
@@ -78,48 +79,35 @@ def test_a_step_that_a_scaler_skips_on_one_rank(options, fused):
     check_mean(problem.start, seen)
 
 
-def test_backward_under_autocast_and_several_backward_passes():
-    def train(rank: int) -> bytes:
-        model = conv_model()
-        opt = hvd.GossipOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), backward_passes_per_step=2, **STAR
-        )
-        for step in range(4):
-            opt.zero_grad()
-            for part in range(2):
-                images, labels = batch(rank, 2 * step + part)
-                with torch.autocast("cpu", torch.bfloat16):
-                    loss = torch.nn.functional.cross_entropy(model(images), labels)
-                loss.backward()
-            opt.step()
-        opt.drain()
-        assert opt.stats().steps == 4
-        assert all(p.dtype == torch.float32 and torch.isfinite(p).all() for p in model.parameters())
-        assert np.abs(flat(model.parameters()) - flat(conv_model().parameters())).max() > 1e-3
-        return flat(model.parameters()).tobytes()
-
-    alike(train)
-
-
-def test_a_plain_optimizers_state_is_taken_and_ours_by_a_plain_optimizer():
-    alone = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, 2))]
-    other = plain(MOMENTUM, alone)
-    for parameter in alone:
-        parameter.grad = torch.full_like(parameter, 3.0)
-    other.step()
+@pytest.mark.parametrize(
+    ("wrapper", "options"), [("EagerOptimizer", {"quorum": "all"}), ("GossipOptimizer", STAR)], ids=["eager", "gossip"]
+)
+def test_a_plain_optimizer_takes_our_state_and_we_take_its(wrapper, options):
+    def stepped(gradient: float, **others: float) -> torch.optim.Optimizer:
+        made = [torch.nn.Parameter(torch.ones(shape)) for shape in ((2,), (2, 2))]
+        for parameter in made:
+            parameter.grad = torch.full_like(parameter, gradient)
+        optimizer = torch.optim.SGD(made, **others)
+        optimizer.step()
+        return optimizer
 
     def train(rank: int) -> Any:
-        one = TorchRank(TorchRank.least_squares(2), rank, **STAR)
-        one.load(other.state_dict())
+        one = TorchRank(TorchRank.least_squares(2), rank, wrapper=wrapper, **options)
+        one.load(stepped(3.0, lr=0.2, momentum=0.8).state_dict())
         assert one.moments().first.tolist() == [3.0] * 6
         one.train(2).opt.drain()
+        assert one.opt.stats().steps == 2
         return one.state()
 
     for state in Cluster(2).run(train):
-        fresh = plain(MOMENTUM, [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, 2))])
+        fresh = stepped(1.0, lr=0.5, momentum=0.1)
         fresh.load_state_dict(state)
-        held = fresh.state_dict()["state"][1]["momentum_buffer"]
-        assert torch.equal(held, state["state"][1]["momentum_buffer"])
+        assert (fresh.param_groups[0]["lr"], fresh.param_groups[0]["momentum"]) == (0.2, 0.8)
+        held = fresh.state_dict()
+        assert "hvd_async" not in held
+        for place in range(2):
+            assert torch.equal(*(one["state"][place]["momentum_buffer"] for one in (held, state)))
+        fresh.step()
 
 
 # -- messages -----------------------------------------------------------------------------------------------------
@@ -171,6 +159,7 @@ SHAPES = [(4, 3, 2, 2), (5,), (2, 3), (4, 3, 1, 1), (), (0, 3)]
 LAST, PLAIN = torch.channels_last, torch.contiguous_format
 INT8 = STAR | {"compression": "int8"}
 LSGD = {"group": 1, "global_period": 2}
+SOLO = {"quorum": "solo"}
 
 
 class Shaped:
@@ -183,8 +172,10 @@ class Shaped:
         formatted = [t.contiguous(memory_format=memory_format) if t.dim() == 4 else t for t in tensors]
         self.rank, self.steps, self.parameters = rank, 0, [torch.nn.Parameter(tensor) for tensor in formatted]
         self.leads = "global_period" in options
-        wrap: Any = hvd.LeaderOptimizer if self.leads else hvd.GossipOptimizer
-        self.opt = wrap(torch.optim.SGD(self.parameters, lr=0.1, momentum=0.5), **options)
+        averages: Any = hvd.EagerOptimizer if "quorum" in options else hvd.GossipOptimizer
+        self.opt = (hvd.LeaderOptimizer if self.leads else averages)(
+            torch.optim.SGD(self.parameters, lr=0.1, momentum=0.5), **options
+        )
 
     def step(self) -> None:
         """Take a step."""
@@ -257,12 +248,40 @@ def test_weights_that_move_to_other_memory_between_steps(options):
         assert trained(between) == usual
 
 
-def test_a_rank_with_another_memory_format_is_refused_when_the_ranks_meet():
+@pytest.mark.parametrize("options", [STAR, SOLO], ids=["gossip", "eager"])
+def test_a_rank_with_another_memory_format_is_refused_when_the_ranks_meet(options):
     def train(rank: int) -> None:
         with pytest.raises(ReplicaMismatchError, match=r"\(4, 3, 2, 2\) float32 channels_last"):
-            Shaped(rank, STAR, LAST if rank else PLAIN).step()
+            Shaped(rank, options, LAST if rank else PLAIN).step()
 
     Cluster(2).run(train)
+
+
+def test_pending_gradients_are_taken_back_only_by_parameters_that_lie_alike():
+    gone, saved = threading.Event(), [None, None]
+
+    def cut(rank: int) -> list[bytes]:
+        one = Shaped(rank, SOLO)
+        worker = one.opt._async.worker_now()
+        if rank:
+            assert gone.wait(60)
+            worker.engine.wait(lambda: worker.has_available)
+        one.step()
+        gone.set()
+        saved[rank] = one.saved()
+        return one.bits()
+
+    def resume(rank: int) -> list[bytes]:
+        if rank:
+            with pytest.raises(ValueError, match="same memory format"):
+                Shaped(rank, SOLO, PLAIN).resume(saved[rank])
+        one = Shaped(rank, SOLO)
+        one.resume(saved[rank])
+        return one.bits()
+
+    whole = Cluster(2).run(cut)
+    assert [any(state["hvd_async"]["versions"]) for state, _ in saved] == [False, True]
+    assert Cluster(2).run(resume) == whole
 
 
 def test_weights_converted_to_a_wider_dtype_after_the_ranks_met_are_refused():
@@ -276,48 +295,36 @@ def test_weights_converted_to_a_wider_dtype_after_the_ranks_met_are_refused():
     Cluster(1).run(train)
 
 
-@pytest.mark.parametrize("loads", [LAST, PLAIN], ids=["the same format", "another"])
-def test_vectors_in_a_checkpoint_load_only_with_the_same_memory_order(loads):
+@pytest.mark.parametrize(
+    ("saves", "loads", "later"),
+    [(LAST, LAST, None), (LAST, PLAIN, None), (PLAIN, PLAIN, convert)],
+    ids=["the same format", "another", "converted later"],
+)
+def test_vectors_in_a_checkpoint_load_only_with_the_same_memory_order(saves, loads, later):
+    """Older versions saved vectors in contiguous order, whatever the model's format; so do contiguous models."""
     saved: list[Any] = [None, None]
 
     def run(rank: int) -> list[bytes]:
-        one = Shaped(rank, INT8)
+        one = Shaped(rank, INT8, saves)
         for step in range(6):
             if step == 3:
                 saved[rank] = one.saved()
+                assert ("orders" in saved[rank][0]["hvd_async"]) == (saves is LAST)
             one.step()
         return one.bits()
 
     def resume(rank: int) -> list[bytes] | None:
         one = Shaped(rank, INT8, loads)
-        if loads is PLAIN:
+        if loads is not saves:
             with pytest.raises(ValueError, match="only then convert the model to another format"):
                 one.resume(saved[rank])
             return None
         one.resume(saved[rank])
+        if later is not None:
+            later(one)
         for _ in range(3):
             one.step()
         return one.bits()
 
     whole = Cluster(2).run(run)
-    assert Cluster(2).run(resume) == (whole if loads is LAST else [None, None])
-
-
-def test_a_checkpoint_in_contiguous_order_loads_into_a_model_that_is_converted_later():
-    """Older versions saved that order, whatever the model's format."""
-    saved: list[Any] = [None, None]
-
-    def run(rank: int, resumes: bool) -> list[bytes]:
-        one = Shaped(rank, INT8, PLAIN)
-        if resumes:
-            one.resume(saved[rank])
-            convert(one)
-        while one.steps < 6:
-            if one.steps == 3 and not resumes:
-                saved[rank] = one.saved()
-                assert "orders" not in saved[rank][0]["hvd_async"]
-            one.step()
-        return one.bits()
-
-    whole = Cluster(2).run(lambda rank: run(rank, False))
-    assert Cluster(2).run(lambda rank: run(rank, True)) == whole
+    assert Cluster(2).run(resume) == (whole if loads is saves else [None, None])

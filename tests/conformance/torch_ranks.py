@@ -17,14 +17,20 @@ from tests.conformance.reference import Array
 torch.set_num_threads(1)
 
 
-def conv_model(seed: int = 0) -> torch.nn.Module:
-    """5x5 images, three classes; the weights by NumPy, since torch's generator is shared between threads."""
-    model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(18, 3))
+def seeded(model: torch.nn.Module, seed: int = 0) -> Any:
+    """Give a model weights by NumPy, since torch's generator is shared between threads; return the model."""
     random = np.random.default_rng(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.as_tensor(random.normal(size=parameter.shape) * 0.3))
     return model
+
+
+def conv_model(seed: int = 0) -> Any:
+    """5x5 images, three classes."""
+    return seeded(
+        torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(18, 3)), seed
+    )
 
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:

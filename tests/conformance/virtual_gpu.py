@@ -52,8 +52,10 @@ from hvd_async import testing as memory
 from hvd_async.algorithms.eager import rank as rank_module
 from hvd_async.algorithms.registry import FAMILIES
 from hvd_async.runtime import engine as engine_module
+from hvd_async.runtime import in_memory
 from hvd_async.runtime.coordinator import Coordinator
 from hvd_async.runtime.engine import Engine
+from hvd_async.runtime.in_memory import Combine, InMemoryCollectives, Sent
 from hvd_async.runtime.interfaces import Gone
 from hvd_async.runtime.lifecycle import use_engine
 from hvd_async.runtime.protocol import Codec, Command, Event, Hello, encode
@@ -94,7 +96,7 @@ BUCKET_BYTES = 25 * 2**20
 FREE_NAMES = (*VIEWS, "aten::split", "aten::detach", "aten::reshape", "aten::lift")
 """Prefixes of the names of operators that launch no kernel, in addition to torch's views."""
 PACKAGE = str(Path(hvd_async.__file__).parent)
-FREE_FILES = {__file__, virtual_machine.__file__, memory.__file__, fake_gpu.__file__, contextlib.__file__}
+FREE_FILES = {__file__, *(one.__file__ for one in (virtual_machine, memory, in_memory, fake_gpu, contextlib))}
 """Files whose code is the instrument's. (``contextlib`` is the library's too: its calls are cheap, and counted by what
 they call.)"""
 FREE_CODE = ("Engine._run", "Engine._next_look", "Engine._complete_collectives")
@@ -289,13 +291,13 @@ class Meter(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def charged(actor: Actor) -> Iterator[None]:
-    """Charge what is called in this context."""
-    actor.charged = True
+def charging(actor: Actor, charged: bool = True) -> Iterator[None]:
+    """Charge what is called in this context, or do not."""
+    before, actor.charged = actor.charged, charged
     try:
         yield
     finally:
-        actor.charged = False
+        actor.charged = before
 
 
 # -- the library's GPU, its collectives and its control plane ----------------------------------------------------------
@@ -366,7 +368,7 @@ def watch(world: World, machine: Machine) -> None:
             world.pause(actor, ready)
             actor.host(price.glance, "looks")
             actor.counts["wake-ups"] += 1
-            with charged(actor):
+            with charging(actor):
                 while machine.watched and machine.watched[0][1].query():
                     machine.watched.popleft()[2]()
 
@@ -408,30 +410,21 @@ class Handle:
         return POLLS_OF_GPU[0]
 
 
-class _Part(NamedTuple):
-    tensor: torch.Tensor
-    out: torch.Tensor
-    splits: list[int]
-
-
-Combine = Callable[[list[_Part]], list[torch.Tensor]]
-
-
 class Board:
     """Collective that not all ranks have joined yet.
 
     Attributes:
-        open: parts of collectives, and their meeting on the device, by name and ranks.
+        open: what ranks have sent and where their results go, and their meeting on the device, by name and ranks.
         gathered: payloads by name and rank.
     """
 
     def __init__(self) -> None:
-        self.open: dict[tuple[str, tuple[int, ...]], tuple[dict[int, _Part], Meeting]] = {}
+        self.open: dict[tuple[str, Sequence[int]], tuple[dict[int, tuple[Sent, torch.Tensor]], Meeting]] = {}
         self.gathered: dict[str, dict[int, bytes]] = {}
 
 
-class VirtualCollectives(TensorCollectives):
-    """The data plane of a rank. Results are there when all ranks have joined; until then ``out`` is as it was.
+class VirtualCollectives(TensorCollectives, InMemoryCollectives):
+    """The data plane of a rank. Results are there when all ranks have joined; until then they are as they were.
 
     Args:
         world: the threads.
@@ -440,13 +433,12 @@ class VirtualCollectives(TensorCollectives):
         board: that all ranks share.
     """
 
-    failure: type[Exception] = RuntimeError
     in_order = True
     on_gpu = True
 
     def __init__(self, world: World, machine: Machine, size: int, board: Board) -> None:
-        super().__init__()
-        self.rank, self.size, self.host = machine.rank, size, f"host{machine.rank}"
+        TensorCollectives.__init__(self)
+        InMemoryCollectives.__init__(self, machine.rank, size)
         self._world, self._machine, self._board = world, machine, board
         self._thread = contextlib.ExitStack()
 
@@ -461,51 +453,50 @@ class VirtualCollectives(TensorCollectives):
         self._thread.close()
         self._world.leave(self._world.me)
 
-    def _join(self, name: str, process_set: Any, part: _Part, combine: Combine, scale: float = 1.0) -> Handle:
-        members = tuple(range(self.size) if process_set is None else process_set)
+    def _join(
+        self,
+        name: str,
+        members: Sequence[int],
+        sent: Sent,
+        kind: str,
+        combine: Combine,
+        out: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> Handle:
+        """See ``InMemoryCollectives``.
+
+        Args:
+            out: memory of the result; None: that of the vector.
+            scale: factor of the result, see ``Handle``.
+        """
         machine, price, me = self._machine, self._machine.price, self._world.me
         me.host(price.submit, "submits")
-        with streams.on_engine_stream_after(part.tensor):
+        with streams.on_engine_stream_after(sent.vector):
             nccl, current = machine.stream("nccl"), me.current
             assert current is not None
             ms = (price.collective + price.transfer * (len(members) > 1)) / 1e3
             parts, meeting = self._board.open.setdefault((name, members), ({}, Meeting(members, ms)))
             assert machine.rank not in parts, f"rank {machine.rank} has submitted {name} twice"
-            parts[machine.rank] = part
+            parts[machine.rank] = sent, sent.vector if out is None else out
             done = nccl.meet(meeting, current, me.clock)
         if len(parts) == len(members):
             del self._board.open[name, members]
             with _disable_current_modes():
-                ordered = [parts[rank] for rank in members]
-                for one, result in zip(ordered, combine(ordered), strict=True):
-                    one.out.copy_(result)
-        return Handle(machine, done, part.out, scale)
+                results = combine([parts[rank][0] for rank in members])
+                for rank, result in zip(members, results, strict=True):
+                    parts[rank][1].copy_(result)
+        return Handle(machine, done, parts[machine.rank][1], scale)
 
     def allreduce_sum(
         self, vector: torch.Tensor, name: str, process_set: Any = None, keep: bool = False, scale: float = 1.0
     ) -> Handle:
         """See ``Collectives``."""
-        own = vector.clone() if keep else vector
+        sent = Sent(vector.clone() if keep else vector)
 
-        def add(parts: list[_Part]) -> list[torch.Tensor]:
-            return [torch.stack([part.tensor for part in parts]).sum(0)] * len(parts)
+        def add(parts: Sequence[Sent]) -> Sequence[torch.Tensor]:
+            return [torch.stack([part.vector for part in parts]).sum(0)] * len(parts)
 
-        return self._join(name, process_set, _Part(own, own, []), add, scale)
-
-    def allreduce_extreme(self, vector: torch.Tensor, name: str, largest: bool) -> Handle:
-        """See ``Collectives``."""
-
-        def pick(parts: list[_Part]) -> list[torch.Tensor]:
-            stacked = torch.stack([part.tensor for part in parts])
-            return [stacked.amax(0) if largest else stacked.amin(0)] * len(parts)
-
-        return self._join(name, None, _Part(vector, vector, []), pick)
-
-    def broadcast(self, vector: torch.Tensor, root: int, name: str, process_set: Any = None) -> Handle:
-        """See ``Collectives``."""
-        place = list(range(self.size) if process_set is None else process_set).index(root)
-        combine: Combine = lambda parts: [parts[place].tensor.clone()] * len(parts)  # noqa: E731
-        return self._join(name, process_set, _Part(vector, vector, []), combine)
+        return self._join(name, self._members(process_set), sent, "sum", add, scale=scale)
 
     def alltoall(
         self,
@@ -519,15 +510,11 @@ class VirtualCollectives(TensorCollectives):
         """See ``Collectives``."""
         out = rows.new_zeros((sum(coming), rows.shape[1])) if into is None else into[: sum(coming)]
 
-        def deal(parts: list[_Part]) -> list[torch.Tensor]:
-            sent = [part.tensor[: sum(part.splits)].split(part.splits) for part in parts]
+        def deal(parts: Sequence[Sent]) -> Sequence[torch.Tensor]:
+            sent = [part.vector[: sum(part.splits)].split(part.splits) for part in parts]
             return [torch.cat([rows[place] for rows in sent]) for place in range(len(parts))]
 
-        return self._join(name, process_set, _Part(rows, out, splits), deal)
-
-    def process_set_of(self, groups: Sequence[Sequence[int]], make: bool) -> Any:
-        """See ``Collectives``."""
-        return next((list(group) for group in groups if self.rank in group), None)
+        return self._join(name, self._members(process_set), Sent(rows, splits, coming), "exchange", deal, out)
 
     def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         """Return the payloads of all ranks; the training thread pauses until they are there."""
@@ -624,7 +611,7 @@ class Channel:
 
     def send(self, event: Event) -> None:
         """See ``interfaces.Channel``."""
-        with _uncharged(self._world.me):
+        with charging(self._world.me, False):
             self._queued.append(encode(event))
 
     def flush(self) -> None:
@@ -668,7 +655,7 @@ class Channel:
         data = inbox.get(me.clock)
         if data is None:
             return None
-        with _uncharged(me):
+        with charging(me, False):
             return CODEC.decode_command(data)
 
     def wake(self) -> None:
@@ -679,15 +666,6 @@ class Channel:
 
     def close(self) -> None:
         """Do nothing."""
-
-
-@contextlib.contextmanager
-def _uncharged(actor: Actor) -> Iterator[None]:
-    before, actor.charged = actor.charged, False
-    try:
-        yield
-    finally:
-        actor.charged = before
 
 
 class Posts:
@@ -821,7 +799,7 @@ class Rank:
         enters_python = setup.mode in EAGER
 
         def computed(parameter: torch.Tensor) -> None:
-            with _uncharged(actor):
+            with charging(actor, False):
                 model.backward(actor, place[id(parameter)])
                 if enters_python:
                     actor.host(self.machine.price.hook, "hooks")
@@ -836,20 +814,20 @@ class Rank:
                 self.machine.metered = step >= FREE_STEPS
                 if step == SETTLE - 7:  # (how far the host gets ahead of the device from now on is its own work)
                     self._level(actor)
-                with charged(actor):
+                with charging(actor):
                     optimizer.zero_grad()
                 loss = model.forward(actor)
                 if setup.mode == "lsgd":
-                    with charged(actor):
+                    with charging(actor):
                         optimizer.record_loss(loss)
                 if scaler is not None:
-                    with charged(actor):
+                    with charging(actor):
                         loss = scaler.scale(loss)
                 meter.hooks, self.machine.phase = True, "backward"
                 loss.backward()
                 meter.hooks, self.machine.phase = False, "step"
                 actor.host(40, "step")
-                with charged(actor):
+                with charging(actor):
                     if scaler is None:
                         optimizer.step()
                     else:
@@ -857,7 +835,7 @@ class Rank:
                         scaler.update()
                 self._world.breathe(actor)
                 if setup.item:
-                    with charged(actor):
+                    with charging(actor):
                         loss.item()
                 self._snapshots.append(self._snapshot(step, actor))
 

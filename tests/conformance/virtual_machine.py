@@ -499,14 +499,6 @@ class Stream:
         """See ``torch.cuda.Stream``."""
         self.wait_event(other.record_event())
 
-    def query(self) -> bool:
-        """See ``torch.cuda.Stream``."""
-        return self.mark().query()
-
-    def synchronize(self) -> None:
-        """See ``torch.cuda.Stream``."""
-        self.machine.await_event(self.mark(), "device: synchronize")
-
 
 class Machine:
     """A rank's GPU, and what its threads pay.
