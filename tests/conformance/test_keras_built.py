@@ -17,7 +17,7 @@ from hvd_async.testing import Cluster
 from hvd_async.traces.format import read_trace
 from tests.conformance.drive import scripted_engine
 from tests.conformance.elastic_board import Board, Exchange
-from tests.conformance.keras_ranks import LOSS, flat
+from tests.conformance.keras_ranks import LOSS, compiled, flat
 from tests.conftest import LONG_RUN
 
 EXAMPLES, CLASSES = 8, 3
@@ -212,7 +212,7 @@ def test_the_usual_models_train_from_rank_0s_weights(kind, eagerly):
         adam = keras.optimizers.Adam(0.01)
         scaled = keras.optimizers.LossScaleOptimizer(adam) if kind == "float16" else adam
         opt = hvd.EagerOptimizer(scaled, quorum="all")
-        model.compile(opt, loss, metrics=metrics, jit_compile=False, run_eagerly=eagerly)
+        compiled(opt, model, loss=loss, metrics=metrics, run_eagerly=eagerly)
         y = {"one": LABELS, "two": LABELS} if kind == "two outputs" else LABELS
         given = {"x": x} if isinstance(x, tf.data.Dataset) else {"x": x, "y": y, "batch_size": 4}
         epochs = 1 if eagerly else 2  # (a graph's second one costs nothing)
@@ -245,7 +245,7 @@ def test_a_model_that_its_first_batch_cannot_build_is_refused_with_the_line_to_w
     (make, options), callback = UNBUILT[kind], hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     with scripted_engine(1):
         model, x = make()
-        model.compile(hvd.EagerOptimizer(keras.optimizers.SGD(0.1)), LOSS, jit_compile=False, **options)
+        compiled(hvd.EagerOptimizer(keras.optimizers.SGD(0.1)), model, **options)
         given = {"x": x} if isinstance(x, tf.data.Dataset) else {"x": x, "y": LABELS}
         with pytest.raises(ValueError, match=r"the first batch cannot build(.|\n)*model\.build\(input_shape\)"):
             model.fit(**given, verbose=0, callbacks=[callback])
@@ -253,9 +253,8 @@ def test_a_model_that_its_first_batch_cannot_build_is_refused_with_the_line_to_w
 
 def test_a_record_has_the_size_of_a_model_that_the_first_batch_builds(tmp_path):
     def train(rank: int) -> None:
-        model = dense(layers.Dropout(0.2))
         opt = hvd.EagerOptimizer(keras.optimizers.SGD(0.1), quorum="all")
-        model.compile(opt, LOSS, jit_compile=False)
+        model = compiled(opt, dense(layers.Dropout(0.2)))
         model.fit(values(4), LABELS, batch_size=2, verbose=0, callbacks=[hvd.RecordCallback(tmp_path)])
 
     Cluster(1).run(train)
@@ -272,15 +271,16 @@ def test_a_fit_without_batches_leaves_nothing_for_the_next_one(monkeypatch):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             raise RuntimeError("broken")
 
+    def fit(model: Any, root: int, *more: Any) -> None:
+        callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(root), *more]
+        model.fit(values(4), LABELS, verbose=0, callbacks=callbacks)
+
     with scripted_engine(1):
-        model = dense(layers.Dropout(0.2))
-        model.compile(keras.optimizers.SGD(0.1), LOSS, jit_compile=False)
+        model = compiled(keras.optimizers.SGD(0.1), dense(layers.Dropout(0.2)))
         with pytest.raises(RuntimeError, match="broken"):
-            model.fit(
-                values(4), LABELS, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(1), Breaks()]
-            )
-        model.fit(values(4), LABELS, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(2)])
-        model.fit(values(4), LABELS, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(3)])
+            fit(model, 1, Breaks())
+        fit(model, 2)
+        fit(model, 3)
     assert sent == [2, 3]
 
 
