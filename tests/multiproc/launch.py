@@ -110,6 +110,11 @@ class Job:
         return [cases[name] for cases in self.results]
 
 
+def same(ranks: Sequence[dict[str, Any]], key: str) -> bool:
+    """Whether all ranks have the same value."""
+    return all(rank[key] == ranks[0][key] for rank in ranks)
+
+
 HOROVODS = {"HVD_ASYNC_TRANSPORT": "horovod"} if DEVICE == "cuda" else {}
 """Environment of jobs on Horovod's data plane, which is not the default on GPUs."""
 RunJob = Callable[..., Job]

@@ -157,16 +157,5 @@ def test_fit_gossips_and_evaluates(job: RunJob, setting: Setting) -> None:
     for rank in ranks:
         assert rank["history"] == pytest.approx(ranks[0]["history"])  # averaged at the end of each epoch
         assert rank["history"][-1] < rank["history"][0]
-        assert rank["ends"] == ranks[0]["ends"]
+        assert rank["weights"] == ranks[0]["weights"]
         assert rank["steps"] == 16
-
-
-@pytest.mark.parametrize("setting", FULL, ids=str)
-def test_bad_input_is_refused_on_every_rank(job: RunJob, setting: Setting) -> None:
-    hints = {
-        "not stochastic": "rank 0 sends 1.5 in total",
-        "different": "wrapped their optimizers differently",
-    }
-    for rank in setting.case(job, "gossip refused"):
-        for name, hint in hints.items():
-            assert hint in rank["errors"][name]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from jobs.table import BROADCASTS, Quorum, quorums
-from launch import Job, RunJob
+from launch import Job, RunJob, same
 
 pytestmark = pytest.mark.multiproc
 
@@ -23,11 +22,6 @@ def names(forked: RunJob) -> Names:
     return functools.cache(lambda framework: forked(framework, "names.py", 2, args=("--framework", framework)))
 
 
-def same(ranks: list[dict[str, Any]], key: str) -> bool:
-    """Whether all ranks have the same value."""
-    return all(rank[key] == ranks[0][key] for rank in ranks)
-
-
 @BOTH
 def test_the_job_ends_well(names: Names, framework: str) -> None:
     names(framework).check().case("end")
@@ -38,14 +32,6 @@ def test_wrapping_before_init_says_to_call_init(names: Names, framework: str) ->
     for rank in names(framework).case("too early"):
         assert rank["kind"] == "NotInitializedError"
         assert "hvd.init()" in rank["text"]
-
-
-@BOTH
-def test_an_impossible_quorum_is_refused_with_what_is_possible(names: Names, framework: str) -> None:
-    for rank in names(framework).case("quorum"):
-        assert rank["kind"] == "ValueError"
-        assert "quorum must be" in rank["text"]
-        assert "from 1 to 2" in rank["text"]
 
 
 def test_different_weights_are_refused_everywhere_and_can_be_fixed_in_torch(names: Names) -> None:

@@ -105,16 +105,6 @@ def test_batches_of_different_sizes_are_weighted(job: RunJob, setting: Setting) 
     assert all(rank["applied"] == rank["total"] == 12 * len(late) for rank in late)
 
 
-def test_fit_weights_batches_of_different_sizes_and_numbers(job: RunJob) -> None:
-    """As one large batch of the ones that still have any, and k / P of it where k of P do."""
-    ranks = TENSORFLOW.case(job, "fitted by samples")
-    assert [rank["steps"] for rank in ranks] == [12, 8, 8]
-    for rank in ranks:
-        assert rank["difference"] < 2e-6 < 1e-2 < rank["moved"]
-        assert rank["weights"] == ranks[0]["weights"]
-        assert rank["applied"] == 28
-
-
 def test_fit_resumes_from_rank_0s_backup(job: RunJob) -> None:
     """With outer momentum and the count of rounds, which Keras' files do not hold themselves."""
     for rank in TENSORFLOW.case(job, "resumed"):

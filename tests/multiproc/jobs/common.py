@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,12 +139,12 @@ def whole_start() -> list[np.ndarray[Any, np.dtype[np.float64]]]:
     return [100.0 * (index + 1) * np.ones(shape) for index, shape in enumerate(WHOLE_SHAPES)]
 
 
-def whole_expected(steps: list[int]) -> list[list[float]]:
-    """Where it ends after every rank's ``steps[rank]`` steps of SGD with learning rate 1."""
+def whole_expected(steps: Sequence[int], ranks: Sequence[int] | None = None) -> list[list[float]]:
+    """Where it ends after each rank's steps of SGD with learning rate 1; of these ranks, or of all."""
     ends = []
     for index, start in enumerate(whole_start()):
         total = np.zeros(start.shape)
-        for rank, own in enumerate(steps):
+        for rank, own in zip(range(len(steps)) if ranks is None else ranks, steps, strict=True):
             for step in range(1, own + 1):
                 total += integers(start.shape, rank, step, index)
         ends.append((start - total / len(steps)).ravel().tolist())

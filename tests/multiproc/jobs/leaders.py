@@ -83,25 +83,6 @@ def asleep(report: Report, rank: int, size: int, make: Make) -> None:
     report.put("asleep", pulls=pulls, waits=waits, led=sorted(optimizer.stats().led))
 
 
-def refused(report: Report, rank: int, size: int, make: Make) -> None:
-    """Settings that cannot be, or that differ: an error on every rank, and the job continues."""
-    loss_of: Callable[..., Any] = lambda x, rank, step: 1.0  # noqa: E731
-    errors = {"does not divide": raised(lambda: make(loss_of=loss_of, group=size + 1))["text"]}
-    different = make(loss_of=loss_of, global_period=4 if rank else 8, group=size)
-    errors["different"] = raised(lambda: different.step(rank, 1))["text"]
-    groups = make(loss_of=loss_of, group=size if rank else pairs(size))  # (process sets are made before the ranks meet)
-    errors["groups"] = raised(lambda: groups.step(rank, 1))["text"]
-    silent = make(loss_of=lambda x, rank, step: None, global_period=1, group=size)
-    silent.step(rank, 1)
-    worker = silent.optimizer._async.worker_now()
-    worker.engine.wait(lambda: worker.commanded > 0)
-    errors["silent"] = raised(lambda: silent.step(rank, 2))["text"]
-    silent.optimizer.record_loss(1.0)
-    silent.step(rank, 2)
-    silent.optimizer.drain()
-    report.put("leaders refused", errors=errors)
-
-
 def no_process_sets(report: Report, rank: int, size: int, make: Make) -> None:
     """Horovod was started without them: a group of its own is refused with a hint, on every rank of the job."""
     trainer = make(loss_of=lambda x, rank, step: 1.0, group=pairs(size))
@@ -120,4 +101,3 @@ def run(binding: Any, report: Report, part: Part) -> None:
         no_process_sets(report, rank, size, make)
     else:
         asleep(report, rank, size, make)
-        refused(report, rank, size, make)

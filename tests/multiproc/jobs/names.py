@@ -62,7 +62,6 @@ def main() -> None:
     rank = binding.hvd.rank()
     report = Report(rank)
     report.put("too early", **too_early)
-    report.put("quorum", **raised(lambda: binding.WholeTraining(quorum=9)))
     join(binding, report, rank)
     own.run(report)
     start_again(binding, report, rank)

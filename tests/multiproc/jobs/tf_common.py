@@ -58,42 +58,28 @@ def batches(rank: int, steps: int, shape: tuple[int, ...] = (8,), classes: int =
     return tf.data.Dataset.from_tensor_slices((x, y)).batch(batch)
 
 
-class Whole:
-    """Variables and gradients of whole numbers."""
+class WholeTraining:
+    """Variables of whole numbers, trained by an EagerOptimizer with these options and SGD of learning rate 1."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.variables = [
             keras.Variable(start, dtype=dtype, name=f"whole{index}")
             for index, (start, dtype) in enumerate(zip(whole_start(), WHOLE_DTYPES, strict=True))
         ]
+        plain = keras.optimizers.SGD(1.0)
+        plain.build(self.variables)
+        self.optimizer = hvd.EagerOptimizer(plain, **{"quorum": "solo", **options})
 
-    def gradients(self, rank: int, step: int) -> list[Any]:
-        """Of this rank's step."""
-        return [
+    def step(self, rank: int, step: int) -> None:
+        """A step with that rank's gradient of that step, without a graph."""
+        gradients = [
             tf.constant(integers(tuple(v.shape), rank, step, index), v.dtype) for index, v in enumerate(self.variables)
         ]
+        self.optimizer.apply(gradients, self.variables)
 
     def weights(self) -> list[list[float]]:
         """The weights now."""
         return [array.astype(np.float64).ravel().tolist() for array in values(self.variables)]
-
-    def sgd(self) -> Any:
-        """Plain SGD with learning rate 1, built on the variables."""
-        optimizer = keras.optimizers.SGD(1.0)
-        optimizer.build(self.variables)
-        return optimizer
-
-
-class WholeTraining(Whole):
-    """Whole numbers trained by an EagerOptimizer with these options, without a graph."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.optimizer = hvd.EagerOptimizer(self.sgd(), **{"quorum": "solo", **options})
-
-    def step(self, rank: int, step: int) -> None:
-        """A step with that rank's gradient of that step."""
-        self.optimizer.apply(self.gradients(rank, step), self.variables)
 
 
 class LeastSquares:
