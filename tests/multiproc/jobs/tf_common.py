@@ -17,7 +17,7 @@ from tests.conformance.cases import CASES
 from tests.conformance.gossip_reference import batch, least_squares
 
 tf.config.threading.set_intra_op_parallelism_threads(1)
-# The hardest setting: a step that waits for its round holds the only thread that ops can run in. (ends.py has more.)
+# The hardest setting: a step that waits for its round holds the only thread that ops can run in. (elastic.py has more.)
 tf.config.threading.set_inter_op_parallelism_threads(1)
 CASE = next(case for case in CASES if case.name == "nesterov")
 
