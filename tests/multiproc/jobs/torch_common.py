@@ -73,11 +73,11 @@ class WholeTraining:
 
     def step(self, rank: int, step: int) -> None:
         """A step with that rank's gradient of that step."""
-        self.optimizer.zero_grad()
         gradients = [integers(tuple(p.shape), rank, step, index) for index, p in enumerate(self.parameters)]
         parts = [(p * torch.tensor(g, device=DEVICE)).sum() for p, g in zip(self.parameters, gradients, strict=True)]
         torch.autograd.backward(parts)
         self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def weights(self) -> list[list[float]]:
         """The weights now."""
