@@ -14,7 +14,6 @@ from keras import layers
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.tensorflow.variables import is_built
 from hvd_async.testing import Cluster
-from hvd_async.traces.format import read_trace
 from tests.conformance.drive import scripted_engine
 from tests.conformance.elastic_board import Board, Exchange
 from tests.conformance.keras_ranks import LOSS, compiled, flat
@@ -120,14 +119,6 @@ MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "embedding": lambda: (dense(layers.Embedding(9, 4), layers.GlobalAveragePooling1D()), values(6) > 0),
     "subclassed": lambda: (
         model_of(lambda self, x: self.out(self.drop(x)), drop=layers.Dropout(0.2), out=layers.Dense(CLASSES)),
-        values(4),
-    ),
-    "training argument": lambda: (
-        model_of(
-            lambda self, x, training=False: self.out(self.drop(x) if training else x),
-            drop=layers.Dropout(0.2),
-            out=layers.Dense(CLASSES),
-        ),
         values(4),
     ),
     "own weights": lambda: (model_of(lambda self, x: x @ self.kernel, build=own_weights), values(4)),
@@ -249,18 +240,6 @@ def test_a_model_that_its_first_batch_cannot_build_is_refused_with_the_line_to_w
         given = {"x": x} if isinstance(x, tf.data.Dataset) else {"x": x, "y": LABELS}
         with pytest.raises(ValueError, match=r"the first batch cannot build(.|\n)*model\.build\(input_shape\)"):
             model.fit(**given, verbose=0, callbacks=[callback])
-
-
-def test_a_record_has_the_size_of_a_model_that_the_first_batch_builds(tmp_path):
-    def train(rank: int) -> None:
-        opt = hvd.EagerOptimizer(keras.optimizers.SGD(0.1), quorum="all")
-        model = compiled(opt, dense(layers.Dropout(0.2)))
-        model.fit(values(4), LABELS, batch_size=2, verbose=0, callbacks=[hvd.RecordCallback(tmp_path)])
-
-    Cluster(1).run(train)
-    trace = read_trace(tmp_path, skip=0, least=1)
-    assert trace.headers[0].parameter_bytes == 4 * (4 * CLASSES + CLASSES)
-    assert trace.steps == EXAMPLES // 2
 
 
 def test_a_fit_without_batches_leaves_nothing_for_the_next_one(monkeypatch):

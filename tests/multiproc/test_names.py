@@ -41,7 +41,6 @@ def test_different_weights_are_refused_everywhere_and_can_be_fixed_in_torch(name
         assert "rank 1 from rank 0" in rank["text"]
         assert "'0.weight (16, 8) float32'" in rank["text"]
         assert "hvd.broadcast_parameters(model.state_dict(), root_rank=0)" in rank["text"]
-        assert rank["seconds"] < 10.0
     assert same(ranks, "weights")
 
 
@@ -51,7 +50,6 @@ def test_different_weights_are_refused_everywhere_in_fit(names: Names) -> None:
         assert "the weights differ before the first step: rank 1 from rank 0" in rank["text"]
         assert "kernel (8, 16) float32" in rank["text"]
         assert "BroadcastGlobalVariablesCallback(0)" in rank["text"]
-        assert rank["seconds"] < 20.0
 
 
 @pytest.mark.parametrize(("kind", "steps"), BROADCASTS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -111,25 +111,32 @@ class LeastSquares:
 
 
 class Observer(keras.callbacks.Callback):
-    """Sleeps before every batch, lowers this rank's own learning rate, and looks at the replica after every batch."""
+    """Sets this rank's own learning rate before every batch, and looks at the replica after it.
 
-    def __init__(self, straggler: Straggler) -> None:
+    Args:
+        rate: by batch.
+        before: called with the number of each batch before it.
+    """
+
+    def __init__(self, rate: Callable[[int], float], before: Callable[[int], None]) -> None:
         super().__init__()
-        self._straggler = straggler
+        self._rate, self._before = rate, before
         self.history: list[tuple[int, int]] = []
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._straggler.compute()
-        self.model.optimizer.learning_rate.assign(0.1 * 0.9**batch)
+        self._before(batch)
+        self.model.optimizer.learning_rate.assign(self._rate(batch))
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         optimizer = self.model.optimizer
-        self.history.append((optimizer.stats().rounds, crc([*self.model.variables, *state(optimizer)])))
+        self.history.append((optimizer.rounds, crc([*self.model.variables, *state(optimizer)])))
 
 
 def state(optimizer: Any) -> list[Any]:
-    """The optimizer's variables except for the learning rate, which is each rank's own between rounds."""
-    return [v for v in optimizer.variables if v is not optimizer.learning_rate]
+    """The optimizer's variables except for the learning rate, which is each rank's own between rounds, and those of a
+    loss scale, which is too."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return [v for v in inner.variables if v is not inner.learning_rate]
 
 
 def promise(case: Promise) -> tuple[Any, dict[str, Any]]:
@@ -138,7 +145,8 @@ def promise(case: Promise) -> tuple[Any, dict[str, Any]]:
     optimizer = hvd.EagerOptimizer(
         keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=1e-3), quorum=case.quorum, max_staleness=case.max_staleness
     )
-    observer = Observer(Straggler(case.inject, hvd.rank(), hvd.size(), seed=3))
+    straggler = Straggler(case.inject, hvd.rank(), hvd.size(), seed=3)
+    observer = Observer(lambda batch: 0.1 * 0.9**batch, lambda batch: straggler.compute())
     compiled(model, optimizer).fit(batches(hvd.rank(), case.steps), verbose=0, shuffle=False, callbacks=[observer])
     optimizer.drain()
     return optimizer, {"history": observer.history, "weights": crc(model.variables), "state": crc(state(optimizer))}
