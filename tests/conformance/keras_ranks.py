@@ -247,15 +247,17 @@ class KerasVectors(_Rank):
 
 
 class Scalar:
-    """A rank with one weight, from ``start``; its gradients are given.
+    """A rank with one weight; its gradients are given.
 
     Args:
         opt: wrapped.
         graph: whether a step is a ``tf.function``.
+        start: of the weight.
+        weight: another one.
     """
 
-    def __init__(self, opt: Any, graph: bool = False, start: float = 0.0) -> None:
-        self.weight, self.opt = keras.Variable(start, name="weight"), opt
+    def __init__(self, opt: Any, graph: bool = False, start: float = 0.0, weight: Any = None) -> None:
+        self.weight, self.opt = keras.Variable(start, name="weight") if weight is None else weight, opt
         opt.build([self.weight])
         self._apply = tf.function(self._take) if graph else self._take
 

@@ -42,7 +42,7 @@ def scalar(optimizer: Any, graph: bool = False, start: float = 0.0, **options: A
 
 def step(one: Scalar, kind: str, gradient: float) -> float:
     """A step; return the weight after it."""
-    return one.step(gradient, None if kind == "gossip" else 1.0)
+    return one.step(gradient, 1.0 if kind == "leader" else None)
 
 
 # -- what a step is -------------------------------------------------------------------------------------------
@@ -94,20 +94,10 @@ def test_backward_passes_are_added_up_into_a_step_that_is_traced_once(kind, buil
         if built == "before it is wrapped":
             plain.build([weight])
         passes = {"backward_passes_per_step": 2, "average_aggregated_gradients": average}
-        opt, path = wrapped("gossip" if kind == "scaled" else kind, plain, **passes), []
-        if built == "afterwards":
-            opt.build([weight])
-
-        def apply(gradient: tf.Tensor) -> None:
-            opt.apply([gradient], [weight])
-
-        take = tf.function(apply) if graph else apply
-        for gradient in (1.0, 2.0, 4.0, 8.0, 16.0):
-            if kind == "leader":
-                opt.record_loss(1.0)
-            take(tf.constant(scale * gradient))
-            path.append(float(weight))
-        assert not graph or take.experimental_get_tracing_count() == 1
+        opt = wrapped("gossip" if kind == "scaled" else kind, plain, **passes)
+        one = Scalar(opt, graph, weight=weight)
+        path = [step(one, kind, scale * gradient) for gradient in (1.0, 2.0, 4.0, 8.0, 16.0)]
+        assert not graph or one._apply.experimental_get_tracing_count() == 1
         opt.drain()
         return [*path, opt.stats().steps, int(opt.iterations)]
 
@@ -205,12 +195,11 @@ def test_local_variables_are_not_mixed(wrap, options, graph, scale, shared_ends)
 
 def test_hyperparameters_and_state_are_each_ranks_own():
     def train(rank: int) -> list[float]:
-        weight = keras.Variable(0.0)
-        opt = hvd.GossipOptimizer(sgd(0.5 * (rank + 1), momentum=0.5 * rank))
+        one = scalar(sgd(0.5 * (rank + 1), momentum=0.5 * rank))
         for _ in range(2):
-            opt.apply([tf.constant(1.0)], [weight])
-        opt.drain()
-        return [float(weight), float(opt.learning_rate), int(opt.iterations)]
+            one.step(1.0)
+        one.opt.drain()
+        return [float(one.weight), float(one.opt.learning_rate), int(one.opt.iterations)]
 
     # a step of -1/2 and one of -1 are averaged, then one of -1/2 and one of -1 - 1/2
     assert Cluster(2).run(train) == [[-1.75, 0.5, 2], [-1.75, 1.0, 2]]
@@ -351,25 +340,19 @@ def test_moving_averages_that_a_slower_rank_puts_in_place_later_are_where_all_co
 @pytest.mark.parametrize(("outside", "graph"), [(False, True), (True, False)], ids=["inside", "outside"])
 def test_a_step_that_overflows_is_none(graph, outside):
     def train(rank: int) -> Any:
-        weight = keras.Variable(0.0)
         if outside:
             opt = keras.optimizers.LossScaleOptimizer(hvd.GossipOptimizer(sgd(1.0)), initial_scale=16.0)
             ours = opt.inner_optimizer
         else:
             opt = ours = hvd.GossipOptimizer(keras.optimizers.LossScaleOptimizer(sgd(1.0), initial_scale=16.0))
             assert isinstance(opt, keras.optimizers.LossScaleOptimizer)
-        opt.build([weight])
-
-        def take(gradient: tf.Tensor) -> None:
-            opt.apply([gradient], [weight])
-
-        step = tf.function(take) if graph else take
+        one = Scalar(opt, graph)
         for number in range(3):
             spoilt = rank == 1 and number == 1
-            step(tf.constant(np.inf if spoilt else (1.0 + rank) * float(opt.scale_loss(1.0))))
+            one.step(np.inf if spoilt else (1.0 + rank) * float(opt.scale_loss(1.0)))
         ours.drain()
         state = None if outside else float(opt.get_state()["dynamic_scale"])
-        return float(weight), ours.stats().steps, float(opt.dynamic_scale.numpy()), state
+        return float(one.weight), ours.stats().steps, float(opt.dynamic_scale.numpy()), state
 
     (one, *first), (other, *second) = Cluster(2).run(train)
     assert one == other
