@@ -163,6 +163,16 @@ def whole_weighted(samples: list[list[int]]) -> list[list[float]]:
     return ends
 
 
+def after_cut(trainer: Any) -> dict[str, Any]:
+    """What a model is after a cut: its weights, their distance from the consensus and that, and what a drain leaves."""
+    own, distance = trainer.weights(), trainer.optimizer.consensus_distance()
+    with trainer.optimizer.consensus():
+        consensus = trainer.weights()
+    back = trainer.weights()
+    trainer.optimizer.drain()
+    return {"own": own, "distance": distance, "consensus": consensus, "back": back, "drained": trainer.weights()}
+
+
 def raised(call: Callable[[], object]) -> dict[str, str]:
     """What a call raises."""
     try:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from common import Baton, Part, Report
+from common import Baton, Part, Report, after_cut
 from gossip_table import STEPS, Gossip, cases
 
 Make = Callable[..., Any]
@@ -35,29 +35,18 @@ def train(report: Report, rank: int, case: Gossip, make: Make) -> None:
         trainer.step(rank, step)
     before, weight, events = trainer.weights(), worker.weight, list(log)
     optimizer.cut()
-    after_cut = trainer.weights()
     if case.algorithm == "adpsgd":
         events = list(log)  # (a rank is averaged with others after its last step too)
-    distance = optimizer.consensus_distance()
-    with optimizer.consensus():
-        consensus = trainer.weights()
-    back = trainer.weights()
-    optimizer.drain()
+    ends = after_cut(trainer)
     stats = optimizer.stats()
     report.put(
         case.name,
         before=before,
         weight=weight,
         log=events,
-        after_cut=after_cut,
-        back=back,
-        distance=distance,
-        consensus=consensus,
-        drained=trainer.weights(),
+        **ends,
         sent=stats.messages_sent,
         taken=stats.messages_taken + stats.messages_left,
-        averagings=stats.averagings,
-        bytes=stats.bytes_sent,
         weight_after=stats.push_sum_weight,
     )
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from common import Baton, Part, Report, raised
+from common import Baton, Part, Report, after_cut, raised
 from leader_table import PATIENCE, STEPS, cases, pairs
 
 from tests.conformance.leader_reference import Following
@@ -27,23 +27,15 @@ def train(report: Report, rank: int, name: str, following: Following, make: Make
         trainer.step(rank, step)
     before = trainer.weights()
     optimizer.cut()
-    distance = optimizer.consensus_distance()
-    with optimizer.consensus():
-        consensus = trainer.weights()
-    back = trainer.weights()
-    optimizer.drain()
+    ends = after_cut(trainer)
     stats = optimizer.stats()
     report.put(
         name,
         before=before,
         log=[_plain(entry) for entry in log],
-        distance=distance,
-        consensus=consensus,
-        back=back,
-        drained=trainer.weights(),
+        **ends,
         pulls=stats.pulls,
         led=sorted(stats.led),
-        bytes=stats.bytes_received,
     )
 
 
