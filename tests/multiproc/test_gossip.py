@@ -8,17 +8,7 @@ import numpy as np
 import pytest
 from jobs.gossip_table import COMPRESSED, HOSTS_COMPRESSED, STEPS, UNEVEN, UNEVEN_HOSTS, Gossip, cases
 from launch import RunJob
-from settings import (
-    ALONE,
-    MPI_LATER,
-    TENSORFLOW,
-    TENSORFLOW_4,
-    TORCH,
-    TORCH_4,
-    TORCHRUN,
-    TORCHRUN_4,
-    Setting,
-)
+from settings import TENSORFLOW, TORCH, Setting, having
 
 from hvd_async.algorithms.gossip.config import ALGORITHMS
 from hvd_async.algorithms.gossip.plan import make_plan
@@ -35,8 +25,7 @@ pytestmark = pytest.mark.multiproc
 
 CASE = next(case for case in CASES if case.name == "nesterov")
 FULL = (TORCH, TENSORFLOW)
-ALL = (*FULL, TORCH_4, TENSORFLOW_4, *MPI_LATER, TORCHRUN, TORCHRUN_4, *ALONE)
-EACH = [(setting, case) for setting in ALL for case in cases(setting.ranks, setting.share)]
+EACH = [(setting, case) for setting in having("gossip") for case in cases(setting.ranks, setting.share)]
 
 
 def each(*kinds: tuple[Gossip, ...]) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jobs.leader_table import STEPS, cases
 from launch import PLANE, RunJob
-from settings import ALONE, MPI_LATER, TENSORFLOW, TORCH, TORCH_4, TORCHRUN, TORCHRUN_4, Setting
+from settings import TENSORFLOW, TORCH, TORCH_4, Setting, having
 from test_gossip import check_after_cut
 
 from tests.conformance import gossip_reference
@@ -22,7 +22,7 @@ GROUPED = (TORCH_4, TENSORFLOW)
 """With process sets."""
 EACH = [
     pytest.param(setting, name, id=f"{setting}-{name}")
-    for setting in (TORCH, *GROUPED, *MPI_LATER[:1], TORCHRUN, TORCHRUN_4, *ALONE)
+    for setting in having("leaders")
     for name in cases(setting.ranks, setting.sets)
 ]
 

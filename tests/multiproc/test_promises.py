@@ -7,22 +7,12 @@ from typing import Any
 import pytest
 from jobs.table import Promise, Quorum, bounded, conservation, promises, quorums, uneven
 from launch import RunJob
-from settings import (
-    ALONE,
-    MPI_LATER,
-    TENSORFLOW,
-    TENSORFLOW_4,
-    TORCH,
-    TORCH_4,
-    TORCHRUN,
-    TORCHRUN_4,
-    Setting,
-)
+from settings import TENSORFLOW, TORCH, Setting, having
 
 pytestmark = pytest.mark.multiproc
 
 FULL = (TORCH, TENSORFLOW)
-ALL = (*FULL, *MPI_LATER, TORCHRUN, *ALONE)
+ALL = having("promises")
 
 
 def check_promise(ranks: list[dict[str, Any]], case: Promise) -> None:
@@ -121,6 +111,6 @@ def test_fit_that_ends_by_rounds_meets_at_its_end(job: RunJob) -> None:
         assert rank["applied"] == rank["produced"]
 
 
-@pytest.mark.parametrize("setting", [*ALL, TORCH_4, TENSORFLOW_4, TORCHRUN_4], ids=str)
+@pytest.mark.parametrize("setting", having("gossip"), ids=str)
 def test_the_job_ends_well(job: RunJob, setting: Setting) -> None:
     job(setting).check().case("end")
