@@ -15,7 +15,7 @@ import hvd_async.tensorflow.keras as hvd
 from hvd_async.tensorflow.variables import is_built
 from hvd_async.testing import Cluster
 from tests.conformance.drive import scripted_engine
-from tests.conformance.elastic_board import Board, Exchange
+from tests.conformance.elastic_board import Board, Exchange, keras_callbacks_over_a_board
 from tests.conformance.keras_ranks import LOSS, compiled, flat
 from tests.conftest import LONG_RUN
 
@@ -172,17 +172,7 @@ IN_GRAPHS = ("batch norm", "own weights", "two outputs", "float16", "train_step(
 def _over_a_board(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks are threads, to which the callback sends over a board."""
     Exchange.board = Board(2)
-
-    def broadcast(variables: Any, root_rank: int) -> None:
-        sent = Exchange().object_of(root_rank, [np.asarray(v) for v in variables], "variables")
-        for variable, value in zip(variables, sent, strict=True):
-            if value.dtype != object and "seed" not in variable.path:
-                variable.assign(value)
-
-    ours = hvd.callbacks
-    monkeypatch.setattr(ours, "broadcast_variables", broadcast)
-    monkeypatch.setattr(ours, "allgather_object", lambda value, name: Exchange().everyones(value, name))
-    monkeypatch.setattr(ours, "broadcast_object", lambda value, root, name: Exchange().object_of(root, value, name))
+    keras_callbacks_over_a_board(monkeypatch)
 
 
 @pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning")

@@ -18,7 +18,7 @@ import hvd_async.tensorflow as hvd_tensorflow
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.testing import Cluster
 from tests.conformance.drive import scripted_engine
-from tests.conformance.elastic_board import Board, Exchange
+from tests.conformance.elastic_board import Board, Exchange, keras_callbacks_over_a_board
 from tests.conformance.keras_ranks import batch, compiled
 from tests.conformance.torch_ranks import ProcessSet
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("rank_of_two")
 def one_epoch(monkeypatch: pytest.MonkeyPatch, logs: list[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
     """Return each rank's logs after the callback; ranks are threads."""
     monkeypatch.setattr(Exchange, "board", Board(len(logs)), raising=False)
-    monkeypatch.setattr(hvd.callbacks, "allgather_object", lambda own, name: Exchange().everyones(own, name))
+    keras_callbacks_over_a_board(monkeypatch)
 
     def end(rank: int) -> dict[str, Any] | None:
         callback = hvd.callbacks.MetricAverageCallback()
