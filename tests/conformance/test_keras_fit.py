@@ -32,20 +32,24 @@ def test_fit_ends_with_identical_replicas(quorum, batches, run_eagerly, tapes):
         model = compiled(opt, metrics=["accuracy"], run_eagerly=run_eagerly)
         before = flat(model.trainable_variables)
         schedule = hvd.callbacks.LearningRateScheduleCallback(0.05, 0.5, momentum_correction=False)
-        history = model.fit(*data(rank, batches[rank]), batch_size=4, epochs=2, verbose=0, callbacks=[schedule])
+        own, held_out = data(rank, batches[rank]), batch(9, 9)
+        history = model.fit(
+            *own, batch_size=4, epochs=2, verbose=0, callbacks=[schedule], validation_data=held_out
+        ).history
         assert model.optimizer is opt
-        assert len(history.history["loss"]) == 2
+        assert len(history["loss"]) == 2
         stats = opt.stats()
         assert stats.steps == 2 * batches[rank]
         assert stats.gradients_applied == stats.total_produced == 2 * sum(batches)
-        return before, flat(model.trainable_variables), history.history["lr"]
+        return before, flat(model.trainable_variables), history
 
     outcomes = Cluster(len(batches)).run(train)
-    for rank, (before, after, rates) in enumerate(outcomes):
+    for rank, (before, after, history) in enumerate(outcomes):
         assert after.tobytes() == outcomes[0][1].tobytes()
         expected = replay("keras", MOMENTUM, before, tapes[rank].applied, len(batches), 0 if quorum == "all" else 2)
         np.testing.assert_allclose(after, expected, atol=1e-5)
-        assert rates == pytest.approx([0.05, 0.025])
+        assert history["lr"] == pytest.approx([0.05, 0.025])
+        assert history["val_loss"] == outcomes[0][2]["val_loss"], "drained before"
 
 
 WRAPPERS = {
@@ -104,17 +108,18 @@ def test_a_rank_with_no_batch_only_drains(wrapper: str):
 
 
 def test_a_model_is_compiled_again_with_a_layer_frozen():
-    """Keras' way: fit, freeze, compile with the same optimizer, fit."""
+    """Keras' way: fit, freeze, compile with the same optimizer, fit. Its momentum follows the rates alike on all."""
 
     def train(rank: int) -> Any:
         opt = hvd.EagerOptimizer(sgd(0.1, momentum=0.9, weight_decay=0.1))
         model, ends = conv_model(), []
         conv = model.get_layer("conv")
-        for trainable in (True, False, True):
+        for trainable, rate in ((True, 0.1), (False, 0.02), (True, 0.05)):
             conv.trainable = trainable
-            compiled(opt, model).fit(*batch(rank, 0), batch_size=1 + rank, verbose=0)
+            schedule = hvd.callbacks.LearningRateScheduleCallback(rate, 1.0)
+            compiled(opt, model).fit(*batch(rank, 0), batch_size=1 + rank, verbose=0, callbacks=[schedule])
             opt.drain()
-            ends.append((flat(conv.variables), flat(model.variables)))
+            ends.append((flat(conv.variables), flat([*model.variables, *opt.momentums])))
         return ends
 
     one, other = Cluster(2).run(train)

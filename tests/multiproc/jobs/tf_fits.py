@@ -36,10 +36,10 @@ def fit(model: Any, inputs: tf.data.Dataset, *callbacks: Any, **options: Any) ->
 
 
 def gossip(report: Report) -> None:
-    """Peers that change."""
+    """Peers that change, and epochs that are longer on later ranks."""
     peers = {0: 1, 1: min(2, hvd.size() - 1)}
     model = made(hvd.GossipOptimizer, keras.optimizers.Adam(0.05), algorithm="sgp", peers=peers)
-    history = fit(model, data(32, 8), hvd.callbacks.MetricAverageCallback(), epochs=4)
+    history = fit(model, data(32 + 8 * hvd.rank(), 8), hvd.callbacks.MetricAverageCallback(), epochs=4)
     report.put("fitted", history=history["loss"], weights=crc(model.variables), steps=model.optimizer.stats().steps)
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import horovod.tensorflow.keras as horovod  # before ours, as in a script half migrated: its callbacks are not ours
 import keras
 import tensorflow as tf
-from common import Report, Straggler, raised
-from table import Quorum, quorums
+from common import Report, raised
 from tf_common import batches, compiled, crc, mlp
 
 import hvd_async.tensorflow as hvd_tf
@@ -93,69 +92,6 @@ def any_kind(report: Report) -> None:
     report.put("any kind", different=different, seeds=seeds)
 
 
-def metric_average(report: Report, quorum: Quorum) -> None:
-    """Epochs of different lengths, with validation on the same data."""
-    rank = hvd.rank()
-    model = mlp(seed=2)
-    optimizer = hvd.EagerOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), quorum=quorum, max_staleness=3)
-    own, averaged = list[dict[str, float]](), list[dict[str, float]]()
-
-    def keep(kept: list[dict[str, float]]) -> Any:
-        """Keep every epoch's logs as the callbacks before left them."""
-        return keras.callbacks.LambdaCallback(
-            on_epoch_end=lambda epoch, logs: kept.append({key: float(value) for key, value in logs.items()})
-        )
-
-    validation = batches(99, 2)
-    fit(
-        model,
-        optimizer,
-        3 + 4 * rank,
-        keep(own),
-        callbacks.MetricAverageCallback(),
-        keep(averaged),
-        epochs=2,
-        validation_data=validation,
-    )
-    report.put(
-        f"metric average {quorum}",
-        own=own,
-        averaged=averaged,
-        weights=crc(model.variables),
-        steps=optimizer.stats().steps,
-        applied=optimizer.stats().gradients_applied,
-    )
-
-
-def schedules(report: Report) -> None:
-    """Warm-up over 2 epochs of 4 batches, then steps down; momentum correction with a straggler."""
-    model = mlp(seed=5)
-    optimizer = hvd.EagerOptimizer(keras.optimizers.SGD(0.2, momentum=0.9), quorum="solo", max_staleness=3)
-    straggler, rates = Straggler("random:1:0.01", hvd.rank(), hvd.size()), list[float]()
-
-    def note(batch: int, logs: Any) -> None:
-        rates.append(float(optimizer.learning_rate.numpy()))
-        straggler.compute()
-
-    fit(
-        model,
-        optimizer,
-        4,
-        callbacks.LearningRateWarmupCallback(initial_lr=0.2, warmup_epochs=2),
-        callbacks.LearningRateScheduleCallback(initial_lr=0.2, multiplier=1.0, start_epoch=2, end_epoch=3),
-        callbacks.LearningRateScheduleCallback(initial_lr=0.2, multiplier=lambda epoch: 0.1**epoch, start_epoch=3),
-        keras.callbacks.LambdaCallback(on_train_batch_end=note),
-        epochs=5,
-    )
-    report.put(
-        "schedules",
-        rates=rates,
-        weights=crc(model.variables),
-        momenta=crc(optimizer.momentums),
-        distance=optimizer.consensus_distance(),
-    )
-
-
 def distributed_optimizer(report: Report) -> None:
     """Ours averages. Horovod's does not on Keras 3: if it ever does, we want to know."""
     with warnings.catch_warnings(record=True) as caught:
@@ -176,35 +112,9 @@ def distributed_optimizer(report: Report) -> None:
     )
 
 
-def tape(report: Report) -> None:
-    """Horovod's tape is refused; a plain one in a tf.function trains."""
-    refused = raised(lambda: hvd_tf.DistributedGradientTape(tf.GradientTape()))
-    model = mlp(seed=8)
-    optimizer = hvd_tf.EagerOptimizer(keras.optimizers.Adam(0.01), quorum="solo")
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    optimizer.build(model.trainable_variables)
-
-    @tf.function
-    def step(x: Any, y: Any) -> None:
-        with tf.GradientTape() as plain:
-            value = loss(y, model(x, training=True))
-        optimizer.apply(plain.gradient(value, model.trainable_variables), model.trainable_variables)
-
-    start = crc(model.variables)
-    for x, y in batches(hvd.rank(), 3 + hvd.rank()):
-        step(x, y)
-    optimizer.drain()
-    applied = optimizer.stats().gradients_applied
-    report.put("tape", **refused, start=start, weights=crc(model.variables), applied=applied)
-
-
 def run(report: Report) -> None:
     """All cases."""
     different_weights(report)
     broadcast_callback(report)
     any_kind(report)
-    for quorum in quorums("few"):
-        metric_average(report, quorum)
-    schedules(report)
     distributed_optimizer(report)
-    tape(report)
