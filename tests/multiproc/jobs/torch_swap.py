@@ -250,21 +250,9 @@ def sparse(report: Report, kind: str) -> None:
     report.put(f"sparse {kind}", theirs=ends[0], ours=ends[1])
 
 
-class Metric:
-    """A mean over batches, averaged over ranks at each."""
-
-    def __init__(self, name: str) -> None:
-        self._name, self._sum, self._count = name, 0.0, 0
-
-    def update(self, value: torch.Tensor) -> None:
-        """One batch's."""
-        self._sum += float(hvd.allreduce(value.detach().cpu(), name=self._name))
-        self._count += 1
-
-    @property
-    def mean(self) -> float:
-        """So far."""
-        return self._sum / self._count
+def average(value: torch.Tensor, name: str) -> float:
+    """A metric's mean over the ranks."""
+    return float(hvd.allreduce(value.detach().cpu(), name=name))
 
 
 def imagenet(report: Report, quorum: str) -> None:
@@ -301,26 +289,24 @@ def imagenet(report: Report, quorum: str) -> None:
         feed = Feed(9)
         for epoch in range(resume, until):
             model.train()
-            loss, accuracy = Metric("train_loss"), Metric("train_accuracy")
+            losses = []
             for _ in range(3):
                 for group in optimizer.param_groups:
                     group["lr"] = 0.01 * (1 + epoch)
                 optimizer.zero_grad()
                 for _ in range(2):
                     part = feed.loss(model)
-                    accuracy.update(part)
-                    loss.update(part)
+                    average(part, "train_accuracy")
+                    losses.append(average(part, "train_loss"))
                     (part / 2).backward()
                 optimizer.step()
             model.eval()
-            test = Metric("val_loss")
             with torch.no_grad():
-                for _ in range(2):
-                    test.update(feed.loss(model))
+                tests = [average(feed.loss(model), "val_loss") for _ in range(2)]
             save(epoch, model, optimizer)
         if quorum == "all":
             optimizer.drain()
-        return [resume, loss.mean, test.mean, crc(model.parameters()), len(state_tensors(optimizer))]
+        return [resume, losses, tests, crc(model.parameters()), len(state_tensors(optimizer))]
 
     report.put(f"imagenet {quorum}", first=job(2), second=job(3))
 
