@@ -113,6 +113,14 @@ class Baton:
             time.sleep(0.01)
 
 
+def meet(name: str, rank: int, size: int) -> None:
+    """Wait for all ranks, where they must not use a collective for it."""
+    batons = [Baton(f"{name}.{each}") for each in range(size)]
+    batons[rank].lay()
+    for each in batons:
+        each.wait()
+
+
 def begin_last(step: str, rank: int, size: int, slow: int, seconds: float) -> None:
     """Begin a step; rank ``slow`` computes for some seconds longer once the others have begun theirs."""
     ready = [Baton(f"{step}.{each}") for each in range(size)]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from common import Baton, Part, Report, after_cut, raised
+from common import Baton, Part, Report, after_cut, meet, raised
 from leader_table import PATIENCE, STEPS, cases, pairs
 
 from tests.conformance.leader_reference import Following
@@ -52,7 +52,7 @@ def asleep(report: Report, rank: int, size: int, make: Make) -> None:
     """
     options = {"algorithm": "lsgd", "global_period": 2, "loss_window": 10**6}
     trainer = make(loss_of=lambda x, rank, step: float(rank), group=size, **options)
-    woken, done = Baton("asleep.woken"), [Baton(f"asleep.{other}") for other in range(size)]
+    woken = Baton("asleep.woken")
     trainer.step(rank, 1)
     optimizer = trainer.optimizer
     pulls, step = 0, 2
@@ -68,9 +68,7 @@ def asleep(report: Report, rank: int, size: int, make: Make) -> None:
             trainer.step(rank, step)
             step += 1
     waits = optimizer.stats().wait_s
-    done[rank].lay()
-    for other in done:
-        other.wait()
+    meet("asleep", rank, size)
     optimizer.drain()
     report.put("asleep", pulls=pulls, waits=waits, led=sorted(optimizer.stats().led))
 

@@ -10,11 +10,10 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import Report
+from common import Report, meet
 
 import hvd_async.torch as hvd
 from hvd_async.torch.horovod_api import hvd as plane
@@ -76,13 +75,10 @@ def train(kind: str, end: str) -> None:
 def shut_down(number: int) -> None:
     """Shut down; on Horovod, wait until all ranks have. Its launcher keeps addresses of ranks until all have ended, so
     a rank that begins again earlier would connect to an old one."""
-    rank, size, out = hvd.rank(), hvd.size(), Path(os.environ["HVD_ASYNC_TEST_OUT"])
+    rank, size = hvd.rank(), hvd.size()
     hvd.shutdown()
     if plane.on_horovod:
-        (out / f"ended.{number}.{rank}").touch()
-        deadline = time.monotonic() + ENDS_IN
-        while len(list(out.glob(f"ended.{number}.*"))) < size and time.monotonic() < deadline:
-            time.sleep(0.01)
+        meet(f"ended.{number}", rank, size)
 
 
 def main() -> None:
