@@ -62,18 +62,6 @@ def test_metrics_are_averaged_element_by_element_and_what_is_not_a_number_stays(
         np.testing.assert_equal(end, means | kept | {"nested": {"a": 1.5, "b": [0.5, own]}, "second": 7.0})
 
 
-def test_fit_continues_with_a_metric_of_each_class(monkeypatch):
-    """A metric with a value for each class, like F1Score(average=None)."""
-    monkeypatch.setattr(hvd.callbacks, "allgather_object", lambda own, name: [own, own])
-    with scripted_engine(1):
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax")])
-        model.compile(SGD(0.1), "categorical_crossentropy", metrics=[keras.metrics.F1Score(average=None)])
-        labels = np.eye(3, dtype=np.float32)[[0, 1, 2, 1]]
-        callbacks = [hvd.callbacks.MetricAverageCallback()]
-        history = model.fit(np.ones((4, 4)), labels, epochs=2, verbose=0, callbacks=callbacks).history
-    assert [np.shape(one) for one in history["f1_score"]] == [(3,), (3,)]
-
-
 @pytest.mark.parametrize(
     "callback",
     [

@@ -67,25 +67,3 @@ def test_xla_is_refused_before_training_and_by_name() -> None:
             model.fit(*batch(0, 0), verbose=0, callbacks=[hvd.callbacks.GossipEpochCallback()])
         with pytest.raises(tf.errors.InvalidArgumentError, match="jit_compile_False"):
             model.fit(*batch(0, 0), verbose=0)
-
-
-def test_sub_models_with_weights_are_enough_for_the_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model without ``call()``, as a GAN is one, is never built itself."""
-
-    class Parts(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = conv_model()
-
-    sent: list[int] = []
-    monkeypatch.setattr(hvd.callbacks, "broadcast_variables", lambda variables, **_: sent.append(len(variables)))
-    model = compiled(None, Parts(), loss=None)
-    assert not model.built
-    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    callback.set_model(model)
-    with scripted_engine(2):
-        callback.on_train_begin()
-        assert sent == [4]
-        callback.set_model(keras.Sequential([keras.layers.Dense(1)]))
-        callback.on_train_begin()
-        assert sent == [4]  # (the first batch builds it, and then they are sent)
