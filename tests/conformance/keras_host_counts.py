@@ -100,7 +100,7 @@ def nodes(graph: tf.Graph) -> list[Any]:
 
 @contextlib.contextmanager
 def crossings() -> Iterator[list[int]]:
-    """Count calls of Python functions from graphs, in all threads, within the block; its end puts in the number."""
+    """Count calls of Python functions from graphs, in all threads, within a block; the list has their number then."""
     call, calls, found = script_ops.EagerFunc.__call__, itertools.count(), list[int]()
 
     def counted(function: Any, *args: Any) -> Any:

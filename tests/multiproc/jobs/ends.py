@@ -108,7 +108,7 @@ def control_processes() -> list[str]:
 
 
 def collectives(in_torch: bool) -> Any:
-    """The class of the framework's."""
+    """The framework's class of collectives."""
     if in_torch:
         return importlib.import_module("hvd_async.torch.collectives").plane_collectives()
     return importlib.import_module("hvd_async.tensorflow.collectives").HorovodCollectives

@@ -18,10 +18,9 @@ from hvd_async.tensorflow import functions
 callbacks = hvd.callbacks
 
 
-def fit(model: Any, optimizer: Any, steps: int, *used: Any, **options: Any) -> Any:
+def fit(model: Any, optimizer: Any, steps: int, *used: Any) -> Any:
     """A silent ``fit()`` on this rank's own data."""
-    data = batches(hvd.rank(), steps)
-    return compiled(model, optimizer).fit(data, verbose=0, shuffle=False, callbacks=list(used), **options)
+    return compiled(model, optimizer).fit(batches(hvd.rank(), steps), verbose=0, shuffle=False, callbacks=list(used))
 
 
 def different_weights(report: Report) -> None:
