@@ -232,7 +232,7 @@ def test_a_model_that_its_first_batch_cannot_build_is_refused_with_the_line_to_w
             model.fit(**given, verbose=0, callbacks=[callback])
 
 
-def test_a_fit_without_batches_leaves_nothing_for_the_next_one(monkeypatch):
+def test_weights_are_sent_once_they_are_there_and_a_fit_without_batches_leaves_nothing_to_send(monkeypatch):
     sent: list[int] = []
     monkeypatch.setattr(hvd.callbacks, "broadcast_variables", lambda variables, root_rank: sent.append(root_rank))
 
@@ -250,7 +250,10 @@ def test_a_fit_without_batches_leaves_nothing_for_the_next_one(monkeypatch):
             fit(model, 1, Breaks())
         fit(model, 2)
         fit(model, 3)
-    assert sent == [2, 3]
+        callback = hvd.callbacks.BroadcastGlobalVariablesCallback(4)
+        callback.set_model(compiled(None, Adversarial(), loss=None))  # (without an optimizer of its own, as a GAN)
+        callback.on_train_begin()
+    assert sent == [2, 3, 4]
 
 
 @pytest.mark.parametrize(
