@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hvd_async.algorithms.eager.gradient_format import PendingGradient
 from hvd_async.algorithms.eager.rank import Remains
 from hvd_async.errors import ReplicaStateError
 from hvd_async.stats import Stats
-from hvd_async.testing import Cluster
+from hvd_async.testing import Cluster, InjectedError
 from tests.conformance.drive import scripted_engine
 from tests.conformance.elastic_board import Board, Exchange, among_others, over_a_board, trained
 from tests.conformance.model_ranks import KerasModel, TorchModel
@@ -254,6 +255,32 @@ def test_a_broken_off_step_is_taken_back_once_although_ranks_agree_twice_before_
     for _ in range(2):
         driver.continue_at(3, 5, False)
     assert driver.stats_before.steps == 5
+
+
+@both
+def test_a_step_whose_round_was_there_before_it_is_taken_back_if_a_loss_interrupts_it(job):
+    """The other rank was a step ahead, and dies; this one notices it when it has handed its gradient over."""
+
+    def behind(rank: int) -> Any:
+        one = job("EagerOptimizer", quorum="solo")
+        one.state.sync()
+        worker = one.opt._async.worker_now()
+        if rank == 0:
+            one.step()
+            one.step()
+            return one
+        worker.engine.wait(lambda: len(worker._rounds) == 2)
+        one.step()
+        with patch.object(worker.engine, "wait", side_effect=InjectedError("lost")), pytest.raises(InjectedError):
+            one.step()
+        return one
+
+    def rest(rank: int, one: Any) -> tuple[int, int, int]:
+        one.step()
+        one.opt.drain()
+        return one.state.batch, one.opt.stats().steps, one.opt.stats().gradients_produced
+
+    assert among_others(1, trained(2, behind)[1:], job, rest) == [(2, 2, 2)]
 
 
 # -- a commit between two passes of a step -----------------------------------------------------------------------------

@@ -755,7 +755,7 @@ class EagerWorker(Worker):
         self._settled_at = 0  # steps at the last drain or cut
         self._near = 0  # steps that the device has computed, or is about to; set by the thread that ``arrives`` uses
         self._last_given: tuple[int, Vector | None] = 0, None  # bucket and vector, until the step is reported
-        self._ended = 0  # steps that all ranks of the host have handed over, as far as this rank has waited for them
+        self._ended = 0  # steps for whose end this rank has waited
         self._handed: dict[int, None] = {}
         """Buckets of the current step that were handed over, in order."""
         self._brought = frozenset[int]()
@@ -802,7 +802,7 @@ class EagerWorker(Worker):
     @property
     def _broken_off(self) -> bool:
         """Whether its last step was interrupted before it ended."""
-        return self._behind > 0 or (self._host is not None and self._ended < self._steps)
+        return self._behind > 0 or self._ended < self._steps
 
     @property
     def gone(self) -> frozenset[int]:

@@ -72,19 +72,11 @@ def train(kind: str, end: str) -> None:
     getattr(optimizer, end)()
 
 
-def shut_down(number: int) -> None:
-    """Shut down; on Horovod, wait until all ranks have. Its launcher keeps addresses of ranks until all have ended, so
-    a rank that begins again earlier would connect to an old one."""
-    rank, size = hvd.rank(), hvd.size()
-    hvd.shutdown()
-    if plane.on_horovod:
-        meet(f"ended.{number}", rank, size)
-
-
 def main() -> None:
     optimizers, switches, cycles = map(int, sys.argv[1:])
     hvd.init()
-    report = Report(hvd.rank())
+    rank, size = hvd.rank(), hvd.size()
+    report = Report(rank)
     first: Counts | None = None
     for number in range(optimizers):
         train(list(KINDS)[number % len(KINDS)], "discard" if number % 3 == 2 else "drain")
@@ -102,8 +94,12 @@ def main() -> None:
     optimizer.discard()
     first = None
     for number in range(cycles):
-        shut_down(number)
+        # (All have shut down before one counts, as rank 0 has a descriptor for each rank that is there; and before one
+        # begins again, as Horovod's launcher keeps addresses of ranks until all have ended.)
+        hvd.shutdown()
+        meet(f"ended.{number}", rank, size)
         threads, descriptors, _ = settled(None if first is None else (first[0], first[1], 0))
+        meet(f"counted.{number}", rank, size)
         hvd.init()
         last = threads, descriptors, settled(None if first is None else (1 << 30, 1 << 30, first[2]))[2]
         first = first or (last if number else None)  # (some descriptors are opened once)
