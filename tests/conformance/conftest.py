@@ -53,6 +53,13 @@ def plane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
             monkeypatch.setattr(streams, "gpu", fake_gpu.FakeGpu(lags=True))
 
 
+@pytest.fixture
+def rank_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand for Horovod's functions that Keras' callbacks call, where Horovod is not initialized."""
+    monkeypatch.setattr("horovod.tensorflow.rank", lambda: 0)
+    monkeypatch.setattr("horovod.tensorflow.size", lambda: 2)
+
+
 _trace, _tracing = func_graph.func_graph_from_py_func, threading.RLock()
 PATIENCE = 30.0
 """Seconds that a rank waits for another's trace. (If that waited for this rank, both would continue then.)"""

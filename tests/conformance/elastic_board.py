@@ -15,6 +15,7 @@ import pytest
 import hvd_async.tensorflow.elastic as keras_elastic
 import hvd_async.torch.elastic as torch_elastic
 from hvd_async.runtime.lifecycle import local_engine
+from hvd_async.tensorflow.keras import callbacks as keras_callbacks
 from hvd_async.testing import Cluster
 
 
@@ -69,6 +70,22 @@ def over_a_board() -> Iterator[None]:
             patch.setattr(module, "_Exchange", exchange)
             patch.setattr(module.LIFECYCLE, "elastic", False)
         yield
+
+
+def keras_callbacks_over_a_board(patch: pytest.MonkeyPatch) -> None:
+    """Have Keras' callbacks use a board too. Seeds stay each rank's own."""
+
+    def broadcast(variables: Any, root_rank: int) -> None:
+        sent = Exchange().object_of(root_rank, [np.asarray(v) for v in variables], "variables")
+        for variable, value in zip(variables, sent, strict=True):
+            if value.dtype != object and "seed" not in variable.path:
+                variable.assign(value)
+
+    patch.setattr(keras_callbacks, "broadcast_variables", broadcast)
+    patch.setattr(keras_callbacks, "allgather_object", lambda value, name: Exchange().everyones(value, name))
+    patch.setattr(
+        keras_callbacks, "broadcast_object", lambda value, root, name: Exchange().object_of(root, value, name)
+    )
 
 
 def trained(size: int, work: Callable[[int], Any], timeout: float = 60.0, **cluster: Any) -> list[Any]:

@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -86,35 +89,30 @@ class SmallSteps:
 
     def operators(self) -> Counter[str]:
         """Return the operators of a step by type, those of the functions in its graph included."""
-        concrete = self._step._list_all_concrete_functions()[-1]
-        graph = concrete.graph.as_graph_def()
-        nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
-        return Counter(node.op for node in nodes)
+        return Counter(node.op for node in nodes(self._step._list_all_concrete_functions()[-1].graph))
 
 
-class Crossings:
-    """Counter of calls of Python functions from graphs, in all threads, from ``begin`` to ``end``.
+def nodes(graph: tf.Graph) -> list[Any]:
+    """Return all nodes of a graph, those of functions that it calls among them."""
+    definition = graph.as_graph_def()
+    return [*definition.node, *(node for one in definition.library.function for node in one.node_def)]
 
-    Attributes:
-        count: of them.
-    """
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._call = script_ops.EagerFunc.__call__
+@contextlib.contextmanager
+def crossings() -> Iterator[list[int]]:
+    """Count calls of Python functions from graphs, in all threads, within a block; the list has their number then."""
+    call, calls, found = script_ops.EagerFunc.__call__, itertools.count(), list[int]()
 
-    def begin(self) -> None:
-        lock = threading.Lock()
+    def counted(function: Any, *args: Any) -> Any:
+        next(calls)  # (in one piece, also among threads)
+        return call(function, *args)
 
-        def counted_call(function: Any, *args: Any) -> Any:
-            with lock:
-                self.count += 1
-            return self._call(function, *args)
-
-        script_ops.EagerFunc.__call__ = counted_call
-
-    def end(self) -> None:
-        script_ops.EagerFunc.__call__ = self._call
+    script_ops.EagerFunc.__call__ = counted
+    try:
+        yield found
+    finally:
+        script_ops.EagerFunc.__call__ = call
+        found.append(next(calls))
 
 
 class KerasCost(NamedTuple):
@@ -149,24 +147,21 @@ def plain() -> KerasCost:
 
 def measure(mode: str, ranks: int) -> KerasCost:
     """Return what a step of a mode costs a rank."""
-    together, crossings = threading.Barrier(ranks, timeout=PATIENCE), Crossings()
+    together = threading.Barrier(ranks, timeout=PATIENCE)
 
-    def work(rank: int) -> Counter[str]:
+    def work(rank: int) -> tuple[Counter[str], int]:
         trained = made(mode, ranks)
-        for _ in range(STEPS):
-            trained.train()
-        if together.wait() == 0:
-            crossings.begin()
+        trained.train(STEPS)
         together.wait()
-        for _ in range(STEPS):
-            trained.train()
-        if together.wait() == 0:
-            crossings.end()
+        with crossings() if rank == 0 else contextlib.nullcontext([0]) as counted:
+            together.wait()
+            trained.train(STEPS)
+            together.wait()
         trained.optimizer.drain()
-        return trained.operators()
+        return trained.operators(), counted[0]
 
-    operators, *_ = Cluster(ranks).run(work, timeout=PATIENCE)
-    return KerasCost(operators, crossings.count / (STEPS * ranks))
+    (operators, calls), *_ = Cluster(ranks).run(work, timeout=PATIENCE)
+    return KerasCost(operators, calls / (STEPS * ranks))
 
 
 def main() -> None:

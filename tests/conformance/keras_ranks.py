@@ -68,7 +68,20 @@ def batch(rank: int, step: int) -> tuple[Any, Any]:
     return random.normal(size=(4, 5, 5, 1)).astype(np.float32), random.integers(0, 3, 4)
 
 
+def data(rank: int, steps: int) -> tuple[Any, Any]:
+    """A rank's batches of some steps, together."""
+    images, labels = map(np.concatenate, zip(*(batch(rank, step) for step in range(steps)), strict=True))
+    return images, labels
+
+
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def compiled(optimizer: Any, model: Any = None, **options: Any) -> Any:
+    """A model, or the small one, that an optimizer trains in ``fit()``."""
+    model = conv_model() if model is None else model
+    model.compile(optimizer=optimizer, **{"loss": LOSS, "jit_compile": False, **options})
+    return model
 
 
 def plain(case: Case, **options: Any) -> Any:
@@ -234,15 +247,17 @@ class KerasVectors(_Rank):
 
 
 class Scalar:
-    """A rank with one weight, from ``start``; its gradients are given.
+    """A rank with one weight; its gradients are given.
 
     Args:
         opt: wrapped.
         graph: whether a step is a ``tf.function``.
+        start: of the weight.
+        weight: another one.
     """
 
-    def __init__(self, opt: Any, graph: bool = False, start: float = 0.0) -> None:
-        self.weight, self.opt = keras.Variable(start, name="weight"), opt
+    def __init__(self, opt: Any, graph: bool = False, start: float = 0.0, weight: Any = None) -> None:
+        self.weight, self.opt = keras.Variable(start, name="weight") if weight is None else weight, opt
         opt.build([self.weight])
         self._apply = tf.function(self._take) if graph else self._take
 

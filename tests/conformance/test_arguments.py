@@ -527,7 +527,7 @@ DIFFERENCES: list[tuple[Any, Any, dict[str, Any], str]] = [
     (TorchRank, PAIRS, {"following": EASGD}, ""),
     (TorchRank, PAIRS, {"global_period": 5}, ""),
     (TorchRank, PAIRS, {"global_prox": lambda_of_steps}, ""),
-    (TorchRank, PAIRS, {"group": 1}, ""),
+    (TorchRank, PAIRS, {"group": 1}, "rank 0 has the groups [[0, 1, 2]], rank 2 has [[0], [1], [2]]"),
     (TorchRank, PAIRS, {"buffers": "local"}, ""),
     (TorchRank, PAIRS, {"named_buffers": [("running_mean", torch.zeros(3))]}, ""),
     (KerasRank, PAIRS, {"backward_passes_per_step": 2}, ""),

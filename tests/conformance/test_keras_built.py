@@ -14,10 +14,9 @@ from keras import layers
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.tensorflow.variables import is_built
 from hvd_async.testing import Cluster
-from hvd_async.traces.format import read_trace
 from tests.conformance.drive import scripted_engine
-from tests.conformance.elastic_board import Board, Exchange
-from tests.conformance.keras_ranks import LOSS, flat
+from tests.conformance.elastic_board import Board, Exchange, keras_callbacks_over_a_board
+from tests.conformance.keras_ranks import LOSS, compiled, flat
 from tests.conftest import LONG_RUN
 
 EXAMPLES, CLASSES = 8, 3
@@ -122,14 +121,6 @@ MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {
         model_of(lambda self, x: self.out(self.drop(x)), drop=layers.Dropout(0.2), out=layers.Dense(CLASSES)),
         values(4),
     ),
-    "training argument": lambda: (
-        model_of(
-            lambda self, x, training=False: self.out(self.drop(x) if training else x),
-            drop=layers.Dropout(0.2),
-            out=layers.Dense(CLASSES),
-        ),
-        values(4),
-    ),
     "own weights": lambda: (model_of(lambda self, x: x @ self.kernel, build=own_weights), values(4)),
     "two outputs": lambda: (two_outputs(), values(4)),
     "LSTM": lambda: (dense(layers.LSTM(4, dropout=0.1)), values(2, 2)),
@@ -181,17 +172,7 @@ IN_GRAPHS = ("batch norm", "own weights", "two outputs", "float16", "train_step(
 def _over_a_board(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks are threads, to which the callback sends over a board."""
     Exchange.board = Board(2)
-
-    def broadcast(variables: Any, root_rank: int) -> None:
-        sent = Exchange().object_of(root_rank, [np.asarray(v) for v in variables], "variables")
-        for variable, value in zip(variables, sent, strict=True):
-            if value.dtype != object and "seed" not in variable.path:
-                variable.assign(value)
-
-    ours = hvd.callbacks
-    monkeypatch.setattr(ours, "broadcast_variables", broadcast)
-    monkeypatch.setattr(ours, "allgather_object", lambda value, name: Exchange().everyones(value, name))
-    monkeypatch.setattr(ours, "broadcast_object", lambda value, root, name: Exchange().object_of(root, value, name))
+    keras_callbacks_over_a_board(monkeypatch)
 
 
 @pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning")
@@ -212,7 +193,7 @@ def test_the_usual_models_train_from_rank_0s_weights(kind, eagerly):
         adam = keras.optimizers.Adam(0.01)
         scaled = keras.optimizers.LossScaleOptimizer(adam) if kind == "float16" else adam
         opt = hvd.EagerOptimizer(scaled, quorum="all")
-        model.compile(opt, loss, metrics=metrics, jit_compile=False, run_eagerly=eagerly)
+        compiled(opt, model, loss=loss, metrics=metrics, run_eagerly=eagerly)
         y = {"one": LABELS, "two": LABELS} if kind == "two outputs" else LABELS
         given = {"x": x} if isinstance(x, tf.data.Dataset) else {"x": x, "y": y, "batch_size": 4}
         epochs = 1 if eagerly else 2  # (a graph's second one costs nothing)
@@ -245,26 +226,13 @@ def test_a_model_that_its_first_batch_cannot_build_is_refused_with_the_line_to_w
     (make, options), callback = UNBUILT[kind], hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     with scripted_engine(1):
         model, x = make()
-        model.compile(hvd.EagerOptimizer(keras.optimizers.SGD(0.1)), LOSS, jit_compile=False, **options)
+        compiled(hvd.EagerOptimizer(keras.optimizers.SGD(0.1)), model, **options)
         given = {"x": x} if isinstance(x, tf.data.Dataset) else {"x": x, "y": LABELS}
         with pytest.raises(ValueError, match=r"the first batch cannot build(.|\n)*model\.build\(input_shape\)"):
             model.fit(**given, verbose=0, callbacks=[callback])
 
 
-def test_a_record_has_the_size_of_a_model_that_the_first_batch_builds(tmp_path):
-    def train(rank: int) -> None:
-        model = dense(layers.Dropout(0.2))
-        opt = hvd.EagerOptimizer(keras.optimizers.SGD(0.1), quorum="all")
-        model.compile(opt, LOSS, jit_compile=False)
-        model.fit(values(4), LABELS, batch_size=2, verbose=0, callbacks=[hvd.RecordCallback(tmp_path)])
-
-    Cluster(1).run(train)
-    trace = read_trace(tmp_path, skip=0, least=1)
-    assert trace.headers[0].parameter_bytes == 4 * (4 * CLASSES + CLASSES)
-    assert trace.steps == EXAMPLES // 2
-
-
-def test_a_fit_without_batches_leaves_nothing_for_the_next_one(monkeypatch):
+def test_weights_are_sent_once_they_are_there_and_a_fit_without_batches_leaves_nothing_to_send(monkeypatch):
     sent: list[int] = []
     monkeypatch.setattr(hvd.callbacks, "broadcast_variables", lambda variables, root_rank: sent.append(root_rank))
 
@@ -272,16 +240,20 @@ def test_a_fit_without_batches_leaves_nothing_for_the_next_one(monkeypatch):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             raise RuntimeError("broken")
 
+    def fit(model: Any, root: int, *more: Any) -> None:
+        callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(root), *more]
+        model.fit(values(4), LABELS, verbose=0, callbacks=callbacks)
+
     with scripted_engine(1):
-        model = dense(layers.Dropout(0.2))
-        model.compile(keras.optimizers.SGD(0.1), LOSS, jit_compile=False)
+        model = compiled(keras.optimizers.SGD(0.1), dense(layers.Dropout(0.2)))
         with pytest.raises(RuntimeError, match="broken"):
-            model.fit(
-                values(4), LABELS, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(1), Breaks()]
-            )
-        model.fit(values(4), LABELS, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(2)])
-        model.fit(values(4), LABELS, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(3)])
-    assert sent == [2, 3]
+            fit(model, 1, Breaks())
+        fit(model, 2)
+        fit(model, 3)
+        callback = hvd.callbacks.BroadcastGlobalVariablesCallback(4)
+        callback.set_model(compiled(None, Adversarial(), loss=None))  # (without an optimizer of its own, as a GAN)
+        callback.on_train_begin()
+    assert sent == [2, 3, 4]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 from typing import Any
 
 import keras
@@ -19,36 +18,22 @@ import hvd_async.tensorflow as hvd_tensorflow
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.testing import Cluster
 from tests.conformance.drive import scripted_engine
-from tests.conformance.keras_ranks import LOSS, batch, conv_model
+from tests.conformance.elastic_board import Board, Exchange, keras_callbacks_over_a_board
+from tests.conformance.keras_ranks import batch, compiled
 from tests.conformance.torch_ranks import ProcessSet
 
 SGD = keras.optimizers.SGD
-
-
-@pytest.fixture(autouse=True)
-def rank_of_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Horovod's functions that the callbacks call, where Horovod is not initialized."""
-    monkeypatch.setattr("horovod.tensorflow.rank", lambda: 0)
-    monkeypatch.setattr("horovod.tensorflow.size", lambda: 2)
+pytestmark = pytest.mark.usefixtures("rank_of_two")
 
 
 def one_epoch(monkeypatch: pytest.MonkeyPatch, logs: list[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
     """Return each rank's logs after the callback; ranks are threads."""
-    barrier, sent = threading.Barrier(len(logs), timeout=30.0), [None] * len(logs)
-    place = threading.local()
-
-    def gather(own: Any, name: str) -> list[Any]:
-        sent[place.rank] = own
-        barrier.wait()
-        return list(sent)
-
-    monkeypatch.setattr(hvd.callbacks, "allgather_object", gather)
+    monkeypatch.setattr(Exchange, "board", Board(len(logs)), raising=False)
+    keras_callbacks_over_a_board(monkeypatch)
 
     def end(rank: int) -> dict[str, Any] | None:
-        place.rank = rank
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         callback = hvd.callbacks.MetricAverageCallback()
-        callback.set_model(model)
+        callback.set_model(keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]))
         callback.on_epoch_begin(0)
         callback.on_epoch_end(0, logs[rank])
         return logs[rank]
@@ -57,61 +42,24 @@ def one_epoch(monkeypatch: pytest.MonkeyPatch, logs: list[dict[str, Any] | None]
 
 
 def test_metrics_are_averaged_element_by_element_and_what_is_not_a_number_stays(monkeypatch):
-    one = {
-        "loss": 1.0,
-        "count": 3,
-        "f1": np.array([0.0, 1.0], np.float32),
-        "tensor": tf.constant([1.0, 3.0]),
-        "nested": {"a": 1.0, "b": [0.0, "x"]},
-        "best": True,
-        "note": "rank 0",
-        "nothing": None,
-        "some": 4.0,
-        "shapes": np.ones(2),
-        "first": "only here",
+    numbers = {
+        "loss": (1.0, 2.0, 1.5),
+        "count": (3, 4, 3.5),
+        "f1": (np.array([0.0, 1.0], np.float32), np.array([1.0, 1.0], np.float32), [0.5, 1.0]),
+        "tensor": (tf.constant([1.0, 3.0]), tf.constant([3.0, 5.0]), [2.0, 4.0]),
+        "some": (4.0, None, 4.0),
     }
-    other = {
-        "loss": 2.0,
-        "count": 4,
-        "f1": np.array([1.0, 1.0], np.float32),
-        "tensor": tf.constant([3.0, 5.0]),
-        "nested": {"a": 2.0, "b": [1.0, "y"]},
-        "best": False,
-        "note": "rank 1",
-        "nothing": None,
-        "some": None,
-        "shapes": np.ones(3),
-        "second": 7.0,
-    }
-    first, second, without_batches, _ = one_epoch(monkeypatch, [one, other, {}, None])
-    for averaged in (first, second, without_batches):
-        assert averaged["loss"] == 1.5
-        assert averaged["count"] == 3.5
-        assert averaged["some"] == 4.0
-        assert averaged["second"] == 7.0
-        np.testing.assert_array_equal(averaged["f1"], [0.5, 1.0])
-        np.testing.assert_array_equal(averaged["tensor"], [2.0, 4.0])
-        assert averaged["nested"]["a"] == 1.5
-        assert averaged["nested"]["b"][0] == 0.5
-    assert (first["best"], second["best"]) == (True, False)
-    assert (first["note"], second["note"]) == ("rank 0", "rank 1")
-    assert (first["nested"]["b"][1], second["nested"]["b"][1]) == ("x", "y")
-    assert first["nothing"] is second["nothing"] is None
-    assert (first["shapes"].shape, second["shapes"].shape) == ((2,), (3,))
-    assert first["first"] == "only here"
-    assert not {"first", "note", "best", "shapes"} & set(without_batches)
-
-
-def test_fit_continues_with_a_metric_of_each_class(monkeypatch):
-    """A metric with a value for each class, like F1Score(average=None)."""
-    monkeypatch.setattr(hvd.callbacks, "allgather_object", lambda own, name: [own, own])
-    with scripted_engine(1):
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax")])
-        model.compile(SGD(0.1), "categorical_crossentropy", metrics=[keras.metrics.F1Score(average=None)])
-        labels = np.eye(3, dtype=np.float32)[[0, 1, 2, 1]]
-        callbacks = [hvd.callbacks.MetricAverageCallback()]
-        history = model.fit(np.ones((4, 4)), labels, epochs=2, verbose=0, callbacks=callbacks).history
-    assert [np.shape(one) for one in history["f1_score"]] == [(3,), (3,)]
+    others = [
+        {"best": True, "note": "rank 0", "nothing": None, "shapes": np.ones(2), "first": "only here"},
+        {"best": False, "note": "rank 1", "nothing": None, "shapes": np.ones(3)},
+    ]
+    one = {name: values[0] for name, values in numbers.items()} | others[0] | {"nested": {"a": 1.0, "b": [0.0, "x"]}}
+    other = {name: values[1] for name, values in numbers.items()} | others[1] | {"nested": {"a": 2.0, "b": [1.0, "y"]}}
+    *ends, nobodys = one_epoch(monkeypatch, [one, other | {"second": 7.0}, {}, None])
+    assert nobodys is None
+    for own, kept, end in zip(("x", "y", None), [*others, {}], ends, strict=True):
+        means = {name: mean for name, (*_, mean) in numbers.items()}
+        np.testing.assert_equal(end, means | kept | {"nested": {"a": 1.5, "b": [0.5, own]}, "second": 7.0})
 
 
 @pytest.mark.parametrize(
@@ -123,8 +71,7 @@ def test_fit_continues_with_a_metric_of_each_class(monkeypatch):
 )
 def test_a_rate_that_is_a_schedule_is_refused_before_the_first_batch(callback):
     with scripted_engine(1):
-        model = conv_model()
-        model.compile(SGD(keras.optimizers.schedules.CosineDecay(0.1, 10)), LOSS, jit_compile=False)
+        model = compiled(SGD(keras.optimizers.schedules.CosineDecay(0.1, 10)))
         with pytest.raises(ValueError, match=r"must be a number, got a schedule.*warmup_steps="):
             model.fit(*batch(0, 0), verbose=0, callbacks=[callback()])
         assert int(model.optimizer.iterations) == 0
@@ -137,19 +84,15 @@ def test_the_best_model_is_saved(tmp_path, later):
     if later:
         callback.filepath = str(path)
     with scripted_engine(1):
-        model = conv_model()
-        model.compile(SGD(0.0), LOSS, jit_compile=False)
+        model = compiled(SGD(0.0))
         model.fit(*batch(0, 0), verbose=0, callbacks=[callback])
     saved = keras.models.load_model(path)
     np.testing.assert_array_equal(saved.get_weights()[0], model.get_weights()[0])
 
 
 def test_a_best_model_without_a_path_is_refused_with_a_hint():
-    with scripted_engine(1):
-        model = conv_model()
-        model.compile(SGD(0.1), LOSS, jit_compile=False)
-        with pytest.raises(ValueError, match="Pass filepath="):
-            model.fit(*batch(0, 0), verbose=0, callbacks=[hvd.callbacks.BestModelCheckpoint()])
+    with scripted_engine(1), pytest.raises(ValueError, match="Pass filepath="):
+        compiled(SGD(0.1)).fit(*batch(0, 0), verbose=0, callbacks=[hvd.callbacks.BestModelCheckpoint()])
 
 
 def test_variables_are_broadcast_by_one_graph_for_models_alike(monkeypatch, caplog):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,16 +15,11 @@ import hvd_async.tensorflow.keras as hvd
 from hvd_async.tensorflow.keras import fit
 from hvd_async.tensorflow.keras.fit import BatchCount, MonitorCallback
 from hvd_async.testing import Cluster
-from tests.conformance.drive import scripted_engine
+from tests.conformance.drive import scripted_engine, wait_for_rounds
+from tests.conformance.keras_ranks import flat
 
 BATCHES, FULL, EPOCHS = 8, 0.1, 6
-
-
-@pytest.fixture(autouse=True)
-def rank_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Horovod's functions that the callbacks call, where Horovod is not initialized."""
-    monkeypatch.setattr("horovod.tensorflow.rank", lambda: 0)
-    monkeypatch.setattr("horovod.tensorflow.size", lambda: 2)
+pytestmark = pytest.mark.usefixtures("rank_of_two")
 
 
 def model_of_rates(executed: int) -> keras.Model:
@@ -163,14 +159,27 @@ def test_monitors_and_elastic_states_count_batches_not_executions(monkeypatch, e
 
 @pytest.mark.parametrize(("executed", "steps"), [(1, 5), (4, 8)])
 def test_a_job_of_rounds_ends_with_the_execution_that_reaches_them(executed, steps):
-    def train(rank: int) -> int:
-        model = model_of_rates(executed)
-        model.optimizer = hvd.EagerOptimizer(model.optimizer)
-        stop = hvd.callbacks.StopAtRounds(5)
-        model.fit(unsized(8).repeat(), steps_per_epoch=100, verbose=0, callbacks=[stop])
-        return model.optimizer.stats().steps
+    """However few steps a rank takes: rank 1 begins when rank 0 has seen them, and ends with its first execution."""
+    seen = threading.Event()
 
-    assert Cluster(1).run(train) == [steps]
+    def train(rank: int) -> Any:
+        model = model_of_rates(executed)
+        model.optimizer = opt = hvd.EagerOptimizer(model.optimizer, quorum="solo", pace="rounds")
+        opt.build(model.trainable_variables)
+        worker = opt._async.worker_now()
+        if rank:
+            assert seen.wait(60)
+            wait_for_rounds(worker, steps)
+        ended = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.set())
+        callbacks = [hvd.callbacks.StopAtRounds(5), ended]
+        model.fit(unsized(8).repeat(), steps_per_epoch=100, verbose=0, callbacks=callbacks)
+        stats = opt.stats()
+        return stats.steps, [flat(model.weights).tolist(), opt.rounds, stats.gradients_applied, stats.total_produced]
+
+    (own, end), (other, same) = Cluster(2).run(train)
+    assert (own, other) == (steps, executed)
+    assert end == same
+    assert end[-2:] == [own + other] * 2
 
 
 def test_an_execution_may_hold_more_batches_than_are_left():

@@ -14,13 +14,13 @@ import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.testing import Cluster
-from tests.conformance.keras_ranks import LOSS, conv_model, flat
+from tests.conformance.keras_ranks import LOSS, compiled, conv_model, flat
 
 sgd = keras.optimizers.SGD
 BATCH = (4, 2)
 """Samples of a batch, by rank; the last one of an epoch is smaller."""
-LENGTHS = (11, 5)
-"""Samples in all: three batches each."""
+LENGTHS = (14, 5)
+"""Samples in all: four batches and three."""
 
 
 def data(rank: int) -> tuple[Any, Any]:
@@ -37,16 +37,16 @@ def wrapped() -> Any:
     return hvd.EagerOptimizer(sgd(0.05, momentum=0.9), quorum="all", weighting="samples")
 
 
-def fitted(rank: int, model: Any, fit: Mapping[str, Any] = MappingProxyType({}), **options: Any) -> Any:
+def fitted(rank: int, model: Any, fit: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """The weights after two epochs."""
-    model.compile(optimizer=wrapped(), loss=LOSS, jit_compile=False, **options)
     given = {"batch_size": BATCH[rank], "epochs": 2, "shuffle": False, "verbose": 0, "callbacks": [schedule()], **fit}
     model.fit(*data(rank), **given)
     return flat(model.trainable_variables)
 
 
 def large(weights: Any = None) -> Any:
-    """The weights that a plain optimizer has after two epochs of both ranks' batches together.
+    """The weights that a plain optimizer has after two epochs of the batches of the k of P ranks that still have one,
+    together, whose gradients count k / P.
 
     Args:
         weights: by rank, of its samples; each batch counts as many as it has, and its loss is Keras' mean.
@@ -54,32 +54,33 @@ def large(weights: Any = None) -> Any:
     model, plain = conv_model(), sgd(0.05, momentum=0.9)
     plain.build(model.trainable_variables)
     for _ in range(2):
-        for step in range(3):
-            parts = [slice(step * size, (step + 1) * size) for size in BATCH]
-            counts = [len(data(rank)[1][parts[rank]]) for rank in range(2)]
+        for step in range(4):
+            own = {rank: slice(step * size, (step + 1) * size) for rank, size in enumerate(BATCH)}
+            own = {rank: part for rank, part in own.items() if part.start < LENGTHS[rank]}
+            counts = [len(data(rank)[1][part]) for rank, part in own.items()]
             with tf.GradientTape() as tape:
                 losses = [
                     LOSS(
-                        data(rank)[1][parts[rank]],
-                        model(data(rank)[0][parts[rank]], training=True),
-                        None if weights is None else weights[rank][parts[rank]],
+                        data(rank)[1][part],
+                        model(data(rank)[0][part], training=True),
+                        None if weights is None else weights[rank][part],
                     )
-                    for rank in range(2)
+                    for rank, part in own.items()
                 ]
-                loss = sum(n * one for n, one in zip(counts, losses, strict=True)) / sum(counts)
+                loss = sum(n * one for n, one in zip(counts, losses, strict=True)) / sum(counts) * len(own) / 2
             plain.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
     return flat(model.trainable_variables)
 
 
 @pytest.mark.parametrize("options", [{}, {"run_eagerly": True}, {"steps_per_execution": 2}], ids=str)
 def test_fit_trains_as_on_one_large_batch(options):
-    for weights in Cluster(2).run(lambda rank: fitted(rank, conv_model(), **options)):
+    for weights in Cluster(2).run(lambda rank: fitted(rank, compiled(wrapped(), **options))):
         np.testing.assert_allclose(weights, large(), rtol=0, atol=2e-6)
 
 
 def test_a_sample_counts_whatever_its_sample_weight():
     weights = [np.random.default_rng([7, rank]).integers(0, 3, LENGTHS[rank]).astype(np.float32) for rank in range(2)]
-    for own in Cluster(2).run(lambda rank: fitted(rank, conv_model(), {"sample_weight": weights[rank]})):
+    for own in Cluster(2).run(lambda rank: fitted(rank, compiled(wrapped()), {"sample_weight": weights[rank]})):
         np.testing.assert_allclose(own, large(weights), rtol=0, atol=2e-6)
 
 
@@ -87,16 +88,13 @@ def test_without_a_callback_of_this_library_fit_says_what_is_missing_and_nothing
     """Then with one."""
 
     def run(rank: int) -> Any:
-        model = conv_model()
-        model.compile(optimizer=wrapped(), loss=LOSS, jit_compile=False)
+        model = compiled(wrapped())
         before = flat(model.variables)
         with pytest.raises(Exception, match=r"not recorded.*In fit\(\) a callback of hvd.callbacks does it"):
-            model.fit(*data(rank), batch_size=BATCH[rank], shuffle=False, verbose=0)
+            fitted(rank, model, {"callbacks": []})
         assert model.optimizer.stats().steps == 0
         assert flat(model.variables).tolist() == before.tolist()
-        again = {"batch_size": BATCH[rank], "epochs": 2, "shuffle": False, "verbose": 0}
-        model.fit(*data(rank), **again, callbacks=[schedule()])
-        return flat(model.trainable_variables)
+        return fitted(rank, model)
 
     for weights in Cluster(2).run(run):
         np.testing.assert_allclose(weights, large(), rtol=0, atol=2e-6)
@@ -127,9 +125,8 @@ def test_a_models_own_training_step_on_a_dataset_of_dictionaries():
         given = np.array(values[rank], np.float32)[:, None]
         inputs = {"a": np.repeat(given, 2, axis=1), "b": np.ones_like(given)}
         batches = tf.data.Dataset.from_tensor_slices((inputs,)).batch(3 - rank)
-        model = Twice()
         opt = hvd.EagerOptimizer(sgd(0.05), quorum="all", weighting="samples")
-        model.compile(optimizer=opt, jit_compile=False)
+        model = compiled(opt, Twice(), loss=None)
         model.fit(batches, verbose=0, shuffle=False, callbacks=[schedule()])
         return flat(model.trainable_variables)
 

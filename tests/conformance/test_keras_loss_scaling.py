@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.testing import Cluster
-from tests.conformance.keras_ranks import LOSS, KerasVectors, batch, flat
+from tests.conformance.keras_ranks import KerasVectors, batch, compiled, data, flat
 
 both_modes = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 INF, TINY = float("inf"), 1e-6
@@ -92,15 +92,13 @@ def test_fit_in_mixed_float16():
     """The scale begins far too high on rank 1, so that its first steps overflow."""
 
     def train(rank: int) -> Any:
-        model = half_model()
         inner = keras.optimizers.SGD(0.05, momentum=0.9)
         opt = hvd.EagerOptimizer(keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0 ** (10 + 15 * rank)))
-        model.compile(optimizer=opt, loss=LOSS, jit_compile=False)
+        model = compiled(opt, half_model())
         assert model.optimizer is opt
-        images, labels = map(np.concatenate, zip(*(batch(rank, step) for step in range(12)), strict=True))
         before = flat(model.trainable_variables)
         averaged = hvd.callbacks.LearningRateScheduleCallback(0.05, 1.0, momentum_correction=False)
-        model.fit(images, labels, batch_size=4, epochs=2, verbose=0, callbacks=[averaged])
+        model.fit(*data(rank, 12), batch_size=4, epochs=2, verbose=0, callbacks=[averaged])
         after = flat(model.trainable_variables)
         return after, opt.stats(), float(opt.dynamic_scale.numpy()), float(np.abs(after - before).max())
 
@@ -131,9 +129,8 @@ def test_a_fixed_scale_is_taken_out_before_gradients_are_pending():
 
 def test_a_model_with_loss_scaling_is_saved_and_resumed_with_its_scale(tmp_path):
     def train(rank: int) -> Any:
-        model = half_model()
         opt = hvd.EagerOptimizer(scaling(64.0, growth=1)(None))
-        model.compile(optimizer=opt, loss=LOSS, jit_compile=False)
+        model = compiled(opt, half_model())
         model.fit(*batch(rank, 0), verbose=0)
         opt.drain()
         path = tmp_path / f"{rank}.keras"

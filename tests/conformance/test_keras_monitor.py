@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.tensorflow.keras import fit
 from hvd_async.tensorflow.keras.fit import MonitorCallback
 from hvd_async.testing import Cluster
-from tests.conformance.keras_ranks import LOSS, batch, conv_model
+from tests.conformance.keras_ranks import compiled, data
 
 
 class Made:
@@ -63,14 +62,6 @@ def test_where_one_cannot_be_made_none_is_left(made, monkeypatch):
     assert [one.closed for one in made.made] == [True]
 
 
-def test_what_a_fit_that_raised_has_left_is_closed_by_the_next_one(made):
-    broken = begun(["adam"], prometheus_port=9000)
-    again = MonitorCallback(prometheus_port=9000)
-    again.on_train_begin()
-    assert [one.closed for one in made.made] == [True]
-    assert broken.monitors == []
-
-
 def test_a_fit_around_another_one_opens_its_own_again(made):
     outer = begun(["adam"])
     inner = MonitorCallback()
@@ -99,12 +90,10 @@ def test_a_port_is_free_for_the_fit_after_one_that_raised(monkeypatch):
     def train(rank: int) -> list[str]:
         errors = []
         for others in ([Breaks()], []):
-            model = conv_model()
-            model.compile(optimizer=hvd.EagerOptimizer(keras.optimizers.SGD(0.05)), loss=LOSS, jit_compile=False)
-            images, labels = map(np.concatenate, zip(*(batch(rank, step) for step in range(4)), strict=True))
+            model = compiled(hvd.EagerOptimizer(keras.optimizers.SGD(0.05)))
             callbacks = [MonitorCallback(prometheus_port=port), *others]
             try:
-                model.fit(images, labels, batch_size=4, verbose=0, callbacks=callbacks)
+                model.fit(*data(rank, 4), batch_size=4, verbose=0, callbacks=callbacks)
             except RuntimeError as error:
                 errors.append(str(error))
         return errors

@@ -4,7 +4,6 @@ can run.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import keras
@@ -12,11 +11,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.framework import kernels
-from tensorflow.python.ops import script_ops
 
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.testing import Cluster
-from tests.conformance.keras_ranks import LOSS, batch
+from tests.conformance.keras_host_counts import crossings, nodes
+from tests.conformance.keras_ranks import batch, compiled
 from tests.conftest import LONG_RUN
 
 ONE_BUCKET, BUCKET_EACH = 25.0, 1e-9
@@ -37,8 +36,7 @@ def step_of(optimizer: Any) -> Any:
     """Return the training step of a small model with batch norm as a ``tf.function`` of a batch."""
     layers = keras.layers
     parts = [layers.Conv2D(2, 3), layers.BatchNormalization(), layers.Flatten(), layers.Dense(3)]
-    model = keras.Sequential([keras.Input((5, 5, 1)), *parts])
-    model.compile(optimizer=optimizer, loss=LOSS, jit_compile=False)
+    model = compiled(optimizer, keras.Sequential([keras.Input((5, 5, 1)), *parts]))
     ours = getattr(optimizer, "inner_optimizer", optimizer)
     ours._async.replica.model = model
     ours.build(model.trainable_variables)
@@ -50,12 +48,6 @@ def step_of(optimizer: Any) -> Any:
         model.train_step((x, y))
 
     return tf.function(step)
-
-
-def nodes(graph: tf.Graph) -> list[Any]:
-    """Return all nodes of a graph, those of functions that it calls among them."""
-    definition = graph.as_graph_def()
-    return [*definition.node, *(node for one in definition.library.function for node in one.node_def)]
 
 
 def dtypes_on_accelerators() -> dict[str, set[int]]:
@@ -89,24 +81,16 @@ FEW = ("all", "samples", "loss scale", "sgp", "lsgd")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS if LONG_RUN else FEW)
-def test_a_step_has_the_expected_py_functions_and_they_can_run_on_a_gpu(name, monkeypatch):
+def test_a_step_has_the_expected_py_functions_and_they_can_run_on_a_gpu(name):
     make, expected = OPTIMIZERS[name]
-    calls: Counter[int] = Counter()
-    call = script_ops.EagerFunc.__call__
-
-    def counted(self: Any, *arguments: Any) -> Any:
-        calls["all"] += 1
-        return call(self, *arguments)
-
-    monkeypatch.setattr(script_ops.EagerFunc, "__call__", counted)
 
     def train(rank: int) -> tuple[list[Any], list[int]]:
         optimizer = make()
         step, counts = step_of(optimizer), []
         for number in range(4):
-            before = calls["all"]
-            step(*map(tf.constant, batch(rank, number)))
-            counts.append(calls["all"] - before)
+            with crossings() as counted:
+                step(*map(tf.constant, batch(rank, number)))
+            counts.append(counted[0])
         optimizer.drain()
         x, y = map(tf.constant, batch(rank, 0))
         return nodes(step.get_concrete_function(x, y).graph), counts

@@ -13,7 +13,7 @@ import tensorflow as tf
 import hvd_async.tensorflow.keras as hvd
 from hvd_async.testing import Cluster
 from tests.conformance.drive import scripted_engine
-from tests.conformance.keras_ranks import LOSS, conv_model, flat
+from tests.conformance.keras_ranks import compiled, flat
 
 
 class Game(keras.Model):
@@ -52,8 +52,7 @@ class Game(keras.Model):
 
 
 def play(rank: int, held: str, batches: int) -> tuple[Any, list[bool], list[int]]:
-    model = Game(held)
-    model.compile(jit_compile=False)
+    model = compiled("rmsprop", Game(held), loss=None)
     random = np.random.default_rng(rank)
     noise, real = (random.normal(size=(4 * batches, width)).astype(np.float32) for width in (2, 3))
     ended: list[bool] = []
@@ -80,10 +79,8 @@ def test_the_optimizers_of_a_gan_are_drained_together(held: str, batches: tuple[
 
 def warnings_of(fit_with: Any) -> list[str]:
     """Warnings of a callback when fit() begins, at 2 ranks."""
-    model = conv_model()
-    model.compile(optimizer=fit_with, loss=LOSS, jit_compile=False)
     callback = hvd.callbacks.GossipEpochCallback()
-    callback.set_model(model)
+    callback.set_model(compiled(fit_with))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         callback.on_train_begin()
@@ -104,9 +101,8 @@ def test_a_model_whose_optimizer_was_not_wrapped_is_warned_of_once() -> None:
 def test_a_plain_optimizer_that_steps_while_the_wrapped_one_does_not_is_warned_of_once() -> None:
     with scripted_engine(2), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model, plain = conv_model(), keras.optimizers.SGD(0.1)
+        model = compiled(plain := keras.optimizers.SGD(0.1))
         wrapped = hvd.EagerOptimizer(keras.optimizers.SGD(0.1))
-        model.compile(optimizer=plain, loss=LOSS, jit_compile=False)
         callback = hvd.callbacks.GossipEpochCallback()
         callback.set_model(model)
         callback.on_train_begin()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from typing import Any
 
 import keras
@@ -74,59 +73,23 @@ def test_settings_changed_on_one_rank_are_noticed_with_a_hint():
 # -- steps ----------------------------------------------------------------------------------------------------
 
 
-def test_a_step_in_a_graph_warns_of_nothing_and_uses_its_threads_engine(caplog):
-    """TensorFlow runs it in threads of its own; AutoGraph says when it cannot convert a function of this library."""
+def test_a_step_in_a_graph_is_traced_once_warns_of_nothing_and_uses_its_threads_engine(caplog):
+    """TensorFlow runs it in threads of its own, and traces a function twice that makes variables while it is traced;
+    AutoGraph says when it cannot convert a function of this library."""
 
-    def train(rank: int) -> bool:
-        one = KerasVectors([1], UNIT, graph=True)
+    def train(rank: int) -> tuple[bool, int]:
+        one = KerasVectors([1], UNIT, graph=True, quorum="all")
         one.take(1.0)
         one.opt.drain()
-        return one.opt._async.worker.engine is local_engine()
+        return one.opt._async.worker.engine is local_engine(), one._apply.experimental_get_tracing_count()
 
     logger = tf.get_logger()
     logger.addHandler(caplog.handler)
     try:
-        assert Cluster(2).run(train) == [True, True]
+        assert Cluster(2).run(train) == [(True, 1)] * 2
     finally:
         logger.removeHandler(caplog.handler)
     assert [r.getMessage() for r in caplog.records if "AutoGraph" in r.getMessage()] == []
-
-
-def test_a_step_is_traced_once():
-    """TensorFlow traces a function twice that makes variables while it is traced, and the first step takes longer."""
-
-    def train(rank: int) -> int:
-        one = KerasVectors([1], UNIT, graph=True, quorum="all")
-        one.take(1.0)
-        one.opt.drain()
-        return int(one._apply.experimental_get_tracing_count())
-
-    assert Cluster(1).run(train) == [1]
-
-
-@pytest.mark.parametrize(("average", "graph"), [(False, True), (True, False), (True, True)])
-def test_backward_passes_may_be_averaged(average, graph):
-    def train(rank: int) -> Any:
-        options = {"backward_passes_per_step": 3, "average_aggregated_gradients": average}
-        one = KerasVectors([1], UNIT, graph=graph, quorum="all", **options)
-        after = []
-        for step in range(7):
-            one.take([2.0**step * (1 + rank)])
-            after += one.weights().tolist()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            one.opt.drain()
-        assert [one.filename for one in caught] == [__file__]
-        texts = [str(one.message) for one in caught]
-        return after, one.opt.stats(), int(one.opt.iterations), texts
-
-    (outcome,) = Cluster(1).run(train)
-    first, second = (sum(2.0**s for s in steps) / (3 if average else 1) for steps in ((0, 1, 2), (3, 4, 5)))
-    after, stats, iterations, texts = outcome
-    expected = [0.0, 0.0, -first, -first, -first, -first - second, -first - second]  # the seventh waits for two more
-    np.testing.assert_allclose(after, expected, rtol=1e-6)
-    assert (stats.steps, stats.gradients_applied, iterations) == (2, 2, 2)
-    assert ["1 backward pass(es) short of a step of 3" in text for text in texts] == [True]
 
 
 def test_vectors_and_dense_copies_are_made_where_the_devices_say():

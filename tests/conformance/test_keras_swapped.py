@@ -13,7 +13,7 @@ import hvd_async.tensorflow.keras as hvd
 from hvd_async.errors import ReplicaStateError
 from hvd_async.testing import Cluster
 from tests.conformance.drive import scripted_engine
-from tests.conformance.keras_ranks import LOSS, batch, conv_model, flat
+from tests.conformance.keras_ranks import batch, compiled, conv_model, flat
 
 SGD = keras.optimizers.SGD
 
@@ -35,7 +35,7 @@ def test_integer_variables_are_left_alone(make: Any) -> None:
     def train(rank: int) -> Any:
         model = keras.Sequential([keras.Input((5, 5, 1)), Counts(), *conv_model().layers])
         model.set_weights([w * 0 + 1 for w in model.get_weights()])
-        model.compile(optimizer=hvd.EagerOptimizer(make(), groups=2), loss=LOSS, jit_compile=False)
+        compiled(hvd.EagerOptimizer(make(), groups=2), model)
         model.fit(*batch(rank, 0), verbose=0)
         model.optimizer.drain()
         return model.layers[0].calls.numpy().tolist(), flat(model.weights).tobytes()
@@ -55,42 +55,15 @@ def test_integer_variables_are_left_alone(make: Any) -> None:
     ],
 )
 def test_horovods_own_callbacks_say_which_import_to_change(make: Any) -> None:
-    model = conv_model()
-    model.compile(optimizer=SGD(0.1), loss=LOSS)
+    model = compiled(SGD(0.1))
     with pytest.raises(ReplicaStateError, match=r"'import hvd_async.tensorflow.keras as hvd' instead of"):
         model.fit(*batch(0, 0), verbose=0, callbacks=[make()])
 
 
 def test_xla_is_refused_before_training_and_by_name() -> None:
-    model = conv_model()
     with scripted_engine(2):
-        opt = hvd.EagerOptimizer(SGD(0.1))
-        model.compile(optimizer=opt, loss=LOSS, jit_compile=True)
+        model = compiled(hvd.EagerOptimizer(SGD(0.1)), jit_compile=True)
         with pytest.raises(ValueError, match="jit_compile=False"):
             model.fit(*batch(0, 0), verbose=0, callbacks=[hvd.callbacks.GossipEpochCallback()])
         with pytest.raises(tf.errors.InvalidArgumentError, match="jit_compile_False"):
             model.fit(*batch(0, 0), verbose=0)
-
-
-def test_sub_models_with_weights_are_enough_for_the_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model without ``call()``, as a GAN is one, is never built itself."""
-
-    class Parts(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = conv_model()
-
-    sent: list[int] = []
-    monkeypatch.setattr(hvd.callbacks, "broadcast_variables", lambda variables, **_: sent.append(len(variables)))
-    model = Parts()
-    model.compile(jit_compile=False)
-    model.optimizer = None
-    assert not model.built
-    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    callback.set_model(model)
-    with scripted_engine(2):
-        callback.on_train_begin()
-        assert sent == [4]
-        callback.set_model(keras.Sequential([keras.layers.Dense(1)]))
-        callback.on_train_begin()
-        assert sent == [4]  # (the first batch builds it, and then they are sent)

@@ -16,7 +16,7 @@ import hvd_async.tensorflow.keras as hvd
 from hvd_async.errors import ReplicaStateError
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster
-from tests.conformance.keras_ranks import LOSS, Scalar, Watch, batch, conv_model, flat
+from tests.conformance.keras_ranks import Scalar, Watch, compiled, conv_model, data, flat
 from tests.conformance.leader_drive import wait_for_pulls
 
 each_algorithm = pytest.mark.parametrize("algorithm", ["lsgd", "easgd"])
@@ -26,8 +26,13 @@ NEVER = {"group": 1, "global_period": 1000}
 
 
 def wrapped(kind: str, optimizer: Any, **options: Any) -> Any:
-    """Return the optimizer of a rank that gossips, or that follows a leader and is not pulled."""
-    return hvd.GossipOptimizer(optimizer, **options) if kind == "gossip" else leader(optimizer, **NEVER, **options)
+    """Return the optimizer of a rank that gossips, follows a leader and is not pulled, or shares gradients."""
+    wrap, own = {
+        "gossip": (hvd.GossipOptimizer, {}),
+        "leader": (leader, NEVER),
+        "eager": (hvd.EagerOptimizer, {"quorum": "all"}),
+    }[kind]
+    return wrap(optimizer, **own, **options)
 
 
 def scalar(optimizer: Any, graph: bool = False, start: float = 0.0, **options: Any) -> Scalar:
@@ -37,7 +42,7 @@ def scalar(optimizer: Any, graph: bool = False, start: float = 0.0, **options: A
 
 def step(one: Scalar, kind: str, gradient: float) -> float:
     """A step; return the weight after it."""
-    return one.step(gradient, None if kind == "gossip" else 1.0)
+    return one.step(gradient, 1.0 if kind == "leader" else None)
 
 
 # -- what a step is -------------------------------------------------------------------------------------------
@@ -71,36 +76,35 @@ def test_several_steps_in_one_graph_are_mixed_in_order():
         ("gossip", "afterwards", False, True),
         ("leader", "before it is wrapped", False, False),
         ("leader", "afterwards", True, True),
+        ("eager", "before it is wrapped", False, True),
+        ("eager", "afterwards", True, False),
+        ("eager", "afterwards", True, True),
+        ("scaled", "afterwards", True, False),
     ],
 )
 def test_backward_passes_are_added_up_into_a_step_that_is_traced_once(kind, built, graph, average):
-    """TensorFlow traces a function twice that makes variables while it is traced, and the first step takes longer."""
+    """TensorFlow traces a function twice that makes variables while it is traced, and the first step takes longer. In
+    a LossScaleOptimizer, the one inside adds them up, which Keras builds by the outer one."""
+    scale = 4.0 if kind == "scaled" else 1.0
 
     def train(rank: int) -> list[Any]:
         plain, weight = sgd(1.0, momentum=0.5), keras.Variable(0.0)
+        if kind == "scaled":
+            plain = keras.optimizers.LossScaleOptimizer(plain, initial_scale=scale)
         if built == "before it is wrapped":
             plain.build([weight])
         passes = {"backward_passes_per_step": 2, "average_aggregated_gradients": average}
-        opt, path = wrapped(kind, plain, **passes), []
-        if built == "afterwards":
-            opt.build([weight])
-
-        def apply(gradient: tf.Tensor) -> None:
-            opt.apply([gradient], [weight])
-
-        take = tf.function(apply) if graph else apply
-        for gradient in (1.0, 2.0, 4.0, 8.0, 16.0):
-            if kind == "leader":
-                opt.record_loss(1.0)
-            take(tf.constant(gradient))
-            path.append(float(weight))
-        assert not graph or take.experimental_get_tracing_count() == 1
+        opt = wrapped("gossip" if kind == "scaled" else kind, plain, **passes)
+        one = Scalar(opt, graph, weight=weight)
+        path = [step(one, kind, scale * gradient) for gradient in (1.0, 2.0, 4.0, 8.0, 16.0)]
+        assert not graph or one._apply.experimental_get_tracing_count() == 1
         opt.drain()
         return [*path, opt.stats().steps, int(opt.iterations)]
 
     first, second = (-1.5, -8.25) if average else (-3.0, -16.5)
-    with pytest.warns(UserWarning, match=r"1 backward pass\(es\) short of a step of 2"):
+    with pytest.warns(UserWarning, match=r"1 backward pass\(es\) short of a step of 2") as caught:
         assert Cluster(1).run(train) == [[0.0, first, first, second, second, 2, 2]]
+    assert [one.filename for one in caught] == [__file__]
 
 
 def test_a_variable_without_gradients_in_any_pass_does_not_move():
@@ -118,21 +122,6 @@ def test_a_variable_without_gradients_in_any_pass_does_not_move():
 
     with pytest.warns(UserWarning, match="Gradients do not exist"):
         assert Cluster(1).run(train) == [[0.25, 1.0]]
-
-
-def test_a_scaled_loss_has_its_passes_added_up_by_the_optimizer_inside():
-    """Keras builds the inner optimizer by the outer one."""
-
-    def train(rank: int) -> float:
-        scaled = keras.optimizers.LossScaleOptimizer(sgd(1.0), initial_scale=4.0)
-        one = scalar(scaled, True, backward_passes_per_step=2)
-        for gradient in (4.0, 8.0, 16.0):
-            one.step(gradient)
-        with pytest.warns(UserWarning, match=r"1 backward pass\(es\) short of a step of 2"):
-            one.opt.drain()
-        return float(one.weight)
-
-    assert Cluster(1).run(train) == [-3.0]
 
 
 @pytest.mark.parametrize(("kind", "graph"), [("gossip", False), ("gossip", True), ("leader", True)])
@@ -206,12 +195,11 @@ def test_local_variables_are_not_mixed(wrap, options, graph, scale, shared_ends)
 
 def test_hyperparameters_and_state_are_each_ranks_own():
     def train(rank: int) -> list[float]:
-        weight = keras.Variable(0.0)
-        opt = hvd.GossipOptimizer(sgd(0.5 * (rank + 1), momentum=0.5 * rank))
+        one = scalar(sgd(0.5 * (rank + 1), momentum=0.5 * rank))
         for _ in range(2):
-            opt.apply([tf.constant(1.0)], [weight])
-        opt.drain()
-        return [float(weight), float(opt.learning_rate), int(opt.iterations)]
+            one.step(1.0)
+        one.opt.drain()
+        return [float(one.weight), float(one.opt.learning_rate), int(one.opt.iterations)]
 
     # a step of -1/2 and one of -1 are averaged, then one of -1/2 and one of -1 - 1/2
     assert Cluster(2).run(train) == [[-1.75, 0.5, 2], [-1.75, 1.0, 2]]
@@ -352,25 +340,19 @@ def test_moving_averages_that_a_slower_rank_puts_in_place_later_are_where_all_co
 @pytest.mark.parametrize(("outside", "graph"), [(False, True), (True, False)], ids=["inside", "outside"])
 def test_a_step_that_overflows_is_none(graph, outside):
     def train(rank: int) -> Any:
-        weight = keras.Variable(0.0)
         if outside:
             opt = keras.optimizers.LossScaleOptimizer(hvd.GossipOptimizer(sgd(1.0)), initial_scale=16.0)
             ours = opt.inner_optimizer
         else:
             opt = ours = hvd.GossipOptimizer(keras.optimizers.LossScaleOptimizer(sgd(1.0), initial_scale=16.0))
             assert isinstance(opt, keras.optimizers.LossScaleOptimizer)
-        opt.build([weight])
-
-        def take(gradient: tf.Tensor) -> None:
-            opt.apply([gradient], [weight])
-
-        step = tf.function(take) if graph else take
+        one = Scalar(opt, graph)
         for number in range(3):
             spoilt = rank == 1 and number == 1
-            step(tf.constant(np.inf if spoilt else (1.0 + rank) * float(opt.scale_loss(1.0))))
+            one.step(np.inf if spoilt else (1.0 + rank) * float(opt.scale_loss(1.0)))
         ours.drain()
         state = None if outside else float(opt.get_state()["dynamic_scale"])
-        return float(weight), ours.stats().steps, float(opt.dynamic_scale.numpy()), state
+        return float(one.weight), ours.stats().steps, float(opt.dynamic_scale.numpy()), state
 
     (one, *first), (other, *second) = Cluster(2).run(train)
     assert one == other
@@ -381,23 +363,13 @@ def test_a_step_that_overflows_is_none(graph, outside):
 # -- fit() ----------------------------------------------------------------------------------------------------
 
 
-def data(steps: int, rank: int = 0) -> tuple[Any, Any]:
-    """Return a rank's batches, together."""
-    parts = [batch(rank, step) for step in range(steps)]
-    images, labels = (np.concatenate([one[i] for one in parts]) for i in (0, 1))
-    return images, labels
-
-
 @pytest.mark.parametrize(("validates", "drain"), [("all", False), ("one", True)])
 def test_evaluation_in_fit_sees_the_average(drain, validates):
     """Also where one rank alone evaluates, and with callbacks that all have the ranks meet."""
 
     def train(rank: int) -> Any:
-        model = conv_model()
         opt = hvd.GossipOptimizer(sgd(0.1), topology="star", peers={0: 1}, schedule={1: "allreduce", 2: "sgp"})
-        model.compile(optimizer=opt, loss=LOSS, jit_compile=False)
-        images, labels = data(2 + rank, rank)
-        watch = Watch()
+        model, watch, (images, labels) = compiled(opt), Watch(), data(rank, 2 + rank)
         schedule = hvd.callbacks.LearningRateScheduleCallback(0.1, 1.0)
         callbacks = [schedule, hvd.callbacks.GossipEpochCallback(drain=drain), watch]
         held_out = (images[:4], labels[:4]) if validates == "all" or rank == 1 else None
@@ -422,9 +394,8 @@ def test_evaluation_in_fit_sees_the_leader_and_own_weights_come_back(drain):
     """Rank 1 leads always, with a loop of its own; rank 0 fits. Several callbacks have the ranks meet, once."""
 
     def fits() -> tuple[Any, ...]:
-        model, watch, (images, labels) = conv_model(), Watch(), data(3)
         opt = leader(sgd(0.1), **NEVER)
-        model.compile(optimizer=opt, loss=LOSS, jit_compile=False)
+        model, watch, (images, labels) = compiled(opt), Watch(), data(0, 3)
         meet = [hvd.callbacks.LearningRateScheduleCallback(0.1, 1.0), hvd.callbacks.GossipEpochCallback(drain=drain)]
         held_out, callbacks = (images[:4], labels[:4]), [*meet, watch]
         model.fit(images, labels, batch_size=4, epochs=2, verbose=0, validation_data=held_out, callbacks=callbacks)
@@ -453,7 +424,7 @@ def test_evaluation_in_fit_sees_the_leader_and_own_weights_come_back(drain):
 
 @each_algorithm
 def test_fit_again_with_moving_averages_and_batch_norm(algorithm):
-    """Rank 1 takes its steps by a loop of its own. What is in place at the end of each is the same on both."""
+    """What is in place at the end of each is the same on both ranks, which have 3 batches and 5."""
     options = {"group": 2, "local_period": 1} if algorithm == "lsgd" else {"algorithm": "easgd"}
 
     def train(rank: int) -> list[Any]:
@@ -461,22 +432,11 @@ def test_fit_again_with_moving_averages_and_batch_norm(algorithm):
         model = keras.Sequential([*layers, keras.layers.Dense(3, name="dense")])
         model.set_weights([np.full(w.shape, 0.5, np.float32) for w in model.get_weights()])
         opt = leader(sgd(0.1, use_ema=True, ema_momentum=0.5), global_period=1, model=model, **options)
-        model.compile(optimizer=opt, loss=LOSS, jit_compile=False)
+        compiled(opt, model)
         ends = []
         for _ in range(3):
-            if rank == 0:
-                model.fit(*data(3), batch_size=4, verbose=0, callbacks=[hvd.callbacks.GossipEpochCallback()])
-            else:
-                for number in range(5):
-                    images, labels = batch(rank, number)
-                    with tf.GradientTape() as tape:
-                        loss = LOSS(labels, model(images, training=True))
-                    opt.record_loss(loss)
-                    opt.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
-                with opt.consensus():  # at the end of an epoch
-                    pass
-                opt.finalize_variable_values(model.trainable_variables)
-                opt.drain()
+            callbacks = [hvd.callbacks.GossipEpochCallback()]
+            model.fit(*data(rank, 3 + 2 * rank), batch_size=4, verbose=0, callbacks=callbacks)
             ends.append(flat(model.weights).tobytes())
         return ends
 

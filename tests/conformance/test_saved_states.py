@@ -22,7 +22,7 @@ from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.tensorflow.checkpoint import is_share
 from hvd_async.testing import Cluster
 from hvd_async.torch import functions
-from tests.conformance.elastic_board import Board, Exchange, over_a_board
+from tests.conformance.elastic_board import Board, Exchange, keras_callbacks_over_a_board, over_a_board
 from tests.conformance.gossip_ranks import DILOCO, EXACT, LOCAL, PAIRED, SLOWMO
 from tests.conformance.model_ranks import KerasModel, TorchModel
 from tests.conformance.torch_ranks import flat
@@ -325,16 +325,7 @@ def over_collectives(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(functions, "_tensors_of", object_of)
     monkeypatch.setattr(functions.hvd, "allgather_object", lambda value, name: Exchange().everyones(value, name))
     monkeypatch.setattr(functions.hvd, "rank", lambda: Exchange().rank)
-    theirs = hvd_keras.callbacks
-    monkeypatch.setattr(theirs, "allgather_object", lambda value, name: Exchange().everyones(value, name))
-    monkeypatch.setattr(theirs, "broadcast_object", lambda value, root, name: object_of(root, value))
-
-    def broadcast_variables(variables: Any, root_rank: int) -> None:
-        received = object_of(root_rank, [np.asarray(v) for v in variables])
-        for variable, value in zip(variables, received, strict=True):
-            variable.assign(value)
-
-    monkeypatch.setattr(theirs, "broadcast_variables", broadcast_variables)
+    keras_callbacks_over_a_board(monkeypatch)
     monkeypatch.setattr("horovod.tensorflow.rank", lambda: Exchange().rank)
     monkeypatch.setattr("horovod.tensorflow.size", lambda: Exchange().size)
     with over_a_board():

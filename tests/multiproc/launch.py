@@ -110,6 +110,11 @@ class Job:
         return [cases[name] for cases in self.results]
 
 
+def same(ranks: Sequence[dict[str, Any]], key: str) -> bool:
+    """Whether all ranks have the same value."""
+    return all(rank[key] == ranks[0][key] for rank in ranks)
+
+
 HOROVODS = {"HVD_ASYNC_TRANSPORT": "horovod"} if DEVICE == "cuda" else {}
 """Environment of jobs on Horovod's data plane, which is not the default on GPUs."""
 RunJob = Callable[..., Job]
@@ -214,10 +219,9 @@ def run_job(
     ranks: int,
     *,
     transport: str = "gloo",
-    args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
-    timeout: float = 150.0,
     server: ForkServer | None = None,
+    **options: Any,
 ) -> Job:
     """Run a script of ``jobs/`` under ``horovodrun`` or ``torchrun`` and wait for its end.
 
@@ -225,33 +229,23 @@ def run_job(
         script: its file name.
         ranks: how many.
         transport: "gloo" or "mpi", of Horovod; "torch": without Horovod, under ``torchrun``.
-        args: of the script.
-        env: added to the environment.
-        timeout: seconds; then the ranks print their stacks and the job is killed.
-        server: forks the ranks; without it they import all that they need.
+        env, server, options: as of ``_run``.
     """
     folder = _Folder(ranks)
     if transport == "torch":
         command = [*torchrun(server), "--standalone", "--nproc-per-node", str(ranks), "--no-python"]
-        return _run(folder, command, f"{ranks} ranks, torchrun", script, args, env, timeout, server)
+        return _run(folder, command, f"{ranks} ranks, torchrun", script, env=env, server=server, **options)
     command = [sys.executable, str(Path(__file__).with_name("horovodrun.py")), "-np", str(ranks), f"--{transport}"]
     env = {**HOROVODS, **(env or {})}
     if transport == "mpi":
         assert server is None, "Open MPI has to start its processes"
         command.append("--mpi-args=--oversubscribe")
-    return _run(folder, command, f"{ranks} ranks, {transport}", script, args, env, timeout, server)
+    return _run(folder, command, f"{ranks} ranks, {transport}", script, env=env, server=server, **options)
 
 
-def run_alone(
-    script: str,
-    *,
-    args: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
-    timeout: float = 150.0,
-    server: ForkServer | None = None,
-) -> Job:
-    """Run a script that starts its ranks itself, and wait for its end. Arguments as of ``run_job``."""
-    return _run(_Folder(0), [], "on its own", script, args, env, timeout, server)
+def run_alone(script: str, **options: Any) -> Job:
+    """Run a script that starts its ranks itself, and wait for its end. Options as of ``_run``."""
+    return _run(_Folder(0), [], "on its own", script, **options)
 
 
 def _run(
@@ -259,12 +253,23 @@ def _run(
     command: list[str],
     how: str,
     script: str,
-    args: Sequence[str],
-    env: Mapping[str, str] | None,
-    timeout: float,
+    *,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    timeout: float = 150.0,
     server: ForkServer | None = None,
 ) -> Job:
-    """Run a launcher's command with a script of ``jobs/``, and wait for its end."""
+    """Run a launcher's command with a script of ``jobs/``, and wait for its end.
+
+    Args:
+        folder, command: the job's, and the launcher's.
+        how: for the job's name.
+        script: its file name.
+        args: of the script.
+        env: added to the environment.
+        timeout: seconds; then the ranks print their stacks and the job is killed.
+        server: forks the ranks; without it they import all that they need.
+    """
     log = folder.path / "output"
     started = time.monotonic()
     try:
@@ -330,11 +335,9 @@ def forking(popen: Callable[..., Any], server: ForkServer) -> Callable[..., Any]
     return start
 
 
-def run_elastic(
-    script: str, ranks: int, server: ForkServer, *, args: Sequence[str] = (), timeout: float = 300.0
-) -> Job:
+def run_elastic(script: str, ranks: int, **options: Any) -> Job:
     """Run a script of ``jobs/`` under ``horovodrun --host-discovery-script``: hosts are lines of the file ``hosts`` in
-    the job's folder, at first this many names of this machine, with one rank each. Arguments as of ``run_job``."""
+    the job's folder, at first this many names of this machine, with one rank each. Options as of ``_run``."""
     folder = _Folder(ranks)
     names = ["127.0.0.1", *(f"127.{'0' * place}1" for place in range(ranks - 1))]
     (folder.path / "hosts").write_text("".join(f"{name}:1\n" for name in names))
@@ -343,7 +346,7 @@ def run_elastic(
     discovery.chmod(0o755)
     command = [sys.executable, str(Path(__file__).with_name("horovodrun.py")), "-np", str(ranks), "--min-np", "1"]
     command += ["--max-np", str(2 * ranks), "--host-discovery-script", str(discovery), "--network-interfaces", "lo"]
-    return _run(folder, [*command, "--gloo"], f"elastic, {ranks} ranks", script, args, None, timeout, server)
+    return _run(folder, [*command, "--gloo"], f"elastic, {ranks} ranks", script, **options)
 
 
 @contextlib.contextmanager

@@ -74,7 +74,11 @@ MPI = [TORCH_MPI]
 """Ranks that Open MPI starts import their framework each: an ordinary run has one job of torch with one topic."""
 if LONG_RUN:
     MPI.append(Setting("tensorflow", 2, "mpi", ("promises", "gossip"), "few"))
-MPI_LATER = MPI if LONG_RUN else []
-"""Those of ``MPI`` whose jobs have other topics than equality with Horovod."""
 ALONE = [Setting("torch", 1, topics=TORCH.topics, share="few")] if DEVICE == "cuda" else []
 """A rank that has its GPU for itself, on NCCL."""
+
+
+def having(topic: str) -> list[Setting]:
+    """Return the settings whose job has a topic."""
+    every = (TORCH, TENSORFLOW, TORCH_4, TENSORFLOW_4, *MPI, TORCHRUN, TORCHRUN_4, *ALONE)
+    return [setting for setting in every if topic in setting.topics]

@@ -40,7 +40,7 @@ def cases(request: pytest.FixtureRequest, server: Callable[[str], ForkServer]) -
     job = run_elastic(
         "elastic.py",
         RANKS,
-        server(request.param),
+        server=server(request.param),
         args=("--framework", request.param, "--cases", reported),
         timeout=60 + 30 * len(wanted),
     )

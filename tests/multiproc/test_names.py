@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-from jobs.table import BROADCASTS, Quorum, quorums
-from launch import Job, RunJob
+from jobs.table import BROADCASTS
+from launch import Job, RunJob, same
 
 pytestmark = pytest.mark.multiproc
 
@@ -23,11 +22,6 @@ def names(forked: RunJob) -> Names:
     return functools.cache(lambda framework: forked(framework, "names.py", 2, args=("--framework", framework)))
 
 
-def same(ranks: list[dict[str, Any]], key: str) -> bool:
-    """Whether all ranks have the same value."""
-    return all(rank[key] == ranks[0][key] for rank in ranks)
-
-
 @BOTH
 def test_the_job_ends_well(names: Names, framework: str) -> None:
     names(framework).check().case("end")
@@ -40,14 +34,6 @@ def test_wrapping_before_init_says_to_call_init(names: Names, framework: str) ->
         assert "hvd.init()" in rank["text"]
 
 
-@BOTH
-def test_an_impossible_quorum_is_refused_with_what_is_possible(names: Names, framework: str) -> None:
-    for rank in names(framework).case("quorum"):
-        assert rank["kind"] == "ValueError"
-        assert "quorum must be" in rank["text"]
-        assert "from 1 to 2" in rank["text"]
-
-
 def test_different_weights_are_refused_everywhere_and_can_be_fixed_in_torch(names: Names) -> None:
     ranks = names(TORCH).case("different weights")
     for rank in ranks:
@@ -55,7 +41,6 @@ def test_different_weights_are_refused_everywhere_and_can_be_fixed_in_torch(name
         assert "rank 1 from rank 0" in rank["text"]
         assert "'0.weight (16, 8) float32'" in rank["text"]
         assert "hvd.broadcast_parameters(model.state_dict(), root_rank=0)" in rank["text"]
-        assert rank["seconds"] < 10.0
     assert same(ranks, "weights")
 
 
@@ -65,7 +50,6 @@ def test_different_weights_are_refused_everywhere_in_fit(names: Names) -> None:
         assert "the weights differ before the first step: rank 1 from rank 0" in rank["text"]
         assert "kernel (8, 16) float32" in rank["text"]
         assert "BroadcastGlobalVariablesCallback(0)" in rank["text"]
-        assert rank["seconds"] < 20.0
 
 
 @pytest.mark.parametrize(("kind", "steps"), BROADCASTS)
@@ -133,36 +117,6 @@ def test_the_broadcast_callback_makes_seeds_and_rates_equal(names: Names) -> Non
     assert [rank["distance"] for rank in ranks] == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("quorum", quorums("few"))
-def test_metrics_are_averaged_after_uneven_epochs(names: Names, quorum: Quorum) -> None:
-    ranks = names(TENSORFLOW).case(f"metric average {quorum}")
-    zero, one = (rank["own"] for rank in ranks)
-    for rank in ranks:
-        assert len(rank["averaged"]) == 2
-        for epoch, logs in enumerate(rank["averaged"]):
-            assert {"loss", "accuracy", "val_loss", "val_accuracy"} <= logs.keys()
-            for key, value in logs.items():
-                assert value == pytest.approx((zero[epoch][key] + one[epoch][key]) / 2), key
-        assert rank["applied"] == 2 * (3 + 7)
-    assert zero[0]["loss"] != one[0]["loss"]
-    for epoch in range(2):  # the same data and, after the drain before it, the same weights
-        assert zero[epoch]["val_loss"] == one[epoch]["val_loss"]
-    assert same(ranks, "weights")
-
-
-def test_learning_rate_callbacks_set_the_rates_they_should(names: Names) -> None:
-    ranks = names(TENSORFLOW).case("schedules")
-    # (Goyal et al., 2017): from 0.2 / 2 up to 0.2 over 2 epochs of 4 batches
-    warm = [0.2 * (((epoch + batch / 4) + 1 / 4) * (2 - 1) / 2 + 1) / 2 for epoch in range(2) for batch in range(4)]
-    expected = [*warm, *[0.2] * 4, *[0.2 * 1e-3] * 4, *[0.2 * 1e-4] * 4]
-    assert warm[-1] == pytest.approx(0.2)
-    for rank in ranks:
-        assert rank["rates"] == pytest.approx(expected)
-        assert rank["distance"] == 0.0
-    assert same(ranks, "weights")
-    assert same(ranks, "momenta")
-
-
 def test_distributed_optimizer_averages_and_horovods_does_not_on_keras_3(names: Names) -> None:
     ranks = names(TENSORFLOW).case("distributed optimizer")
     assert same(ranks, "start")
@@ -171,14 +125,3 @@ def test_distributed_optimizer_averages_and_horovods_does_not_on_keras_3(names: 
     assert not same(ranks, "theirs"), (
         "Horovod's wrapper averages on Keras 3 now: README and docs/keras.md say it does not"
     )
-
-
-def test_the_tape_is_refused_and_a_plain_one_trains(names: Names) -> None:
-    ranks = names(TENSORFLOW).case("tape")
-    for rank in ranks:
-        assert rank["kind"] == "ReplicaStateError"
-        assert "tf.GradientTape" in rank["text"]
-        assert rank["applied"] == 3 + 4
-        assert rank["weights"] != rank["start"]
-    assert same(ranks, "start")
-    assert same(ranks, "weights")

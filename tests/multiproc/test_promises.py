@@ -7,22 +7,12 @@ from typing import Any
 import pytest
 from jobs.table import Promise, Quorum, bounded, conservation, promises, quorums, uneven
 from launch import RunJob
-from settings import (
-    ALONE,
-    MPI_LATER,
-    TENSORFLOW,
-    TENSORFLOW_4,
-    TORCH,
-    TORCH_4,
-    TORCHRUN,
-    TORCHRUN_4,
-    Setting,
-)
+from settings import TENSORFLOW, TORCH, Setting, having
 
 pytestmark = pytest.mark.multiproc
 
 FULL = (TORCH, TENSORFLOW)
-ALL = (*FULL, *MPI_LATER, TORCHRUN, *ALONE)
+ALL = having("promises")
 
 
 def check_promise(ranks: list[dict[str, Any]], case: Promise) -> None:
@@ -105,16 +95,6 @@ def test_batches_of_different_sizes_are_weighted(job: RunJob, setting: Setting) 
     assert all(rank["applied"] == rank["total"] == 12 * len(late) for rank in late)
 
 
-def test_fit_weights_batches_of_different_sizes_and_numbers(job: RunJob) -> None:
-    """As one large batch of the ones that still have any, and k / P of it where k of P do."""
-    ranks = TENSORFLOW.case(job, "fitted by samples")
-    assert [rank["steps"] for rank in ranks] == [12, 8, 8]
-    for rank in ranks:
-        assert rank["difference"] < 2e-6 < 1e-2 < rank["moved"]
-        assert rank["weights"] == ranks[0]["weights"]
-        assert rank["applied"] == 28
-
-
 def test_fit_resumes_from_rank_0s_backup(job: RunJob) -> None:
     """With outer momentum and the count of rounds, which Keras' files do not hold themselves."""
     for rank in TENSORFLOW.case(job, "resumed"):
@@ -131,6 +111,6 @@ def test_fit_that_ends_by_rounds_meets_at_its_end(job: RunJob) -> None:
         assert rank["applied"] == rank["produced"]
 
 
-@pytest.mark.parametrize("setting", [*ALL, TORCH_4, TENSORFLOW_4, TORCHRUN_4], ids=str)
+@pytest.mark.parametrize("setting", having("gossip"), ids=str)
 def test_the_job_ends_well(job: RunJob, setting: Setting) -> None:
     job(setting).check().case("end")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from launch import Job, RunJob
-from test_names import same
+from launch import Job, RunJob, same
 
 pytestmark = pytest.mark.multiproc
 

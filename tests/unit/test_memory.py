@@ -41,14 +41,10 @@ def test_blocks_are_aligned_as_kernels_want_them_and_of_their_length(nbytes):
     assert [set(one.tolist()) for one in held] == [{0}, {1}, {2}]
 
 
-def test_a_block_of_nothing_is_nobodys():
-    blocks = ReusedBlocks(most=4)
+def test_no_more_are_kept_than_said_none_of_nothing_and_none_after_clearing():
+    blocks = ReusedBlocks(most=2)
     assert blocks.take(0).nbytes == 0
     assert free(blocks) == 0
-
-
-def test_no_more_are_kept_than_said_and_none_after_clearing():
-    blocks = ReusedBlocks(most=2)
     held = [blocks.take(48) for _ in range(5)]
     del held
     assert free(blocks) == 2

@@ -6,7 +6,7 @@ A step is taken eagerly or, on ranks of a "keras-graph" cell and on one rank of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -133,7 +133,7 @@ class Run(Script):
 
     def __init__(self, cell: Cell, rank: int | None) -> None:
         super().__init__(cell, rank)
-        self.net = Net(cell)
+        self.make_net()
         self.kept: Array | None = None
         self.average: Array | None = None
 
@@ -149,7 +149,7 @@ class Run(Script):
     def note_averages(self) -> None:
         """Note Keras' moving averages, before and after they are put in place, and those of the loop."""
         if self.cell["averages"].startswith("ema"):
-            self.averages.append(np.concatenate([np.array(raw(a)).astype(float).ravel() for a in self.ema()]))
+            self.averages.append(self.ordered(self.opt._model_variables_moving_average))
             self.opt.finalize_variable_values(self.net.trainable_variables)
             self.averages.append(self.weights())
         if self.average is not None:
@@ -265,7 +265,7 @@ class Run(Script):
             if self.ours:
                 self.opt.discard()
                 self.rounds = 0
-            self.net = Net(self.cell)
+            self.make_net()
             self.net.first.bias.trainable = self.kept is None
             for variable, own in zip(self.net.variables, weights, strict=True):
                 raw(variable).assign(own)
@@ -294,6 +294,11 @@ class Run(Script):
         """Return what is trained."""
         return list(self.net.trainable_variables)
 
+    def make_net(self) -> None:
+        """Make the model, and note what is trained, also what is frozen for some steps."""
+        self.net = Net(self.cell)
+        self.every = self.variables()
+
     def make_optimizer(self, state: Mapping[str, Any] | None = None) -> None:
         """Make an optimizer for the model as it is."""
         kind = "momentum" if self.cell["optimizer"] == "none" else self.cell["optimizer"]
@@ -305,27 +310,14 @@ class Run(Script):
         options: dict[str, Any] = dict(GRADIENTS.get(self.cell["gradients"], {}))
         options |= AVERAGES.get(self.cell["averages"], {})
         plain = OPTIMIZERS[kind](rate, **options)
-        every = self.all_variables()
-        if self.ours:
-            plain = self.wrapped(plain)
-        self.opt = plain
-        self.opt.build(every)
+        self.opt = self.wrapped(plain) if self.ours else plain
+        self.opt.build(self.every)
         if state is not None and self.ours:
             self.opt.set_state(state)
         elif state is not None:
             for variable, value in zip(self.opt.variables, state.values(), strict=True):
                 variable.assign(value)
         self.trace()
-
-    def all_variables(self) -> list[Any]:
-        """Return what is trained, or is frozen for some steps."""
-        frozen = [v for v in self.net.first.weights if not v.trainable]
-        for variable in frozen:
-            variable.trainable = True
-        every = self.variables()
-        for variable in frozen:
-            variable.trainable = False
-        return every
 
     def trace(self) -> None:
         """Let the next step be traced."""
@@ -348,17 +340,16 @@ class Run(Script):
 
     def weights(self) -> Array:
         """Return all weights, flat, float64."""
-        every = sorted(self.all_variables(), key=lambda v: (v is self.net.scale.gain, v.path))
-        return np.concatenate([np.array(raw(v)).astype(np.float64).ravel() for v in every])
+        return self.ordered(self.every)
 
-    def ema(self) -> list[Any]:
-        """Return the optimizer's moving averages, in the order of ``weights``."""
-        pairs = zip(self.all_variables(), self.opt._model_variables_moving_average, strict=True)
-        return [a for _, a in sorted(pairs, key=lambda pair: (pair[0] is self.net.scale.gain, pair[0].path))]
+    def ordered(self, values: Sequence[Any]) -> Array:
+        """Return values of all weights, flat, by the weights' paths, the gains' last."""
+        places = [(v is self.net.scale.gain, v.path, place) for place, v in enumerate(self.every)]
+        return flat64(values[place] for *_, place in sorted(places))
 
     def bias(self) -> Array:
         """Return the weights of the parameter that may be frozen."""
-        return np.array(raw(self.net.first.bias)).astype(np.float64)
+        return flat64([self.net.first.bias])
 
     def rate(self) -> Any:
         """Return the learning rate."""
@@ -366,11 +357,7 @@ class Run(Script):
 
     def constant_values(self) -> list[Array]:
         """Return copies of variables that no training changes."""
-        return [np.array(raw(v)) for v in self.constant_variables()]
-
-    def constant_variables(self) -> list[Any]:
-        """Return variables that no training changes."""
-        return list(self.net.scale.extras)
+        return [np.array(raw(v)) for v in self.net.scale.extras]
 
     def drain(self) -> None:
         """Drain, and look at what a drain leaves."""
@@ -378,19 +365,20 @@ class Run(Script):
             return
         norm = self.net.norm
         averaged = [] if norm is None else [norm.moving_mean, norm.moving_variance]
-
-        def read() -> Array:
-            return np.concatenate([np.zeros(0), *(np.array(raw(v)).astype(float) for v in averaged)])
-
-        before = read()
+        before = flat64(averaged)
         self.opt.drain()
         if averaged:
-            self.statistics.append((before, read()))
+            self.statistics.append((before, flat64(averaged)))
         every = [v for v in self.net.variables if "seed" not in v.path]
         self.drained.append(b"".join(np.array(raw(v)).tobytes() for v in every))
-        for own, now in zip(self.constants, self.constant_variables(), strict=True):
-            if own.tobytes() != np.array(raw(now)).tobytes():
+        for own, now in zip(self.constants, self.constant_values(), strict=True):
+            if own.tobytes() != now.tobytes():
                 self.report("a variable that is no statistic: changed")
+
+
+def flat64(variables: Iterable[Any]) -> Array:
+    """Variables as one vector in float64."""
+    return np.concatenate([np.zeros(0), *(np.array(raw(v)).astype(np.float64).ravel() for v in variables)])
 
 
 def clip(gradients: list[Any]) -> list[Any]:

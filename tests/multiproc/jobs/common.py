@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,6 +113,14 @@ class Baton:
             time.sleep(0.01)
 
 
+def meet(name: str, rank: int, size: int) -> None:
+    """Wait for all ranks, where they must not use a collective for it."""
+    batons = [Baton(f"{name}.{each}") for each in range(size)]
+    batons[rank].lay()
+    for each in batons:
+        each.wait()
+
+
 def begin_last(step: str, rank: int, size: int, slow: int, seconds: float) -> None:
     """Begin a step; rank ``slow`` computes for some seconds longer once the others have begun theirs."""
     ready = [Baton(f"{step}.{each}") for each in range(size)]
@@ -139,12 +147,12 @@ def whole_start() -> list[np.ndarray[Any, np.dtype[np.float64]]]:
     return [100.0 * (index + 1) * np.ones(shape) for index, shape in enumerate(WHOLE_SHAPES)]
 
 
-def whole_expected(steps: list[int]) -> list[list[float]]:
-    """Where it ends after every rank's ``steps[rank]`` steps of SGD with learning rate 1."""
+def whole_expected(steps: Sequence[int], ranks: Sequence[int] | None = None) -> list[list[float]]:
+    """Where it ends after each rank's steps of SGD with learning rate 1; of these ranks, or of all."""
     ends = []
     for index, start in enumerate(whole_start()):
         total = np.zeros(start.shape)
-        for rank, own in enumerate(steps):
+        for rank, own in zip(range(len(steps)) if ranks is None else ranks, steps, strict=True):
             for step in range(1, own + 1):
                 total += integers(start.shape, rank, step, index)
         ends.append((start - total / len(steps)).ravel().tolist())
@@ -161,6 +169,16 @@ def whole_weighted(samples: list[list[int]]) -> list[list[float]]:
             end = end - sum(s * integers(start.shape, rank, step, index) for rank, s in enumerate(shares))
         ends.append(end.ravel().tolist())
     return ends
+
+
+def after_cut(trainer: Any) -> dict[str, Any]:
+    """What a model holds after a cut, in the consensus, after that and after a drain; how far ranks are from it."""
+    own, distance = trainer.weights(), trainer.optimizer.consensus_distance()
+    with trainer.optimizer.consensus():
+        consensus = trainer.weights()
+    back = trainer.weights()
+    trainer.optimizer.drain()
+    return {"own": own, "distance": distance, "consensus": consensus, "back": back, "drained": trainer.weights()}
 
 
 def raised(call: Callable[[], object]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import importlib
 import os
 import signal
 import sys
@@ -17,9 +18,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
-from common import Baton, Report, integers
+from common import BINDINGS, Baton, Report, whole_expected
 
 from hvd_async.errors import EngineError
 
@@ -45,64 +45,6 @@ AT_ENDS = ("drain", "checkpoint", "end")
 training and before the first step)."""
 HEAD_START = 0.5
 """Seconds that the victim lives on where the others begin to wait for it in a call that does not show that they do."""
-SHAPE = (6,)
-
-
-class TorchRank:
-    """One parameter of whole numbers, trained by torch."""
-
-    def __init__(self) -> None:
-        import torch
-
-        import hvd_async.torch as hvd
-        from hvd_async.torch.collectives import plane_collectives
-
-        self.torch, self.hvd, self.ones = torch, hvd, torch.ones
-        hvd.init()
-        self.collectives: Any = plane_collectives()
-
-    def wrap(self, quorum: str) -> Any:
-        """The optimizer: SGD with learning rate 1."""
-        self.parameter = self.torch.nn.Parameter(self.torch.zeros(SHAPE))
-        buffers = [("mean", self.torch.zeros(3))]
-        return self.hvd.EagerOptimizer(
-            self.torch.optim.SGD([self.parameter], lr=1.0), quorum=quorum, max_staleness=2, named_buffers=buffers
-        )
-
-    def step(self, optimizer: Any, gradient: np.ndarray[Any, Any]) -> None:
-        optimizer.zero_grad()
-        (self.parameter * self.torch.tensor(gradient, dtype=self.torch.float32)).sum().backward()
-        optimizer.step()
-
-    def weights(self) -> list[float]:
-        return [float(x) for x in self.parameter.detach()]
-
-
-class TensorflowRank:
-    """One variable of whole numbers, trained by Keras."""
-
-    def __init__(self) -> None:
-        import keras
-        import tensorflow as tf
-
-        import hvd_async.tensorflow as hvd
-        from hvd_async.tensorflow.collectives import HorovodCollectives
-
-        self.keras, self.tf, self.hvd, self.collectives, self.ones = keras, tf, hvd, HorovodCollectives, tf.ones
-        hvd.init()
-
-    def wrap(self, quorum: str) -> Any:
-        """The optimizer: SGD with learning rate 1."""
-        self._variable = self.keras.Variable(np.zeros(SHAPE, np.float32))
-        optimizer = self.hvd.EagerOptimizer(self.keras.optimizers.SGD(1.0), quorum=quorum, max_staleness=2)
-        optimizer.build([self._variable])
-        return optimizer
-
-    def step(self, optimizer: Any, gradient: np.ndarray[Any, Any]) -> None:
-        optimizer.apply([self.tf.constant(gradient, self.tf.float32)])
-
-    def weights(self) -> list[float]:
-        return [float(x) for x in self._variable.numpy()]
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -165,14 +107,20 @@ def control_processes() -> list[str]:
     return [line[-2] for line in lines if any("hvd_async.runtime.relays" in word for word in line)]
 
 
-def fork_and_end(framework: Any, optimizer: Any, report: Report) -> None:
+def collectives(in_torch: bool) -> Any:
+    """The framework's class of collectives."""
+    if in_torch:
+        return importlib.import_module("hvd_async.torch.collectives").plane_collectives()
+    return importlib.import_module("hvd_async.tensorflow.collectives").HorovodCollectives
+
+
+def fork_and_end(take_step: Callable[[], None], report: Report) -> None:
     """A forked child ends as any process, and is not this job's; what it may not do is said."""
-    framework.step(optimizer, np.zeros(SHAPE))
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            framework.step(optimizer, np.zeros(SHAPE))
+            take_step()
         except EngineError as error:
             os.write(writing, str(error).encode())
         sys.exit(7)
@@ -196,29 +144,29 @@ def main() -> None:
     parser.add_argument("--on-gpu", action="store_true")
     options = parser.parse_args()
     manner, point = options.manner, options.point
+    binding = importlib.import_module(BINDINGS[options.framework][0])
     if point == "init" and os.environ["RANK"] == str(options.victim):
         die(manner)
-    framework = TorchRank() if options.framework == "torch" else TensorflowRank()
-    rank, size = framework.hvd.rank(), framework.hvd.size()
+    hvd, in_torch = binding.hvd, options.framework == "torch"
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
     report = Report(rank)
     if options.on_gpu:
-        framework.collectives.on_gpu = True
-    optimizer = framework.wrap(options.quorum)
-    held = [optimizer]  # by the exit hook too: a script's optimizer that is local to main() would be gone by then
+        collectives(in_torch).on_gpu = True
+    buffers = {"named_buffers": [("mean", binding.torch.zeros(3))]} if in_torch else {}
+    whole = binding.WholeTraining(quorum=options.quorum, max_staleness=2, **buffers)
     endless = manner in DEADLY
     steps = {r: LONGER if manner == "early" and r != options.victim else STEPS for r in range(size)}
 
     def at_the_very_end() -> None:
-        assert held or manner in ("drop", "unequal")
-        all_steps = [integers(SHAPE, r, s, 0) for r in range(size) for s in range(1, steps[r] + 1)]
-        report.put("exit", weights=framework.weights(), expected=(-sum(all_steps, np.zeros(SHAPE)) / size).tolist())
+        # (It holds the optimizer: a script's that is local to main() would be gone by now.)
+        assert hasattr(whole, "optimizer") or manner in ("drop", "unequal")
+        report.put("exit", weights=whole.weights(), expected=whole_expected([steps[each] for each in range(size)]))
 
     if not endless:
         # Registered before the engine's own hook, so that it runs after it. (hvd.init() and the engine come first.)
         atexit.register(at_the_very_end)
 
-    if manner == "fork":
-        fork_and_end(framework, optimizer, report)
     is_victim, others = rank == options.victim, set(range(size)) - {rank}
 
     def wait_with_the_victim() -> None:
@@ -226,15 +174,15 @@ def main() -> None:
         waits = Baton("victim")
         if is_victim:
             threading.Thread(
-                target=die_waiting, args=(manner, optimizer._async.worker.engine, waits), daemon=True
+                target=die_waiting, args=(manner, whole.optimizer._async.worker.engine, waits), daemon=True
             ).start()
         else:
             waits.wait()
 
     def step_or_call(step: int) -> None:
         if point.startswith("call") and step == (1 if point == "call before" else STEPS):
-            framework.hvd.allreduce(framework.ones(2), name="metric")
-        framework.step(optimizer, integers(SHAPE, rank, step, 0))
+            hvd.allreduce((binding.torch if in_torch else binding.tf).ones(2), name="metric")
+        whole.step(rank, step)
 
     output = Path(os.environ["HVD_ASYNC_TEST_OUT"]) / "output.0"
     for step in range(1, 10_000 if endless and point not in AT_ENDS else steps[rank] + 1):
@@ -243,11 +191,13 @@ def main() -> None:
                 report.put("death")
                 die(manner, others)
             if is_victim and point == "backward":
-                framework.parameter.register_hook(lambda _: die(manner))
+                whole.parameters[0].register_hook(lambda _: die(manner))
             elif point == "waiting":
                 wait_with_the_victim()
             if is_victim and manner == "slow":
                 wait_until(lambda: output.read_text().count(" for rank(s) ") >= 2)  # (warned twice)
+        if manner == "fork" and step == 2:  # (the ranks have met)
+            fork_and_end(lambda: whole.step(rank, 2), report)
         try:
             step_or_call(step)
         except Exception as error:
@@ -258,26 +208,22 @@ def main() -> None:
         if endless:
             time.sleep(0.005)  # (stands for computation: no order depends on it)
         if manner == "early" and step == STEPS:
-            optimizer.drain()
+            whole.optimizer.drain()
     if point == "drain":
         wait_with_the_victim()
-        optimizer.drain()
+        whole.optimizer.drain()
     if point == "checkpoint":
-        optimizer.cut()
+        whole.optimizer.cut()
     if point in ("checkpoint", "end"):
         if is_victim:
             time.sleep(HEAD_START)  # (as if it wrote a file, meanwhile the others wait)
             die(manner)
-        framework.hvd.barrier() if point == "checkpoint" else framework.hvd.shutdown()
+        hvd.barrier() if point == "checkpoint" else hvd.shutdown()
     report.put("last step")
     if manner == "unequal" and rank == 0:
-        optimizer.drain()
-    if manner == "unequal" and rank == options.victim:
-        held.clear()
-        del optimizer
-    if manner == "drop" and rank == options.victim:
-        held.clear()
-        del optimizer  # one rank's optimizer is gone before the end, the others' not: Python collects as it likes
+        whole.optimizer.drain()
+    if manner in ("drop", "unequal") and rank == options.victim:
+        del whole.optimizer  # one rank's is gone before the end, the others' not: Python collects as it likes
     elif manner == "sysexit0":
         sys.exit(0)
 

@@ -1,4 +1,4 @@
-"""``GossipOptimizer`` on real ranks: every algorithm, ranks that are stuck, errors."""
+"""``GossipOptimizer`` on real ranks: every algorithm, ranks that are stuck."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from common import Baton, Part, Report, raised
+from common import Baton, Part, Report, after_cut
 from gossip_table import STEPS, Gossip, cases
 
 Make = Callable[..., Any]
@@ -35,29 +35,18 @@ def train(report: Report, rank: int, case: Gossip, make: Make) -> None:
         trainer.step(rank, step)
     before, weight, events = trainer.weights(), worker.weight, list(log)
     optimizer.cut()
-    after_cut = trainer.weights()
     if case.algorithm == "adpsgd":
         events = list(log)  # (a rank is averaged with others after its last step too)
-    distance = optimizer.consensus_distance()
-    with optimizer.consensus():
-        consensus = trainer.weights()
-    back = trainer.weights()
-    optimizer.drain()
+    ends = after_cut(trainer)
     stats = optimizer.stats()
     report.put(
         case.name,
         before=before,
         weight=weight,
         log=events,
-        after_cut=after_cut,
-        back=back,
-        distance=distance,
-        consensus=consensus,
-        drained=trainer.weights(),
+        **ends,
         sent=stats.messages_sent,
         taken=stats.messages_taken + stats.messages_left,
-        averagings=stats.averagings,
-        bytes=stats.bytes_sent,
         weight_after=stats.push_sum_weight,
     )
 
@@ -99,14 +88,6 @@ def held(report: Report, rank: int, size: int, make: Make) -> None:
     report.put("held", waits=waits, waited_for=list(trainer.optimizer.stats().waited_for), drained=trainer.weights())
 
 
-def refused(report: Report, rank: int, size: int, make: Make) -> None:
-    """Arguments that cannot be, and settings that differ: an error on every rank, and the job continues."""
-    errors = {"not stochastic": raised(lambda: make(mixing=[[0.5] * size] * size))["text"]}
-    different = make(topology="ring" if rank else "star")
-    errors["different"] = raised(lambda: different.step(rank, 1))["text"]
-    report.put("gossip refused", errors=errors)
-
-
 def run(binding: Any, report: Report, part: Part) -> None:
     """All cases, a few, or those of hosts."""
     rank, size = binding.hvd.rank(), binding.hvd.size()
@@ -116,4 +97,3 @@ def run(binding: Any, report: Report, part: Part) -> None:
     if size != 4 and part.share != "few":
         stuck(report, rank, size, make)
         held(report, rank, size, make)
-        refused(report, rank, size, make)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from common import Baton, Part, Report, raised
+from common import Baton, Part, Report, after_cut, meet, raised
 from leader_table import PATIENCE, STEPS, cases, pairs
 
 from tests.conformance.leader_reference import Following
@@ -27,23 +27,15 @@ def train(report: Report, rank: int, name: str, following: Following, make: Make
         trainer.step(rank, step)
     before = trainer.weights()
     optimizer.cut()
-    distance = optimizer.consensus_distance()
-    with optimizer.consensus():
-        consensus = trainer.weights()
-    back = trainer.weights()
-    optimizer.drain()
+    ends = after_cut(trainer)
     stats = optimizer.stats()
     report.put(
         name,
         before=before,
         log=[_plain(entry) for entry in log],
-        distance=distance,
-        consensus=consensus,
-        back=back,
-        drained=trainer.weights(),
+        **ends,
         pulls=stats.pulls,
         led=sorted(stats.led),
-        bytes=stats.bytes_received,
     )
 
 
@@ -60,7 +52,7 @@ def asleep(report: Report, rank: int, size: int, make: Make) -> None:
     """
     options = {"algorithm": "lsgd", "global_period": 2, "loss_window": 10**6}
     trainer = make(loss_of=lambda x, rank, step: float(rank), group=size, **options)
-    woken, done = Baton("asleep.woken"), [Baton(f"asleep.{other}") for other in range(size)]
+    woken = Baton("asleep.woken")
     trainer.step(rank, 1)
     optimizer = trainer.optimizer
     pulls, step = 0, 2
@@ -76,30 +68,9 @@ def asleep(report: Report, rank: int, size: int, make: Make) -> None:
             trainer.step(rank, step)
             step += 1
     waits = optimizer.stats().wait_s
-    done[rank].lay()
-    for other in done:
-        other.wait()
+    meet("asleep", rank, size)
     optimizer.drain()
     report.put("asleep", pulls=pulls, waits=waits, led=sorted(optimizer.stats().led))
-
-
-def refused(report: Report, rank: int, size: int, make: Make) -> None:
-    """Settings that cannot be, or that differ: an error on every rank, and the job continues."""
-    loss_of: Callable[..., Any] = lambda x, rank, step: 1.0  # noqa: E731
-    errors = {"does not divide": raised(lambda: make(loss_of=loss_of, group=size + 1))["text"]}
-    different = make(loss_of=loss_of, global_period=4 if rank else 8, group=size)
-    errors["different"] = raised(lambda: different.step(rank, 1))["text"]
-    groups = make(loss_of=loss_of, group=size if rank else pairs(size))  # (process sets are made before the ranks meet)
-    errors["groups"] = raised(lambda: groups.step(rank, 1))["text"]
-    silent = make(loss_of=lambda x, rank, step: None, global_period=1, group=size)
-    silent.step(rank, 1)
-    worker = silent.optimizer._async.worker_now()
-    worker.engine.wait(lambda: worker.commanded > 0)
-    errors["silent"] = raised(lambda: silent.step(rank, 2))["text"]
-    silent.optimizer.record_loss(1.0)
-    silent.step(rank, 2)
-    silent.optimizer.drain()
-    report.put("leaders refused", errors=errors)
 
 
 def no_process_sets(report: Report, rank: int, size: int, make: Make) -> None:
@@ -120,4 +91,3 @@ def run(binding: Any, report: Report, part: Part) -> None:
         no_process_sets(report, rank, size, make)
     else:
         asleep(report, rank, size, make)
-        refused(report, rank, size, make)

@@ -10,11 +10,10 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import Report
+from common import Report, meet
 
 import hvd_async.torch as hvd
 from hvd_async.torch.horovod_api import hvd as plane
@@ -71,15 +70,6 @@ def train(kind: str, end: str) -> None:
     model, optimizer = wrapped(kind)
     steps(model, optimizer)
     getattr(optimizer, end)()
-
-
-def meet(what: str, rank: int, size: int) -> None:
-    """Wait until all ranks are there, without a collective."""
-    out = Path(os.environ["HVD_ASYNC_TEST_OUT"])
-    (out / f"{what}.{rank}").touch()
-    deadline = time.monotonic() + ENDS_IN
-    while len(list(out.glob(f"{what}.*"))) < size and time.monotonic() < deadline:
-        time.sleep(0.01)
 
 
 def main() -> None:

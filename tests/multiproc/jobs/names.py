@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from common import BINDINGS, Baton, Report, arguments, raised, whole_expected
+from common import BINDINGS, Baton, Report, arguments, meet, raised, whole_expected
 
 
 def train(whole: Any, rank: int, first: int, steps: int) -> None:
@@ -32,10 +32,7 @@ def start_again(binding: Any, report: Report, rank: int) -> None:
     train(old, rank, 0, 3)
     binding.hvd.shutdown()
     after_shutdown = old.weights()
-    down = [Baton(f"down.{each}") for each in range(2)]
-    down[rank].lay()
-    for each in down:  # a rank that begins again sooner may find the other one's former address
-        each.wait()
+    meet("down", rank, 2)  # a rank that begins again sooner may find the other one's former address
     binding.hvd.init()
     new = binding.WholeTraining(quorum="majority")
     train(new, rank, 0, 4)
@@ -62,7 +59,6 @@ def main() -> None:
     rank = binding.hvd.rank()
     report = Report(rank)
     report.put("too early", **too_early)
-    report.put("quorum", **raised(lambda: binding.WholeTraining(quorum=9)))
     join(binding, report, rank)
     own.run(report)
     start_again(binding, report, rank)

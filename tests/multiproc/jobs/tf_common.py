@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -17,7 +17,7 @@ from tests.conformance.cases import CASES
 from tests.conformance.gossip_reference import batch, least_squares
 
 tf.config.threading.set_intra_op_parallelism_threads(1)
-# The hardest setting: a step that waits for its round holds the only thread that ops can run in. (ends.py has more.)
+# The hardest setting: a step that waits for its round holds the only thread that ops can run in. (elastic.py has more.)
 tf.config.threading.set_inter_op_parallelism_threads(1)
 CASE = next(case for case in CASES if case.name == "nesterov")
 
@@ -58,42 +58,28 @@ def batches(rank: int, steps: int, shape: tuple[int, ...] = (8,), classes: int =
     return tf.data.Dataset.from_tensor_slices((x, y)).batch(batch)
 
 
-class Whole:
-    """Variables and gradients of whole numbers."""
+class WholeTraining:
+    """Variables of whole numbers, trained by an EagerOptimizer with these options and SGD of learning rate 1."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.variables = [
             keras.Variable(start, dtype=dtype, name=f"whole{index}")
             for index, (start, dtype) in enumerate(zip(whole_start(), WHOLE_DTYPES, strict=True))
         ]
+        plain = keras.optimizers.SGD(1.0)
+        plain.build(self.variables)
+        self.optimizer = hvd.EagerOptimizer(plain, **{"quorum": "solo", **options})
 
-    def gradients(self, rank: int, step: int) -> list[Any]:
-        """Of this rank's step."""
-        return [
+    def step(self, rank: int, step: int) -> None:
+        """A step with that rank's gradient of that step, without a graph."""
+        gradients = [
             tf.constant(integers(tuple(v.shape), rank, step, index), v.dtype) for index, v in enumerate(self.variables)
         ]
+        self.optimizer.apply(gradients, self.variables)
 
     def weights(self) -> list[list[float]]:
         """The weights now."""
         return [array.astype(np.float64).ravel().tolist() for array in values(self.variables)]
-
-    def sgd(self) -> Any:
-        """Plain SGD with learning rate 1, built on the variables."""
-        optimizer = keras.optimizers.SGD(1.0)
-        optimizer.build(self.variables)
-        return optimizer
-
-
-class WholeTraining(Whole):
-    """Whole numbers trained by an EagerOptimizer with these options, without a graph."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.optimizer = hvd.EagerOptimizer(self.sgd(), **{"quorum": "solo", **options})
-
-    def step(self, rank: int, step: int) -> None:
-        """A step with that rank's gradient of that step."""
-        self.optimizer.apply(self.gradients(rank, step), self.variables)
 
 
 class LeastSquares:
@@ -125,25 +111,32 @@ class LeastSquares:
 
 
 class Observer(keras.callbacks.Callback):
-    """Sleeps before every batch, lowers this rank's own learning rate, and looks at the replica after every batch."""
+    """Sets this rank's own learning rate before every batch, and looks at the replica after it.
 
-    def __init__(self, straggler: Straggler) -> None:
+    Args:
+        rate: by batch.
+        before: called with the number of each batch before it.
+    """
+
+    def __init__(self, rate: Callable[[int], float], before: Callable[[int], None]) -> None:
         super().__init__()
-        self._straggler = straggler
+        self._rate, self._before = rate, before
         self.history: list[tuple[int, int]] = []
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._straggler.compute()
-        self.model.optimizer.learning_rate.assign(0.1 * 0.9**batch)
+        self._before(batch)
+        self.model.optimizer.learning_rate.assign(self._rate(batch))
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         optimizer = self.model.optimizer
-        self.history.append((optimizer.stats().rounds, crc([*self.model.variables, *state(optimizer)])))
+        self.history.append((optimizer.rounds, crc([*self.model.variables, *state(optimizer)])))
 
 
 def state(optimizer: Any) -> list[Any]:
-    """The optimizer's variables except for the learning rate, which is each rank's own between rounds."""
-    return [v for v in optimizer.variables if v is not optimizer.learning_rate]
+    """The optimizer's variables except for the learning rate, which is each rank's own between rounds, and those of a
+    loss scale, which is too."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return [v for v in inner.variables if v is not inner.learning_rate]
 
 
 def promise(case: Promise) -> tuple[Any, dict[str, Any]]:
@@ -152,7 +145,8 @@ def promise(case: Promise) -> tuple[Any, dict[str, Any]]:
     optimizer = hvd.EagerOptimizer(
         keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=1e-3), quorum=case.quorum, max_staleness=case.max_staleness
     )
-    observer = Observer(Straggler(case.inject, hvd.rank(), hvd.size(), seed=3))
+    straggler = Straggler(case.inject, hvd.rank(), hvd.size(), seed=3)
+    observer = Observer(lambda batch: 0.1 * 0.9**batch, lambda batch: straggler.compute())
     compiled(model, optimizer).fit(batches(hvd.rank(), case.steps), verbose=0, shuffle=False, callbacks=[observer])
     optimizer.drain()
     return optimizer, {"history": observer.history, "weights": crc(model.variables), "state": crc(state(optimizer))}

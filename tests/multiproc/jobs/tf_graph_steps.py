@@ -15,8 +15,8 @@ import horovod.tensorflow as horovod
 import keras
 import numpy as np
 import tensorflow as tf
-from common import Report
-from tf_common import crc, mlp, state, values
+from common import Report, raised
+from tf_common import Observer, compiled, crc, mlp, state, values
 
 import hvd_async.tensorflow.keras as hvd
 
@@ -35,54 +35,40 @@ def data(rank: int, batches: int) -> tuple[Any, Any]:
     return inputs, random.integers(0, 4, batches * BATCH)
 
 
-def shared(optimizer: Any) -> list[Any]:
-    """Return the optimizer's variables without those of a loss scale, which is each rank's own."""
-    return state(getattr(optimizer, "inner_optimizer", optimizer))
+def made(plain: Any, **options: Any) -> Any:
+    """A model, and its optimizer with a bucket for each variable."""
+    return compiled(mlp(seed=5), hvd.EagerOptimizer(plain, quorum="all", bucket_cap_mb=1e-9, **options))
 
 
-class Batches(keras.callbacks.Callback):
-    """Callback that changes the learning rate in each batch, drains after the second, and keeps checksums.
+def fit(
+    model: Any, batches: tuple[Any, Any], rate: Callable[[int], float], before: Callable[[int], None] = lambda _: None
+) -> list[tuple[int, int]]:
+    """Train, with a drain before the third batch; return what an observer has seen."""
 
-    Args:
-        rate: learning rate by batch.
-        at_batch: called with the number of each batch before it.
-    """
+    def drain_once(batch: int) -> None:
+        if batch == 2:
+            model.optimizer.drain()
+        before(batch)
 
-    def __init__(self, rate: Callable[[int], float], at_batch: Callable[[int], None] = lambda _: None) -> None:
-        super().__init__()
-        self._rate, self._at_batch = rate, at_batch
-        self.history: list[tuple[int, int]] = []
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.model.optimizer.learning_rate = self._rate(batch)
-        self._at_batch(batch)
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        optimizer = self.model.optimizer
-        if batch == 1:
-            optimizer.drain()
-        self.history.append((optimizer.rounds, crc([*self.model.variables, *shared(optimizer)])))
+    observer = Observer(rate, drain_once)
+    model.fit(*batches, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[observer])
+    return observer.history
 
 
-def fitted(
-    plain: Any, rate: Callable[[int], float], at_batch: Callable[[int], None] = lambda _: None, **options: Any
-) -> dict[str, Any]:
+def fitted(plain: Any, rate: Callable[[int], float], **options: Any) -> dict[str, Any]:
     """Train a model on this rank's batches; return its end and what its optimizer counted."""
-    model, rank = mlp(seed=5), hvd.rank()
-    optimizer = hvd.EagerOptimizer(plain, quorum="all", bucket_cap_mb=1e-9, **options)
-    model.compile(optimizer=optimizer, loss=LOSS, jit_compile=False)
+    model, rank = made(plain, **options), hvd.rank()
     inputs, labels = data(rank, BATCHES[rank])
     if rank == 1:
         inputs[ONE_NAN * BATCH] = np.nan
-    watch = Batches(rate, at_batch)
-    model.fit(inputs, labels, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[watch])
+    history, optimizer = fit(model, (inputs, labels), rate), model.optimizer
     optimizer.drain()
     stats = optimizer.stats()
     return {
         "batches": BATCHES[rank],
         "weights": np.concatenate([array.ravel() for array in values(model.trainable_variables)]).tolist(),
-        "history": watch.history,
-        "end": crc([*model.variables, *shared(optimizer)]),
+        "history": history,
+        "end": crc([*model.variables, *state(optimizer)]),
         "in_graph": optimizer._async.worker._in_flight._promised,
         "rounds": stats.rounds_applied,
         "produced": stats.total_produced,
@@ -103,9 +89,9 @@ def equal_rates(batch: int) -> float:
 def with_horovods_tape(report: Report) -> None:
     """Train on equal numbers of batches with Horovod's own tape, and with ours."""
     model, plain = mlp(seed=5), keras.optimizers.SGD(0.1, momentum=0.9)
-    ours, wrapped = mlp(seed=5), hvd.EagerOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), quorum="all")
+    wrapped = hvd.EagerOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), quorum="all")
+    ours = compiled(mlp(seed=5), wrapped)
     inputs, labels = data(hvd.rank(), 4)
-    ours.compile(optimizer=wrapped, loss=LOSS, jit_compile=False)
     ours.fit(inputs, labels, batch_size=BATCH, shuffle=False, verbose=0)
     for start in range(0, len(inputs), BATCH):
         with horovod.DistributedGradientTape(tf.GradientTape()) as tape:
@@ -119,27 +105,14 @@ def with_horovods_tape(report: Report) -> None:
 def killed(victim: int, report: Report) -> None:
     """Train until a rank dies, and report the errors of ``fit()`` and of the next call."""
 
-    def at_batch(batch: int) -> None:
+    def die(batch: int) -> None:
         if batch == 3 and hvd.rank() == victim:
             report.put("death")
             os.kill(os.getpid(), signal.SIGKILL)
 
-    errors = []
-    model = mlp(seed=5)
-    optimizer = hvd.EagerOptimizer(sgd(), quorum="all", bucket_cap_mb=1e-9)
-    model.compile(optimizer=optimizer, loss=LOSS, jit_compile=False)
-    inputs, labels = data(hvd.rank(), 100)
-    for call in (
-        lambda: model.fit(
-            inputs, labels, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[Batches(equal_rates, at_batch)]
-        ),
-        optimizer.drain,
-    ):
-        try:
-            call()
-        except Exception as error:  # noqa: BLE001  any: the test looks at it
-            errors.append([type(error).__name__, str(error)])
-    report.put("errors", errors=errors)
+    model = made(sgd())
+    calls = (lambda: fit(model, data(hvd.rank(), 100), equal_rates, die), model.optimizer.drain)
+    report.put("errors", errors=[raised(call) for call in calls])
     raise SystemExit(1)
 
 

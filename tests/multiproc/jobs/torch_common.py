@@ -60,40 +60,28 @@ class Batches:
         torch.nn.functional.cross_entropy(model(x.to(DEVICE)), y.to(DEVICE)).backward()
 
 
-class Whole:
-    """Parameters and gradients of whole numbers."""
+class WholeTraining:
+    """Parameters of whole numbers, trained by an EagerOptimizer with these options and SGD of learning rate 1."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.parameters = [
             torch.nn.Parameter(torch.tensor(start, dtype=getattr(torch, dtype), device=DEVICE))
             for start, dtype in zip(whole_start(), WHOLE_DTYPES, strict=True)
         ]
+        plain = torch.optim.SGD(self.parameters, lr=1.0)
+        self.optimizer = hvd.EagerOptimizer(plain, **{"quorum": "solo", **options})
 
-    def set_gradients(self, rank: int, step: int) -> None:
-        """``p.grad`` of this rank's step."""
-        for index, p in enumerate(self.parameters):
-            p.grad = torch.tensor(integers(tuple(p.shape), rank, step, index), dtype=p.dtype, device=DEVICE)
+    def step(self, rank: int, step: int) -> None:
+        """A step with that rank's gradient of that step."""
+        gradients = [integers(tuple(p.shape), rank, step, index) for index, p in enumerate(self.parameters)]
+        parts = [(p * torch.tensor(g, device=DEVICE)).sum() for p, g in zip(self.parameters, gradients, strict=True)]
+        torch.autograd.backward(parts)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def weights(self) -> list[list[float]]:
         """The weights now."""
         return [p.detach().double().reshape(-1).tolist() for p in self.parameters]
-
-    def sgd(self) -> Any:
-        """Plain SGD with learning rate 1 over the parameters."""
-        return torch.optim.SGD(self.parameters, lr=1.0)
-
-
-class WholeTraining(Whole):
-    """Whole numbers trained by an EagerOptimizer with these options."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.optimizer = hvd.EagerOptimizer(self.sgd(), **{"quorum": "solo", **options})
-
-    def step(self, rank: int, step: int) -> None:
-        """A step with that rank's gradient of that step."""
-        self.set_gradients(rank, step)
-        self.optimizer.step()
 
 
 class LeastSquares:

@@ -11,7 +11,7 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
-from common import Baton, Report, Straggler
+from common import Baton, Report, Straggler, raised
 from horovod.torch import broadcast_optimizer_state as by_name
 from horovod.torch import join as join_by_name
 from torch_common import crc, state_tensors
@@ -58,6 +58,27 @@ class Feed:
         y = torch.randint(0, 4, (16,), generator=self._generator)
         return torch.nn.functional.cross_entropy(model(x), y)
 
+    def step(self, optimizer: Any, model: torch.nn.Module, chooses: bool = False) -> torch.Tensor:
+        """A step on the next batch; its loss."""
+        optimizer.zero_grad()
+        loss = self.loss(model)
+        loss.backward()
+        if chooses:
+            optimizer.record_loss(loss)  # the one line that a leader needs besides
+        optimizer.step()
+        return loss.detach()
+
+
+def made(family: str, kind: str, seed: int, rate: float = 0.01) -> tuple[torch.nn.Module, Any]:
+    """A model, and its optimizer."""
+    model = classifier(seed)
+    return model, FAMILIES[family](plain(kind, model, rate), named_parameters=model.named_parameters())
+
+
+def held(model: torch.nn.Module, optimizer: Any) -> dict[str, int]:
+    """What a checkpoint of both has."""
+    return {"weights": crc(model.parameters()), "state": crc(state_tensors(optimizer)), "rounds": optimizer.rounds}
+
 
 def train(
     family: str, optimizer: Any, model: torch.nn.Module, epochs: int, straggler: Straggler, extra: int
@@ -65,17 +86,10 @@ def train(
     """Epochs of three batches with a schedule, metrics averaged after each; then ``extra`` batches more."""
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     feed, averages = Feed(epochs), []
-    choosing = family == "leader"
 
     def batch() -> torch.Tensor:
         straggler.compute()
-        optimizer.zero_grad()
-        loss = feed.loss(model)
-        loss.backward()
-        if choosing:
-            optimizer.record_loss(loss)  # the one line that a leader needs besides
-        optimizer.step()
-        return loss.detach()
+        return feed.step(optimizer, model, family == "leader")
 
     for _ in range(epochs):
         loss = batch()
@@ -94,8 +108,7 @@ def script(report: Report, family: str, kind: str) -> None:
     """Broadcasts, trains, joins, saves on rank 0, resumes from there with a fresh optimizer, and continues."""
     rank = hvd.rank()
     straggler = Straggler("random:1:0.02", rank, hvd.size(), seed=3)
-    model = classifier(seed=rank)
-    optimizer = FAMILIES[family](plain(kind, model, 0.01 * (1 + rank)), named_parameters=model.named_parameters())
+    model, optimizer = made(family, kind, rank, 0.01 * (1 + rank))
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     fresh = {"weights": crc(model.state_dict().values()), "rates": [g["lr"] for g in optimizer.param_groups]}
@@ -107,17 +120,16 @@ def script(report: Report, family: str, kind: str) -> None:
     if rank == 0:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
         file.seek(0)
-    saved = {"weights": crc(model.parameters()), "state": crc(state_tensors(optimizer)), "rounds": optimizer.rounds}
+    saved = held(model, optimizer)
 
-    model = classifier(seed=10 + rank)
-    optimizer = FAMILIES[family](plain(kind, model, 0.5 * (1 + rank)), named_parameters=model.named_parameters())
+    model, optimizer = made(family, kind, 10 + rank, 0.5 * (1 + rank))
     if rank == 0:
         loaded = torch.load(file, weights_only=False)
         model.load_state_dict(loaded["model"])
         optimizer.load_state_dict(loaded["optimizer"])
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    resumed = {"weights": crc(model.parameters()), "state": crc(state_tensors(optimizer)), "rounds": optimizer.rounds}
+    resumed = held(model, optimizer)
     more = train(family, optimizer, model, 1, straggler, extra=2 - rank)
     hvd.join()
     report.put(
@@ -138,19 +150,13 @@ def unnamed(report: Report) -> None:
     optimizer = hvd_async.EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     feed, waiting = Feed(7), Baton("unnamed")
-
-    def step() -> None:
-        optimizer.zero_grad()
-        feed.loss(model).backward()
-        optimizer.step()
-
-    step()
+    feed.step(optimizer, model)
     if hvd.rank():
         waiting.lay()
     else:
         waiting.wait()
         time.sleep(0.5)  # (so that the others most likely have asked by then; it passes whether they have or not)
-        step()
+        feed.step(optimizer, model)
     value = torch.full((2,), float(hvd.rank()), requires_grad=True)
     mean = hvd.allreduce(value)
     (mean * torch.ones(2)).sum().backward()  # a collective without a name of Horovod's own
@@ -182,18 +188,18 @@ def elastic_state(report: Report, family: str) -> None:
     straggler = Straggler("random:1:0.02", rank, hvd.size(), seed=4)
 
     def now() -> list[int]:
-        return [crc(model.state_dict().values()), crc(state_tensors(optimizer))]
+        return [crc(model.state_dict().values()), crc(state_tensors(optimizer)), state.epoch]
 
     state.sync()
-    synced = [*now(), state.epoch]
+    synced = now()
     train(family, optimizer, model, 1, straggler, extra=rank)
     state.epoch = 5
     state.commit()
-    committed = [*now(), state.epoch]
+    committed = now()
     train(family, optimizer, model, 1, straggler, extra=rank)
     state.epoch = 6
     state.restore()
-    restored = [*now(), state.epoch]
+    restored = now()
     train(family, optimizer, model, 1, straggler, extra=0)
     state.sync()
     again = now()
@@ -211,20 +217,12 @@ def elastic_state(report: Report, family: str) -> None:
 
 def imported_by_name(report: Report) -> None:
     """What a script imported from Horovod before it imported ours."""
-    model = classifier(seed=30)
-    optimizer = hvd_async.EagerOptimizer(plain("momentum", model, 0.01), model.named_parameters())
-    text = ""
-    try:
-        by_name(optimizer, 0)
-    except Exception as error:  # noqa: BLE001  it is the result
-        text = f"{type(error).__name__}: {error}"
+    model, optimizer = made("eager", "momentum", 30)
+    error = raised(lambda: by_name(optimizer, 0))
     feed = Feed(8)
-    optimizer.zero_grad()
     for _ in range(1 + hvd.rank()):
-        optimizer.zero_grad()
-        feed.loss(model).backward()
-        optimizer.step()
-    report.put("by name", text=text, last=join_by_name(), weights=crc(model.parameters()))
+        feed.step(optimizer, model)
+    report.put("by name", **error, last=join_by_name(), weights=crc(model.parameters()))
 
 
 SPARSE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -252,21 +250,9 @@ def sparse(report: Report, kind: str) -> None:
     report.put(f"sparse {kind}", theirs=ends[0], ours=ends[1])
 
 
-class Metric:
-    """A mean over batches, averaged over ranks at each."""
-
-    def __init__(self, name: str) -> None:
-        self._name, self._sum, self._count = name, 0.0, 0
-
-    def update(self, value: torch.Tensor) -> None:
-        """One batch's."""
-        self._sum += float(hvd.allreduce(value.detach().cpu(), name=self._name))
-        self._count += 1
-
-    @property
-    def mean(self) -> float:
-        """So far."""
-        return self._sum / self._count
+def average(value: torch.Tensor, name: str) -> float:
+    """A metric's mean over the ranks."""
+    return float(hvd.allreduce(value.detach().cpu(), name=name))
 
 
 def imagenet(report: Report, quorum: str) -> None:
@@ -303,26 +289,24 @@ def imagenet(report: Report, quorum: str) -> None:
         feed = Feed(9)
         for epoch in range(resume, until):
             model.train()
-            loss, accuracy = Metric("train_loss"), Metric("train_accuracy")
+            losses = []
             for _ in range(3):
                 for group in optimizer.param_groups:
                     group["lr"] = 0.01 * (1 + epoch)
                 optimizer.zero_grad()
                 for _ in range(2):
                     part = feed.loss(model)
-                    accuracy.update(part)
-                    loss.update(part)
+                    average(part, "train_accuracy")
+                    losses.append(average(part, "train_loss"))
                     (part / 2).backward()
                 optimizer.step()
             model.eval()
-            test = Metric("val_loss")
             with torch.no_grad():
-                for _ in range(2):
-                    test.update(feed.loss(model))
+                tests = [average(feed.loss(model), "val_loss") for _ in range(2)]
             save(epoch, model, optimizer)
         if quorum == "all":
             optimizer.drain()
-        return [resume, loss.mean, test.mean, crc(model.parameters()), len(state_tensors(optimizer))]
+        return [resume, losses, tests, crc(model.parameters()), len(state_tensors(optimizer))]
 
     report.put(f"imagenet {quorum}", first=job(2), second=job(3))
 
@@ -343,13 +327,10 @@ def main() -> None:
     for quorum in ("all", "solo"):
         imagenet(report, quorum)
     # Rounds are on their way when Horovod's own shutdown() comes: it has to drain.
-    model = classifier(seed=70)
-    optimizer = hvd_async.EagerOptimizer(plain("momentum", model, 0.01), model.named_parameters())
+    model, optimizer = made("eager", "momentum", 70)
     feed = Feed(10)
     for _ in range(3 + hvd.rank()):
-        optimizer.zero_grad()
-        feed.loss(model).backward()
-        optimizer.step()
+        feed.step(optimizer, model)
     hvd.shutdown()
     report.put("end", weights=crc(model.parameters()))
 
