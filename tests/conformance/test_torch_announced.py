@@ -171,8 +171,8 @@ def test_a_rank_that_ends_between_backward_and_step_gives_zeros_for_the_rest(fir
     assert (first, 4) in announced
 
 
-@pytest.mark.parametrize("started", [True, False])
-def test_a_discarded_optimizer_gives_zeros_for_the_rest(started, announced):
+@pytest.mark.parametrize(("started", "rest"), [(True, False), (False, False), (False, True)])
+def test_a_discarded_optimizer_gives_zeros_for_the_rest(started, rest, announced):
     gone = threading.Event()
 
     def train(rank: int) -> list[float]:
@@ -181,6 +181,9 @@ def test_a_discarded_optimizer_gives_zeros_for_the_rest(started, announced):
             one.backward([[None, 2.0]])
             if started:
                 fourth_has_started(one)
+            if rest:
+                one.opt._async.worker.pending()  # (the engine has announced the step)
+                one.parameters[0].sum().backward()
             one.opt.discard()
             gone.set()
             return []
@@ -190,7 +193,8 @@ def test_a_discarded_optimizer_gives_zeros_for_the_rest(started, announced):
         one.take(1.0, 2.0)
         return drained(one)
 
-    assert Cluster(2).run(train)[1] == [-4.0, -4.0, -6.0, -6.0]
+    weight = -4.5 if rest else -4.0
+    assert Cluster(2).run(train)[1] == [weight, weight, -6.0, -6.0]
     assert (0, 4) in announced
 
 

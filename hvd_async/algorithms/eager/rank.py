@@ -1274,11 +1274,11 @@ class EagerWorker(Worker):
         yield from self._finish(drained.flushed)
 
     def discard_results(self) -> None:
-        if self._number is not None:
-            self._in_flight.report(self._number, given=self._in_flight.given)  # (they count as produced)
         self._discards = True  # (without the lock: ``_deliver`` runs on this thread too)
         self._rounds.clear()
         self._in_flight.give_up()
+        if self._number is not None:
+            self._in_flight.report(self._number, given=self._in_flight.given)  # (the others count as produced)
 
     # -- checkpoints (training thread) ------------------------------------------------------------------------
 
