@@ -28,9 +28,9 @@ class Board:
     def gather(self, rank: int, value: Any, pickles: bool = True) -> list[Any]:
         """Return all ranks' values, through pickles or as copies."""
         self.values[rank] = pickle.dumps(value) if pickles else copy.deepcopy(value)
-        self.barrier.wait(60)
+        self.barrier.wait(240)
         every = [pickle.loads(one) if pickles else copy.deepcopy(one) for one in self.values]
-        self.barrier.wait(60)
+        self.barrier.wait(240)
         return every
 
 

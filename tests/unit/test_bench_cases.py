@@ -284,6 +284,6 @@ def test_results_are_kept_and_a_run_continues_with_what_is_left(monkeypatch, tmp
 def test_the_command_runs_from_any_folder(script, tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, str(ROOT / "scripts" / script), "--help"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"usage: scripts/{script}" in done.stdout

@@ -13,8 +13,8 @@ STEPS = 12
 """Optimizer steps of a script."""
 MIDDLE = (3, 7)
 """Steps after which a script does what its level of ``middle`` says."""
-PATIENCE = 20.0
-"""Seconds that a rank waits for what takes a fraction of one."""
+PATIENCE = 100.0
+"""Seconds that a rank waits for what takes a second on a quiet machine."""
 TINY_MB = 1e-6
 """A ``bucket_cap_mb`` that gives every tensor a bucket of its own."""
 FALLS = ("drop", "by-hand")
