@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {
     "hvd_async": House(files=160, lines=43_035, tokens=255_350, functions=3_181, median_body=3, single_importer=21),
     "scripts": House(files=53, lines=10_358, tokens=75_760, functions=642, median_body=4, single_importer=6),
-    "tests": House(files=303, lines=50_635, tokens=422_330, functions=4_004, median_body=5, single_importer=20),
+    "tests": House(files=303, lines=50_635, tokens=422_350, functions=4_004, median_body=5, single_importer=20),
     "docs": House(files=32, lines=3_400),
 }
 """The sizes that were reached, rounded up; of ``median_body``, which is to rise, the least value.
