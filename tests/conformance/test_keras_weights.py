@@ -424,7 +424,7 @@ def test_evaluation_in_fit_sees_the_leader_and_own_weights_come_back(drain):
 
 @each_algorithm
 def test_fit_again_with_moving_averages_and_batch_norm(algorithm):
-    """What is in place at the end of each is the same on both ranks, which have 3 batches and 5."""
+    """Both ranks, which have 3 batches and 5, have the same weights in place at the end of each ``fit()``."""
     options = {"group": 2, "local_period": 1} if algorithm == "lsgd" else {"algorithm": "easgd"}
 
     def train(rank: int) -> list[Any]:

@@ -171,7 +171,7 @@ def train_plainly(model: Any, *opts: Any, steps: int = 2) -> None:
 
 
 MISTAKES = list[Any]()
-"""What a script does with a model and a wrapper, this wrapper's name, the error and its text. (Gradients changed after
+"""Calls of a script with a model and a wrapper, the wrapper's name, the error and its text. (Gradients changed after
 ``backward()``: ``test_torch_lost_changes``; further backward passes: ``test_torch_two_passes``; scalers:
 ``test_torch_precision``.)"""
 WEIGHTS = ("GossipOptimizer", "LeaderOptimizer")

@@ -72,7 +72,7 @@ def expected(case: Gossip, size: int, logs: list[Any], framework: str) -> refere
 
 
 def check_after_cut(ranks: list[dict[str, Any]]) -> None:
-    """What holds where ranks have weights of their own: consensus, distance and drain agree."""
+    """Check ranks with weights of their own: consensus, distance and drain agree."""
     own = np.array([rank["own"] for rank in ranks])
     apart = np.sqrt(((own - own.mean(axis=0)) ** 2).sum(axis=1).mean())
     for rank in ranks:
@@ -84,7 +84,7 @@ def check_after_cut(ranks: list[dict[str, Any]]) -> None:
 
 
 def check_ends(ranks: list[dict[str, Any]]) -> None:
-    """What holds for every gossip: nothing is lost, besides."""
+    """Check a gossip: it loses nothing, besides."""
     check_after_cut(ranks)
     assert [rank["weight_after"] for rank in ranks] == [1.0] * len(ranks)
     assert sum(rank["sent"] for rank in ranks) == sum(rank["taken"] for rank in ranks)

@@ -45,7 +45,7 @@ def test_every_case_equals_the_reference(job: RunJob, setting: Setting, name: st
 
 
 def check_ends(ranks: list[dict[str, Any]], following: Following) -> None:
-    """What holds for all: a drain leaves the consensus; pulls came about as often as they were due."""
+    """Check a job: a drain leaves the consensus; pulls came about as often as they were due."""
     check_after_cut(ranks)
     for number, rank in enumerate(ranks):
         assert rank["own"] == rank["before"]

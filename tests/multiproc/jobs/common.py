@@ -172,7 +172,7 @@ def whole_weighted(samples: list[list[int]]) -> list[list[float]]:
 
 
 def after_cut(trainer: Any) -> dict[str, Any]:
-    """What a model holds after a cut, in the consensus, after that and after a drain; how far ranks are from it."""
+    """Return a model's weights after a cut, in the consensus, after it and after a drain; and the ranks' distance."""
     own, distance = trainer.weights(), trainer.optimizer.consensus_distance()
     with trainer.optimizer.consensus():
         consensus = trainer.weights()

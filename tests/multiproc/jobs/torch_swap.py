@@ -76,7 +76,7 @@ def made(family: str, kind: str, seed: int, rate: float = 0.01) -> tuple[torch.n
 
 
 def held(model: torch.nn.Module, optimizer: Any) -> dict[str, int]:
-    """What a checkpoint of both has."""
+    """Return checksums of the weights and of the optimizer's state, and the number of rounds."""
     return {"weights": crc(model.parameters()), "state": crc(state_tensors(optimizer)), "rounds": optimizer.rounds}
 
 
