@@ -55,14 +55,20 @@ def group_before(rank: int, port: int, file: str) -> None:
     dist.init_process_group("gloo")
 
 
+def end_group() -> None:
+    """End torch's group once both ranks have it: Gloo fails on a rank whose peer leaves while it connects."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def group_ended(rank: int, port: int, file: str) -> None:
     group_before(rank, port, file)
-    dist.destroy_process_group()
+    end_group()
 
 
 def file_ended(rank: int, port: int, file: str) -> None:
     by_file(rank, port, file)
-    dist.destroy_process_group()
+    end_group()
 
 
 def group_after(rank: int, port: int, file: str) -> None:
