@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -63,11 +63,16 @@ def _most(what: str, seconds: Sequence[float]) -> str:
     return f"stragglers: {what} rank {rank} most, {seconds[rank]:.1f} s of {sum(seconds):.1f} s in all"
 
 
+def mean_of(histogram: Mapping[int, int]) -> float | None:
+    """Return the mean of values, given how often each occurred; None if none did."""
+    count = sum(histogram.values())
+    return sum(value * times for value, times in histogram.items()) / count if count else None
+
+
 def _late(what: str, unit: str, staleness: dict[int, int]) -> str:
-    count = sum(staleness.values())
-    if not count:
+    mean, count = mean_of(staleness), sum(staleness.values())
+    if mean is None:
         return f"late: no {what} yet"
-    mean = sum(late * number for late, number in staleness.items()) / count
     return (
         f"late: {staleness.get(0, 0) / count:.0%} of {what} were on time; {mean:.1f} {unit} late on average, "
         f"{max(staleness)} at most"
@@ -126,8 +131,7 @@ class Stats(_Mergeable):
 
     def __str__(self) -> str:
         """Return the counts in five lines; ``repr()`` has all fields."""
-        ranks = sum(ranks * rounds for ranks, rounds in self.contributors.items())
-        mean = ranks / max(1, sum(self.contributors.values()))
+        mean = mean_of(self.contributors) or 0.0
         applied = f"{self.gradients_applied} gradients of all ranks were applied"
         if self.total_produced is None:
             lost = f"lost: known after drain(); so far {applied}"

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -233,11 +233,5 @@ def horovodrun(*arguments: str) -> None:
 
 
 if __name__ == "__main__":  # (the launcher imports this module again for each rank that it watches)
-    programs: dict[str, Callable[..., None]] = {
-        "ask": ask,
-        "train": train,
-        "measure": measure,
-        "demo": demo,
-        "horovodrun": horovodrun,
-    }
+    programs = {one.__name__: one for one in (ask, train, measure, demo, horovodrun)}
     programs[sys.argv[1]](*sys.argv[2:])

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple
 
-from hvd_async.stats import GossipStats, LeaderStats, Stats
+from hvd_async.stats import GossipStats, LeaderStats, Stats, mean_of
 
 NAMES: Mapping[type, Mapping[str, str]] = {
     Stats: {"waits": "held_s", "nbytes": "bytes_sent"},
@@ -108,8 +108,8 @@ class Sample:
             wait_s=max(0.0, after.wait_s - before.wait_s),
             waits=tuple(max(0.0, now - then) for now, then in pairs),
             of_all=after.of_all,
-            contributors=_mean(_gain(before.contributors, after.contributors)),
-            staleness_mean=_mean(staleness),
+            contributors=mean_of(_gain(before.contributors, after.contributors)),
+            staleness_mean=mean_of(staleness),
             staleness_max=max(staleness, default=None),
             nbytes=max(0, after.nbytes - before.nbytes),
             leader_distance=distance_sum / pulled if pulled > 0 else None,
@@ -143,11 +143,6 @@ def _gain(before: Mapping[int, int], after: Mapping[int, int]) -> dict[int, int]
     """Return the counts by which a histogram has grown."""
     gained = {value: count - before.get(value, 0) for value, count in after.items()}
     return {value: count for value, count in gained.items() if count > 0}
-
-
-def _mean(histogram: Mapping[int, int]) -> float | None:
-    total = sum(histogram.values())
-    return sum(value * count for value, count in histogram.items()) / total if total else None
 
 
 # -- values for TensorBoard and Prometheus -----------------------------------------------------------------------------

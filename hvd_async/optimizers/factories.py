@@ -246,16 +246,7 @@ def eager_driver(
 def gossip_driver(
     binding: Binding, given: GossipArguments, replica: Callable[[RankGroup], WeightReplica]
 ) -> GossipDriver:
-    """Return the driver of a ``GossipOptimizer``.
-
-    Args:
-        binding: the factory's binding.
-        given: the factory's arguments.
-        replica: makes the replica.
-
-    Raises:
-        ValueError: an argument is invalid.
-    """
+    """Return the driver of a ``GossipOptimizer``; arguments and errors as in ``eager_driver``."""
     hvd, rank_group = binding.hvd, binding.rank_group(given)
     check_local(given, hvd.Average, "gossip")
     given.check(rank_group.named)
@@ -268,16 +259,7 @@ def gossip_driver(
 def leader_driver(
     binding: Binding, given: LeaderArguments, replica: Callable[[RankGroup], WeightReplica]
 ) -> LeaderDriver:
-    """Return the driver of a ``LeaderOptimizer``.
-
-    Args:
-        binding: the factory's binding.
-        given: the factory's arguments.
-        replica: makes the replica.
-
-    Raises:
-        ValueError: an argument is invalid.
-    """
+    """Return the driver of a ``LeaderOptimizer``; arguments and errors as in ``eager_driver``."""
     hvd, rank_group = binding.hvd, binding.rank_group(given)
     check_local(given, hvd.Average, "LeaderOptimizer")
     given.check(rank_group.named)

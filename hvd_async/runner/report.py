@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from hvd_async.monitor.sinks import EventFile
-from hvd_async.stats import GossipStats, LeaderStats, Stats
+from hvd_async.stats import GossipStats, LeaderStats, Stats, mean_of
 
 from .course import Injector
 
@@ -119,9 +119,9 @@ class JobCounts:
             gradients_produced=_combined(sum, (rank.gradients_produced for rank in ranks)),
             gradients_applied=_combined(max, (rank.gradients_applied for rank in ranks)),
             gradients_skipped=sum(rank.gradients_skipped for rank in ranks),
-            staleness={"mean": _mean(late), "max": max(late, default=None)},
+            staleness={"mean": mean_of(late), "max": max(late, default=None)},
             fresh=late[0] / late.total() if late else None,
-            contributors={"mean": _mean(ranks[0].contributors)},
+            contributors={"mean": mean_of(ranks[0].contributors)},
             wait_s_by_rank=tuple(rank.wait_s for rank in ranks),
             held_s_by_rank=tuple(map(math.fsum, zip(*waited, strict=True))) if waited else ranks[0].held_s,
             bytes_sent=_combined(sum, (rank.bytes_sent for rank in ranks)),
@@ -150,11 +150,6 @@ class JobCounts:
 def _combined(combine: Callable[[list[int]], int], values: Iterable[int | None]) -> int | None:
     known = [value for value in values if value is not None]
     return combine(known) if known else None
-
-
-def _mean(histogram: Mapping[int, int]) -> float | None:
-    count = sum(histogram.values())
-    return sum(value * times for value, times in histogram.items()) / count if count else None
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 from hvd_async.algorithms.gossip.config import PairRequested, RankFinished, StartExchange
 from hvd_async.algorithms.gossip.error_feedback import SavedState
 from hvd_async.algorithms.gossip.hosts import ALL_GATHER, HostWorker
-from hvd_async.algorithms.gossip.message_format import MessageFormat, OutgoingMessage
-from hvd_async.algorithms.gossip.plan import GossipPlan
+from hvd_async.algorithms.gossip.message_format import OutgoingMessage
 from hvd_async.algorithms.gossip.push_sum import Add, Times
 from hvd_async.algorithms.gossip.push_sum import State as Part
 from hvd_async.algorithms.gossip.rank import MEAN, GossipWorker, check_weight
 from hvd_async.algorithms.own_weights import Kept
-from hvd_async.runtime.interfaces import FiniteFlag, Program, RankRuntime, Vector, Wait
+from hvd_async.runtime.interfaces import FiniteFlag, Program, Vector, Wait
 from hvd_async.runtime.protocol import Drained, OptimizerCommand, RunCollective
 
 # -- requests for averagings -------------------------------------------------------------------------------------------
@@ -142,10 +141,8 @@ class ADPSGDWorker(GossipWorker):
             place), ("landed", exchange, partner's place).
     """
 
-    def __init__(
-        self, engine: RankRuntime, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]
-    ) -> None:
-        super().__init__(engine, plan, post, finish)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._lock = threading.Lock()
         """Held while the shadow changes, and while the log does."""
         self._state = State(None, None)
@@ -155,16 +152,16 @@ class ADPSGDWorker(GossipWorker):
         """The neighbour's share of an average, by exchange (engine thread)."""
         self._gone: set[int] = set()
         """Places of ranks whose optimizer was deleted (engine thread)."""
-        self.can_be_late = plan.config.local_size == 1 and not engine.elastic
+        self.can_be_late = self.plan.config.local_size == 1 and not self.engine.elastic
         self._shown: FiniteFlag | None = None
         """Whether the shadow is finite; None: it is."""
         self._good: Vector | None = None
         """The last finite snapshot, while snapshots are chosen by such flags (engine thread)."""
         self._pairing = Pairing(
-            plan.config.max_local_steps,
-            plan.topology.neighbours(self._host),
+            self.plan.config.max_local_steps,
+            self.plan.topology.neighbours(self._host),
             self._may_ask,
-            lambda: engine.send(PairRequested(self.number)),
+            lambda: self.engine.send(PairRequested(self.number)),
         )
 
     def _may_ask(self) -> bool:
@@ -312,10 +309,8 @@ class HostADPSGDWorker(HostWorker, ADPSGDWorker):
         log: as in ``ADPSGDWorker``; steps are those of the host since the last end.
     """
 
-    def __init__(
-        self, engine: RankRuntime, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]
-    ) -> None:
-        super().__init__(engine, plan, post, finish)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._mark = f"pairs of hosts with {len(self._locals)} ranks"
         self._given: Vector = None
         """The weights last loaded into the model, which may have changed them since (training thread)."""

@@ -32,14 +32,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from hvd_async.algorithms.gossip.error_feedback import SavedState
-from hvd_async.algorithms.gossip.message_format import MessageFormat
-from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Add
 from hvd_async.algorithms.gossip.rank import NeighbourAverageWorker
-from hvd_async.runtime.interfaces import Program, RankRuntime, Vector
+from hvd_async.runtime.interfaces import Program, Vector
 
 LARGEST, MOVING = "largest learning rates", "learning rates of updates"
 """Names of vectors in a checkpoint after ``cut()``."""
@@ -124,15 +123,13 @@ class StepFactors:
 class ExactDiffusionWorker(NeighbourAverageWorker):
     """Exact diffusion on one rank; its push-sum weight stays 1."""
 
-    def __init__(
-        self, engine: RankRuntime, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]
-    ) -> None:
-        super().__init__(engine, plan, post, finish)
-        self._edges = dict(plan.in_edges(self._place, plan.config.period))
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._edges = dict(self.plan.in_edges(self._place, self.plan.config.period))
         """The weight of each neighbour, by place."""
         self._differences: dict[int, Vector] = {}
         """f_ij by neighbour."""
-        self._factors = StepFactors(plan.config.period)
+        self._factors = StepFactors(self.plan.config.period)
 
     def mix_program(self, before: Vector, after: Vector) -> Program[Vector]:
         self.check_step()

@@ -14,18 +14,17 @@ of neighbouring hosts in pairs (``adpsgd``); ``HostOuterWorker`` takes the outer
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hvd_async.algorithms.gossip import push_sum
 from hvd_async.algorithms.gossip.config import STAGES, RankFinished
 from hvd_async.algorithms.gossip.error_feedback import SavedState
-from hvd_async.algorithms.gossip.message_format import MessageFormat, OutgoingMessage
-from hvd_async.algorithms.gossip.plan import GossipPlan
+from hvd_async.algorithms.gossip.message_format import OutgoingMessage
 from hvd_async.algorithms.gossip.push_sum import Message, Sent, State
 from hvd_async.algorithms.gossip.rank import GossipWorker, Links, PushSumWorker, ReceivedMessage
 from hvd_async.errors import ReplicaStateError
-from hvd_async.runtime.interfaces import Program, RankRuntime, Vector, Wait
+from hvd_async.runtime.interfaces import Program, Vector, Wait
 from hvd_async.runtime.protocol import Drained, OptimizerCommand
 
 # -- steps of a host ---------------------------------------------------------------------------------------------------
@@ -38,16 +37,14 @@ REDUCE_SCATTER, GOSSIP, ALL_GATHER = range(STAGES)
 class HostWorker(GossipWorker):
     """A gossiping rank that takes its steps together with the other ranks of its host."""
 
-    def __init__(
-        self, engine: RankRuntime, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]
-    ) -> None:
-        super().__init__(engine, plan, post, finish)
-        size = plan.config.local_size
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        size = self.plan.config.local_size
         self._locals = self._ranks_of(self._host)
-        self._pieces = plan.parts // size
+        self._pieces = self.plan.parts // size
         """Number of the format's parts that make up the part of an owner."""
-        piece = post.split(post.zeros())[0]
-        self._piece, self._piece_bytes = len(piece), len(post.as_bytes(piece))
+        piece = self._post.split(self._post.zeros())[0]
+        self._piece, self._piece_bytes = len(piece), len(self._post.as_bytes(piece))
         self._results: dict[int, dict[int, State]] = {}
         """Results received, by step and owner."""
         # Engine thread:
@@ -261,11 +258,9 @@ class HostWorker(GossipWorker):
 class HostPushSumWorker(HostWorker, PushSumWorker):
     """Push-sum between hosts, on one rank: SGP, OSGP, D-PSGD."""
 
-    def __init__(
-        self, engine: RankRuntime, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]
-    ) -> None:
-        super().__init__(engine, plan, post, finish)
-        self._weights = [1.0] * plan.config.local_size
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._weights = [1.0] * self.plan.config.local_size
         """Push-sum weights of the shards; ``weight`` is their mean."""
         self._excess: Vector | None = None
         """The difference between x and z x ``weight``; None if all shards have that weight."""

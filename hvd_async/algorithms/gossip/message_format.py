@@ -46,12 +46,6 @@ def encoded_bytes(elements: int, itemsize: int, compression: str) -> int:
     return elements * (itemsize if compression == "none" else 2)
 
 
-def plain_rows(elements: int, itemsize: int, compression: str) -> int:
-    """Return the number of rows, of ``encoded_bytes`` each, that an uncompressed message takes."""
-    nbytes = encoded_bytes(elements, itemsize, compression)
-    return max(1, -(-elements * itemsize // max(1, nbytes)))
-
-
 def row_bytes(nbytes: int) -> int:
     """Return the size of a row, which holds an encoded vector and its header, in bytes."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT + HEADER.size
@@ -99,7 +93,7 @@ class MessageFormat(abc.ABC):
         self._kind, self._compression = kind, compression
         self.nbytes = encoded_bytes(self._part, kind.itemsize, compression)
         self._stride = row_bytes(self.nbytes)
-        self.plain_rows = plain_rows(self._part, kind.itemsize, compression)
+        self.plain_rows = max(1, -(-self._part * kind.itemsize // max(1, self.nbytes)))
         self.rows = max(messages, plain * self.plain_rows)
         self._alone = parts == 1 == self.rows  # (behind one of several parts is the next part)
         self.lossless, self.differences = compression == "none", compression == "int8"

@@ -13,16 +13,13 @@ With gamma = beta all phi_j except rank i's own cancel, so only theta_j is sent:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hvd_async.algorithms.gossip.error_feedback import SavedState
-from hvd_async.algorithms.gossip.message_format import MessageFormat
-from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.push_sum import Add
 from hvd_async.algorithms.gossip.rank import NeighbourAverageWorker
 from hvd_async.algorithms.own_weights import Kept
-from hvd_async.runtime.interfaces import Program, RankRuntime, Vector
+from hvd_async.runtime.interfaces import Program, Vector
 
 SLOW, MOMENTUM = "slow weights", "outer momentum"
 """Names of vectors in a checkpoint after ``cut()``."""
@@ -50,10 +47,8 @@ def outer_step(state: State, average: Vector, lr: float, momentum: float, add: A
 class NoLoCoWorker(NeighbourAverageWorker):
     """NoLoCo on one rank."""
 
-    def __init__(
-        self, engine: RankRuntime, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]
-    ) -> None:
-        super().__init__(engine, plan, post, finish)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._state = State(None, None)
         self._kept: State | None = None
         """The state to start from, saved by an earlier run after a cut."""

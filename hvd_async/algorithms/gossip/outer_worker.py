@@ -15,21 +15,21 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from hvd_async.algorithms.gossip import outer, push_sum
 from hvd_async.algorithms.gossip.averages import Average, Averages
 from hvd_async.algorithms.gossip.error_feedback import SavedState
 from hvd_async.algorithms.gossip.hosts import HostWorker
-from hvd_async.algorithms.gossip.message_format import MessageFormat
-from hvd_async.algorithms.gossip.plan import GossipPlan
 from hvd_async.algorithms.gossip.rank import GossipWorker
 from hvd_async.algorithms.own_weights import Kept
-from hvd_async.runtime.interfaces import Program, RankRuntime, Vector, Wait
+from hvd_async.runtime.interfaces import Program, Vector, Wait
 from hvd_async.runtime.protocol import Hyper
 from hvd_async.stats import GossipStats
 
 ANCHOR, ERROR, RATES, LAST_MOVES = "outer anchor", "outer error", "inner learning rates", "steps of the last moves"
+MOMENTUM = "outer momentum of "
 SENT, MEAN_OF, NUMBER, MOVED = "outer sent ", "outer mean ", "outer learning rate ", "outer moved "
 """Names of saved vectors; a name that ends with a space is followed by an average's number."""
 
@@ -41,17 +41,15 @@ class OuterWorker(GossipWorker):
         log: (step, number of the average) of each average that was taken.
     """
 
-    def __init__(
-        self, engine: RankRuntime, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]
-    ) -> None:
-        super().__init__(engine, plan, post, finish)
-        config, algorithm = plan.config, self._algorithm
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        config, algorithm = self.plan.config, self._algorithm
         assert algorithm.outer is not None
         self._outer_step, self._constants = algorithm.outer, outer.Constants(config.outer_lr, config.outer_momentum)
         self._rhythm, self._late = outer.Rhythm(config.average_every, config.fragments), config.max_staleness
-        self._averages = Averages(engine, post, config.fragments)
-        self._state = outer.State(None, post.zeros() + 0 if "outer_momentum" in algorithm.options else None)
-        self.can_be_late = config.local_size == 1 and not engine.elastic
+        self._averages = Averages(self.engine, self._post, config.fragments)
+        self._state = outer.State(None, self._post.zeros() + 0 if "outer_momentum" in algorithm.options else None)
+        self.can_be_late = config.local_size == 1 and not self.engine.elastic
         self._resumes = False
         """Whether the outer momentum is from an earlier worker."""
         self._rates: deque[float] = deque(maxlen=config.average_every)
@@ -68,7 +66,7 @@ class OuterWorker(GossipWorker):
 
     @property
     def _momentum_name(self) -> str:
-        return f"outer momentum of {self.config.algorithm}"
+        return f"{MOMENTUM}{self.config.algorithm}"
 
     def register(
         self, names: list[str], checksums: list[int], hyper: Hyper | None = None, number: int | None = None

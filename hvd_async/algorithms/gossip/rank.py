@@ -746,18 +746,16 @@ class PushSumWorker(GossipWorker):
         log: (step, [(sender, its step), ...]) of the messages mixed in each step.
     """
 
-    def __init__(
-        self, engine: RankRuntime, plan: GossipPlan, post: MessageFormat, finish: Callable[[bool], object]
-    ) -> None:
-        super().__init__(engine, plan, post, finish)
-        self._averages = Averages(engine, post, blocking=True)
-        self._known = ErrorFeedback(post, plan.config.graph, plan.config.local_size)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._averages = Averages(self.engine, self._post, blocking=True)
+        self._known = ErrorFeedback(self._post, self.plan.config.graph, self.plan.config.local_size)
         self._offered = self._last_offered = 0
         """Number of steps whose messages were queued; and the last step whose messages were queued, or that has none,
         since the last drain or cut."""
         self._has_stopped_neighbour = False
         """Whether an empty message was received since the last drain or cut: its sender keeps its weights."""
-        self.can_be_late = plan.config.local_size == 1 and not engine.elastic
+        self.can_be_late = self.plan.config.local_size == 1 and not self.engine.elastic
         self._good: State | None = None
         """Finite weights that other ranks get if this rank's are not, while it is not known yet; None if they never
         are unknown."""
