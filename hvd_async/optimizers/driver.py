@@ -131,6 +131,8 @@ class Driver(abc.ABC):
         self.rounds_before = self.steps_ended = 0
         self._has_met = False
         """Whether the ranks have met, perhaps without this one."""
+        self._taken_over: Any = None
+        """The last worker that all ranks were found to have registered alike."""
         self._lock = threading.RLock()
 
     def attach(self, optimizer: Any) -> Any:
@@ -335,6 +337,8 @@ class Driver(abc.ABC):
                 except ReplicaMismatchError:
                     self.worker = None  # once the cause is fixed, the next call registers again
                     raise
+            if self._taken_over is not self.worker:  # (a drain of another optimizer may have registered it)
+                self._taken_over = self.worker
                 self.on_registered()
             self.replica.bind(self.worker.engine)
             return self.worker
@@ -344,7 +348,9 @@ class Driver(abc.ABC):
         other = self.is_registered or self.discarded or self.engine not in (None, engine)
         if other or list(self.rank_group.members) != asked.members:
             return False
-        return self.opening()[0] == asked.names or None
+        self.replica.prepare()
+        names = self.opening()[0]
+        return asked.names[-len(names) :] == names or None  # (before these, some algorithms say what they resume)
 
     def count_from(self, rounds: int) -> None:
         """Set the number of rounds that have been applied to this rank's weights so far."""
@@ -455,7 +461,6 @@ class Driver(abc.ABC):
         self.check_usable()
         worker: Worker = self.register()
         worker.engine.drain(flush)  # (without awaiting this registration: ranks may wait for another optimizer first)
-        self.on_registered()
         return worker.last_done
 
     def discard(self) -> None:

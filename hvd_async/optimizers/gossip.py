@@ -9,6 +9,7 @@ from typing import Any
 
 from hvd_async.algorithms.gossip.config import ALGORITHMS, SMOOTHING, SWITCHABLE, GossipOptions, rank_class
 from hvd_async.algorithms.gossip.error_feedback import SavedState
+from hvd_async.algorithms.gossip.outer_worker import ANCHOR, MOMENTUM
 from hvd_async.algorithms.gossip.plan import GossipPlan, plan_of
 from hvd_async.algorithms.gossip.quasi_global import Correction
 from hvd_async.algorithms.gossip.rank import GossipWorker
@@ -261,6 +262,17 @@ class GossipDriver(LocalDriver):
         super().take_settings(settings)
         self.epoch, self.begun, self._algorithms = settings["epoch"], settings["begun"], set(settings["algorithms"])
         self.given, self.plan = settings["given"], self._planned(settings["given"])
+
+    def loaded(self) -> Mapping[str, Vector] | None:
+        if ALGORITHMS[self.plan.config.algorithm].outer is None:
+            return None if self.restored is None else {}
+        if self.restored is not None:
+            copies = self.restored.copies
+            return {name: copies[name] for name in copies if name == ANCHOR or name.startswith(MOMENTUM)}
+        if not self._common:
+            return None
+        self.replica.prepare()
+        return {ANCHOR: self.replica.read(), **self._common}
 
     def restart(self, kept: Kept) -> SavedState:
         return SavedState(1.0, {**kept.own, **kept.shared}, 0)

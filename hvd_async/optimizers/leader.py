@@ -116,7 +116,7 @@ class LeaderDriver(LocalDriver):
             self.steps_before = self.worker.steps
         group_set = self.rank_group.process_set
         groups = [tuple(self.rank_group.ranks[place] for place in places) for places in self.config.groups]
-        if group_set is None:
+        if group_set is None and "group" in self.given:
             self._compare_groups(engine)
         if len(groups) > 1:
             several = [ranks for ranks in groups if len(ranks) > 1]
@@ -182,6 +182,12 @@ class LeaderDriver(LocalDriver):
     def continue_from(self, before: LeaderDriver) -> None:
         super().continue_from(before)
         self.steps_before = before.steps_before if before.worker is None else before.worker.steps
+
+    def loaded(self) -> Mapping[str, Vector] | None:
+        if self.restored is None:
+            return None
+        center = self.restored.results.targets.get(ALL_RANKS) if self._centered else None
+        return {} if center is None else {CENTER_NAME: center}
 
     def restart(self, kept: Kept) -> SavedState:
         targets = {ALL_RANKS: kept.shared[CENTER_NAME]} if kept.shared else {}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 from hvd_async.algorithms.gossip.rank import GossipWorker
 from hvd_async.algorithms.leader.rank import LeaderWorker
 from hvd_async.algorithms.own_weights import Kept
-from hvd_async.errors import ReplicaStateError
+from hvd_async.errors import ReplicaStateError, ranks_text
 from hvd_async.optimizers.agreement import kept_buffers
 from hvd_async.optimizers.driver import Driver, Standing
 from hvd_async.optimizers.replica import WeightReplica
@@ -322,7 +322,17 @@ class LocalDriver(Driver):
             self._drained = averages is None  # (eval() and train() of a schedule-free optimizer round a rank's weights)
 
     def replace_worker(self) -> None:
-        """Delete the worker after a drain, and keep its statistics."""
+        """Delete the worker after a drain, and keep its statistics.
+
+        Raises:
+            ReplicaStateError: a rank no longer has the optimizer, for which the ranks that register the next worker
+                would wait.
+        """
+        if self.worker is not None and self.worker.gone_at_end:
+            raise ReplicaStateError(
+                f"{ranks_text(self.worker.gone_at_end)} no longer has this optimizer, since it has ended or called "
+                f"discard(), and all ranks must change the settings or load a state together: do so before"
+            )
         if self.worker is not None:
             self.stats_before, self.rounds_before = self.stats(), self.rounds
             self.worker.delete()
@@ -336,6 +346,13 @@ class LocalDriver(Driver):
             kept = worker.leave(self.replica.read())
             self.replica.write(kept.weights)
             self.kept = kept._replace(version=kept.version + self._shared_before)
+        elif not self.discarded and (shared := self.loaded()) is not None:
+            self.kept = Kept(None, shared=shared, version=self._shared_before)
+
+    @abc.abstractmethod
+    def loaded(self) -> Mapping[str, Vector] | None:
+        """Return the vectors that all ranks share, of a state that no worker has taken over yet: loaded, or of a worker
+        that was replaced. None if there is no such state."""
 
     def roll_back(self) -> None:
         self.stats_before = self.stats()

@@ -53,6 +53,14 @@ class Replica(abc.ABC):
         """Become the replica of a wrapped optimizer."""
         self._reference = weakref.ref(optimizer)
 
+    @abc.abstractmethod
+    def prepare(self) -> Any:
+        """Check the weights, and lay their vectors out, before a worker is made.
+
+        Raises:
+            ValueError: there are no weights yet, or averaging would damage some of them.
+        """
+
     def detach(self) -> None:
         """Mark this replica as replaced by another."""
         self._stale = True
@@ -120,14 +128,6 @@ class WeightReplica(Replica):
     """Replica of a rank with weights of its own (gossip, leaders). Vectors of shape (n,) hold all mixed weights."""
 
     # -- weights ----------------------------------------------------------------------------------------------
-
-    @abc.abstractmethod
-    def prepare(self) -> None:
-        """Check that the weights can be read and mixed, before a worker is made.
-
-        Raises:
-            ValueError: there are no weights yet, or mixing would damage some of them.
-        """
 
     def check(self) -> None:
         """Check before a step that no weights have changed since ``prepare`` in a way that mixing would damage them.

@@ -157,6 +157,34 @@ def test_a_new_rank_gets_the_algorithm_that_was_switched_to(job):
     assert seen[2][1] >= 2  # rounds continue from those of the weights that it took
 
 
+@both
+@pytest.mark.parametrize("end", ["drain", "cut"])
+@pytest.mark.parametrize("algorithm", ["slowmo", "diloco"])
+def test_a_loaded_outer_momentum_outlives_a_change_of_the_ranks_before_the_first_step(job, algorithm, end):
+    def load(rank: int, one: Any) -> None:
+        for _ in range(3):
+            one.step()
+        getattr(one.opt, end)()
+        one.kept = one.opt._async.worker.common_state()
+        if job is TorchJob:
+            one.opt.load_state_dict(one.opt.state_dict())
+        else:
+            one.opt.set_state(one.opt.get_state())
+
+    def momenta(rank: int, one: Any) -> Any:
+        own, now = getattr(one, "kept", None), one.opt._async.worker_now().common_state()
+        one.step()
+        one.opt.drain()
+        return own, now
+
+    every = changed((2, 3), lambda: job(algorithm=algorithm, average_every=1), load, momenta)
+    own = {name: np.asarray(value) for name, value in every[0][0].items()}
+    assert all(value.any() for value in own.values())
+    assert len(own) == 1
+    for _, now in every:
+        np.testing.assert_equal({name: np.asarray(value) for name, value in now.items()}, own)
+
+
 def test_a_new_rank_gets_the_backward_passes_of_a_step():
     def said_later(rank: int, one: Any) -> None:
         one.opt.set_backward_passes_per_step(2)

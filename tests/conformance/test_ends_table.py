@@ -18,7 +18,7 @@ import pytest
 
 from hvd_async.runtime.lifecycle import local_engine
 from hvd_async.testing import Cluster, InjectedError
-from tests.conformance.weight_ranks import KerasRank, Rank, TorchRank
+from tests.conformance.weight_ranks import KerasRank, Rank, TorchRank, both
 from tests.conftest import LONG_RUN
 from tests.covering import covering
 
@@ -178,3 +178,52 @@ TRIED = [
 @pytest.mark.parametrize(("framework", "wrapper", "cell"), TRIED)
 def test_other_algorithms(framework: str, wrapper: str, cell: Cell):
     check(cell, run(cell, wrapper, TorchRank if framework == "torch" else KerasRank))
+
+
+@both
+@pytest.mark.parametrize(("name", "other"), [("all", "sgp"), ("sgp", "all"), ("diloco", "all"), ("easgd", "all")])
+def test_a_rank_without_batches_opens_the_optimizer_that_others_train(binding, name, other):
+    """While it waits for the end of another one; and not the one of the same ranks that was wrapped before."""
+    problem = binding.least_squares(2)
+
+    def train(rank: int) -> Any:
+        wrapped = (WRAPPERS[one] for one in ("solo", other, name))
+        first, second, asked = (binding(problem, rank, wrapper=wrapper, **options) for wrapper, options in wrapped)
+        if rank == 0:
+            first.train(1)
+            asked.train(1)
+        first.opt.drain()
+        driver = asked.opt._async
+        driver.worker_now()
+        return asked.weights().tobytes(), driver.worker.agreed, second.opt._async.worker
+
+    one, other = Cluster(2).run(train)
+    assert one == other
+    assert one[1:] == (True, None)
+
+
+@pytest.mark.parametrize("name", ["sgp", "easgd"])
+def test_a_loaded_state_is_taken_over_once_where_another_optimizers_drain_registers_it(name):
+    problem = TorchRank.least_squares(2)
+
+    def ranks(rank: int) -> list[TorchRank]:
+        return [TorchRank(problem, rank, wrapper=WRAPPERS[one][0], **WRAPPERS[one][1]) for one in ("all", name)]
+
+    def save(rank: int) -> Any:
+        _, one = ranks(rank)
+        one.train(2).opt.cut()
+        return one.opt.state_dict()
+
+    states = Cluster(2).run(save)
+
+    def train(rank: int) -> Any:
+        first, second = ranks(rank)
+        second.opt.load_state_dict(states[rank])
+        before = second.opt._async.resumed.cut
+        for one in () if rank else (first, second):
+            one.train(1)
+        first.opt.drain()
+        second.opt.drain()
+        return before, second.opt._async.resumed.cut
+
+    assert Cluster(2).run(train) == [(True, False)] * 2

@@ -306,6 +306,27 @@ def test_a_rank_discards_after_an_error_and_trains_another(wrapper: str, options
     assert len(set(Cluster(3).run(train))) == 1
 
 
+def test_settings_are_not_changed_without_a_rank_that_would_be_waited_for():
+    problem = TorchRank.least_squares(3)
+
+    def train(rank: int) -> Any:
+        one = TorchRank(problem, rank, algorithm="sgp").train(1)
+        if rank == 2:
+            one.opt.discard()
+            return None
+        for change in (
+            lambda: one.opt.switch(algorithm="dpsgd"),
+            lambda: one.opt.load_state_dict(one.opt.state_dict()),
+        ):
+            with pytest.raises(ReplicaStateError, match="rank 2 no longer has this optimizer"):
+                change()
+        return one.train(1).drained(), one.opt.settings["algorithm"]
+
+    first, second, _ = Cluster(3).run(train)
+    assert first == second
+    assert first[1] == "sgp"
+
+
 def test_handed_over_gradients_hold_up_their_own_optimizer_only_and_it_is_named():
     def train(rank: int) -> list[float]:
         one = line(0.0, 2)
