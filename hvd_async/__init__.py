@@ -1,4 +1,4 @@
-"""Horovod optimizers that do not wait for stragglers.
+"""Distributed optimizers that do not wait for stragglers.
 
 ``EagerOptimizer(opt)``, ``GossipOptimizer(opt)`` and ``LeaderOptimizer(opt)`` forward to ``hvd_async.torch`` or
 ``hvd_async.tensorflow``, depending on the framework of ``opt``; only that framework is imported.

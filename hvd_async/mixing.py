@@ -1,4 +1,4 @@
-"""Mixing weights: matrices over a topology, their checks, and their speed of convergence.
+"""Mixing weights: matrices over a topology, their checks, and the least push-sum weight.
 
 ``W[i, j]`` is the weight that rank i gives to the message of rank j (to its own weights on the diagonal). SGP needs
 columns that sum to 1 (push-sum corrects the rest: Assran et al., ICML 2019). D-PSGD and AD-PSGD need a symmetric W

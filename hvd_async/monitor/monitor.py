@@ -48,7 +48,7 @@ class Monitor:
         prometheus_port: port of an HTTP server of the same text, under ``/metrics``; 0: a free port.
         all_ranks: whether every rank writes; else only the first rank that shares the optimizer. Rank R then writes
             into the folder ``rankR`` and the file ``NAME.rankR.prom``, and serves at ``prometheus_port`` + its place.
-        warn: whether the first rank warns on stderr, once, of a permanent straggler.
+        warn: whether the first rank warns on stderr of permanent stragglers, each time they change.
         window: steps over which waits are added up before they are judged; three such windows make a warning.
         name: of the optimizer, if a script has several; it becomes a label and a part of tags.
         clock: returns monotonic seconds.

@@ -1,4 +1,4 @@
-"""Time limits from environment variables; docs/design.md lists them with all other variables."""
+"""Time limits from environment variables; docs/clusters.md lists them with all other variables."""
 
 from __future__ import annotations
 

@@ -104,8 +104,8 @@ def _strength(doc: str, what: str) -> Any:
     """Return the field of a strength of LSGD."""
     return option(
         None,
-        f"of lsgd: strength of {doc}, from 0 up to 1, or a function of the rank's own step; None: 0.1",
-        help=f"{what}; 0 is not at all, 1 all the way",
+        f"of lsgd: strength of {doc}, from 0 to below 1, or a function of the rank's own step; None: 0.1",
+        help=f"{what}; from 0 (not at all) to below 1 (all the way)",
         absent="0.1",
         read=STRENGTH,
         metavar="X",
