@@ -236,6 +236,10 @@ class Driver(abc.ABC):
     def finish(self, worker: Any, flush: bool) -> None:
         """End a drain (``flush``) or a cut, after everything in flight has arrived."""
 
+    def finish_whole(self, worker: Any, flush: bool) -> None:
+        """Call ``finish``."""
+        self.finish(worker, flush)
+
     @abc.abstractmethod
     def state_at_start(self) -> str | None:
         """Return what a rank has loaded that the others must have too when they first meet; None if it has nothing."""
@@ -365,7 +369,7 @@ class Driver(abc.ABC):
             if held is not None:  # (else the other ranks are notified and no longer wait for this one)
                 driver = held._async
                 driver.worker_now()  # raises if this rank cannot continue
-                driver.finish(worker, flush)
+                driver.finish_whole(worker, flush)
 
         self.replica.bind(engine)
         worker = self.make_worker(engine, finish)

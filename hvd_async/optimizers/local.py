@@ -300,6 +300,14 @@ class LocalDriver(Driver):
         self.restored = self.kept = None
         super().on_registered()
 
+    def finish_whole(self, worker: Any, flush: bool) -> None:
+        """Call ``finish``; an exception in it marks the rank as broken, since its steps are not counted anew."""
+        try:
+            self.finish(worker, flush)
+        except BaseException as error:
+            self.broken = f"a drain or cut was broken off: {type(error).__name__}: {error}"
+            raise
+
     def finish(self, worker: Any, flush: bool) -> None:
         if self._set_aside is not None:  # (in a cut at the start of another optimizer's consensus())
             self._set_aside = worker.gather(self._set_aside, flush)

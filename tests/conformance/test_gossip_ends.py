@@ -304,6 +304,26 @@ def test_no_step_between_a_broken_drain_and_its_repetition(binding):
     ranks.alike(work, 2)
 
 
+@pytest.mark.parametrize(("wrapper", "algorithm"), [("GossipOptimizer", "sgp"), ("LeaderOptimizer", "easgd")])
+def test_a_rank_whose_end_was_broken_off_is_refused_and_the_others_hear_of_it(wrapper, algorithm):
+    def work(rank: int) -> None:
+        one = TorchRank(TorchRank.least_squares(2, SGD), rank, wrapper=wrapper, algorithm=algorithm).train(2)
+        if rank == 0:
+            one.opt._async.replica.write = lambda weights: 1 / 0
+            with pytest.raises(ZeroDivisionError):
+                one.opt.drain()
+            del one.opt._async.replica.write
+        else:
+            one.opt.drain()
+        one.train(2)
+        one.opt.drain()
+
+    own, other = Cluster(2).outcomes(work, 30)
+    assert isinstance(own, ReplicaStateError)
+    assert "a drain or cut was broken off: ZeroDivisionError" in str(own)
+    assert "rank 0 on host host0 failed: ReplicaStateError: a drain or cut was broken off" in str(other)
+
+
 BROKEN = [
     *((PushSumWorker, where, 3, {"algorithm": name, "topology": "ring", "gossip_every": 1})
       for name in ("sgp", "osgp", "dpsgd", "exact-diffusion", "noloco") for where in ("_offer", "_await_messages")),
