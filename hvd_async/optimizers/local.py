@@ -301,7 +301,7 @@ class LocalDriver(Driver):
         super().on_registered()
 
     def finish_whole(self, worker: Any, flush: bool) -> None:
-        """Call ``finish``; an exception in it marks the rank as broken, since its steps are not counted anew."""
+        """Call ``finish``; an exception in it marks the rank as broken: it still counts its steps as before."""
         try:
             self.finish(worker, flush)
         except BaseException as error:

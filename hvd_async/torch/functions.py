@@ -150,7 +150,7 @@ def receive_state(
             if rank == root_rank:  # (Horovod takes contiguous tensors only)
                 sent = next(on_root).cpu().clone(memory_format=torch.contiguous_format)
             else:
-                sent = torch.zeros(shape, dtype=dtype)
+                sent = torch.zeros(shape, dtype=dtype, device="cpu")
             received.extend(tensors_of(root_rank, [sent], f"{name}.{len(received)}"))
             return received[-1]
         return _map(value, fill)

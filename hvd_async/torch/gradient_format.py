@@ -54,6 +54,16 @@ class Bucket:
             parts[place] = parts[place].as_strided(shape, strides)
         return parts
 
+    def gradients(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Return ``parts`` as gradients, which have their parameters' strides: fused kernels on a CPU do not compare
+        these. (Copies, where a parameter's memory has another order than the vector.)"""
+        parts = self.parts(vector)
+        for place, shape, strides in self._forms:
+            parameter = self.parameters[place]
+            if parameter.stride() != strides and parameter.shape == shape:
+                parts[place] = torch.empty_like(parameter, dtype=self.dtype).copy_(parts[place])
+        return parts
+
     def copy_gradients(self, vector: torch.Tensor, tail: torch.Tensor) -> None:
         """Fill a vector with each ``p.grad`` (0 for a parameter without one) and a tail."""
         gradients = [p.grad for p in self.parameters]
@@ -170,7 +180,7 @@ class Layout:
                 continue
             if scale * weight != 1.0:
                 vector[: bucket.elements].mul_(scale * weight)
-            pairs = zip(bucket.parameters, bucket.parts(vector), strict=True)
+            pairs = zip(bucket.parameters, bucket.gradients(vector), strict=True)
             # (a frozen parameter may have other memory by now, which would take no gradient of this shape)
             for parameter, part in [pair for pair in pairs if id(pair[0]) not in frozen] if frozen else pairs:
                 average = part if part.dtype == parameter.dtype else part.to(parameter.dtype)
@@ -195,7 +205,8 @@ def memory_order(parameter: torch.Tensor) -> str:
 
 def strides(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of a parameter's part of a vector."""
-    return (parameter if memory_order(parameter) else torch.empty(parameter.shape, device="meta")).stride()
+    own = parameter.is_contiguous() or memory_order(parameter)  # (strides of dimensions of size 1 say nothing)
+    return (parameter if own else torch.empty(parameter.shape, device="meta")).stride()
 
 
 def zeros_of(

@@ -242,10 +242,10 @@ class Checks:
         """
         device = vector.device
         if device not in self._ones:
-            self._ones[device] = torch.ones((), device=device)
+            self._ones[device] = torch.ones((), dtype=torch.float32, device=device)
         stream = streams.gpu.current_stream(device)
         if stream not in self._queued:
-            flags = torch.zeros(self._buckets, device=device)
+            flags = torch.zeros(self._buckets, dtype=torch.float32, device=device)
             self._queued[stream] = flags, flags.unbind(), []
         _, views, checked = self._queued[stream]
         spoilt = views[bucket]

@@ -21,6 +21,7 @@ from hvd_async.torch import shared_models, streams
 from hvd_async.torch.collectives import EnteredOutside, outside_inference_mode
 from hvd_async.torch.horovod_api import hvd
 from hvd_async.torch.hyperparameters import PLAIN, noting_counters
+from hvd_async.torch.tensors import is_plain
 from hvd_async.torch.update import LEADS, StepHooks, make_state
 from hvd_async.torch.weight_replica import WeightReplica
 
@@ -148,6 +149,9 @@ class OptimizerMethods(methods.OptimizerMethods, torch.optim.Optimizer):
                 driver.replica.prepare()  # groups may have been added since the wrapper was made
             driver.take_share(driver.replica.placed(share))
         super().load_state_dict(state_dict)
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if own := self.state.get(parameter):
+                own.update([(key, _lying_as(parameter, value)) for key, value in own.items()])
         for group, loaded in zip(groups, self.param_groups, strict=True):
             group.clear()
             group.update(loaded)
@@ -159,6 +163,16 @@ class OptimizerMethods(methods.OptimizerMethods, torch.optim.Optimizer):
             "a wrapped optimizer cannot be copied or pickled, it belongs to this process's engine: save its "
             "state_dict()"
         )
+
+
+def _lying_as(parameter: torch.Tensor, value: Any) -> Any:
+    """Return an entry of a parameter's state, with the parameter's strides if it has its shape: fused kernels on a CPU
+    do not compare these."""
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not is_plain(value):
+        return value
+    if value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _with_own_state(state_dict: dict[str, Any]) -> dict[str, Any]:

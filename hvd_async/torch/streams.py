@@ -150,7 +150,7 @@ class Gpu:
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized tensor in pinned memory of the host: copies to and from it need no wait."""
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a tensor on the CPU in pinned memory."""

@@ -262,7 +262,7 @@ class TorchMessageFormat(MessageFormat):
         return torch.zeros(self._elements, dtype=self._kind, device=self._device)
 
     def scalar(self, value: float) -> torch.Tensor:
-        return torch.tensor([value], dtype=torch.float64)
+        return torch.tensor([value], dtype=torch.float64, device="cpu")
 
     def _bytes(self, nbytes: int) -> torch.Tensor:
         return self._memory.empty(nbytes, self._device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections.abc import Callable
@@ -15,9 +16,11 @@ import hvd_async.torch as hvd
 from hvd_async.algorithms.gossip.message_format import HEADER, NumpyMessageFormat
 from hvd_async.errors import ReplicaMismatchError
 from hvd_async.testing import Cluster
-from hvd_async.torch.gradient_format import memory_order
+from hvd_async.torch.functions import receive_state
+from hvd_async.torch.gradient_format import Layout, memory_order
 from hvd_async.torch.streams import ReusedMemory
 from hvd_async.torch.weight_replica import TorchMessageFormat
+from tests.conformance.fake_gpu import FakeGpu
 from tests.conformance.gossip_ranks import PAIRS, STAR, alike, by_options, check_mean
 from tests.conformance.leader_drive import Seen
 from tests.conformance.weight_ranks import SGD, TorchRank
@@ -165,7 +168,9 @@ SOLO = {"quorum": "solo"}
 class Shaped:
     """A rank with parameters of all shapes, those of four dimensions in a memory format, one of them in float64."""
 
-    def __init__(self, rank: int, options: dict[str, Any], memory_format: torch.memory_format = LAST) -> None:
+    def __init__(
+        self, rank: int, options: dict[str, Any], memory_format: torch.memory_format = LAST, fused: bool = False
+    ) -> None:
         random = np.random.default_rng(1)
         tensors = [torch.as_tensor(random.normal(size=shape), dtype=torch.float32) for shape in SHAPES]
         tensors[1] = tensors[1].double()
@@ -174,7 +179,7 @@ class Shaped:
         self.leads = "global_period" in options
         averages: Any = hvd.EagerOptimizer if "quorum" in options else hvd.GossipOptimizer
         self.opt = (hvd.LeaderOptimizer if self.leads else averages)(
-            torch.optim.SGD(self.parameters, lr=0.1, momentum=0.5), **options
+            torch.optim.SGD(self.parameters, lr=0.1, momentum=0.5, fused=fused), **options
         )
 
     def step(self) -> None:
@@ -246,6 +251,71 @@ def test_weights_that_move_to_other_memory_between_steps(options):
     assert trained(lambda one: None, PLAIN) == usual
     for between in (convert, strided, replace):
         assert trained(between) == usual
+
+
+@pytest.mark.parametrize("options", [SOLO, STAR, LSGD], ids=["eager", "gossip", "lsgd"])
+def test_fused_kernels_get_gradients_and_loaded_state_that_lie_as_the_parameters_do(options):
+    """The kernels of a CPU do not compare strides."""
+
+    def train(rank: int, moves: bool) -> list[bytes]:
+        one = Shaped(rank, options, fused=True)
+        if moves:
+            one.parameters[2].data = one.parameters[2].data.t().contiguous().t()
+        one.step()
+        one.opt.drain()
+        state = copy.deepcopy(one.opt.state_dict())
+        if moves:
+            convert(one)
+            for own in state["state"].values():  # as ``broadcast_optimizer_state`` sends it
+                own["momentum_buffer"] = own["momentum_buffer"].contiguous()
+        one.opt.load_state_dict(state)
+        for _ in range(2):
+            one.step()
+        return one.bits()
+
+    assert alike(lambda rank: train(rank, moves=True), 1) == alike(lambda rank: train(rank, moves=False), 1)
+
+
+def test_gradients_are_not_copied_where_strides_differ_in_dimensions_of_size_1_only():
+    """As those of 1x1 convolutions in ``torch.channels_last`` do."""
+    one = torch.empty(4, 3, 1, 1, memory_format=LAST)
+    vector = torch.zeros(13)
+    (gradient,) = Layout([one]).buckets[0].gradients(vector)
+    assert (gradient.stride(), gradient.data_ptr()) == (one.stride(), vector.data_ptr())
+
+
+@pytest.mark.parametrize("options", [SOLO, STAR, LSGD], ids=["eager", "gossip", "lsgd"])
+@pytest.mark.parametrize("given", ["device", "dtype"])
+def test_torchs_default_device_and_dtype_change_nothing(options, given):
+    """A tensor that is made without a device does not go together with others then. The dtype matters on a GPU."""
+
+    def train(rank: int, device: str) -> tuple[list[bytes], set[torch.device]]:
+        one = Shaped(rank, options)
+        for step in range(3):
+            with torch.device(device):
+                one.opt.zero_grad()
+                torch.autograd.backward([((step + 1) * p**2 + p).sum() for p in one.parameters])
+                if one.leads:
+                    one.opt.record_loss(1.0)
+                one.opt.step()
+        with torch.device(device):
+            one.opt.drain()
+            state = receive_state(one.opt, 1, 0, "", lambda _, value, name: value, lambda _, tensors, name: tensors)
+            return one.bits(), {own["momentum_buffer"].device for own in state["state"].values()}
+
+    def trained(device: str = "cpu") -> Any:
+        with FakeGpu().installed() if given == "dtype" else contextlib.nullcontext():
+            return alike(lambda rank: train(rank, device), 1)
+
+    usual = trained()
+    if given == "device":
+        assert trained("meta") == usual
+        return
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert trained() == usual
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("options", [STAR, SOLO], ids=["gossip", "eager"])

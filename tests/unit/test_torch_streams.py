@@ -49,6 +49,10 @@ class TestOnAGpu:
         assert not end.query(), "it waited for what was queued afterwards"
         assert streams.use_here(total).item() == 3000.0
 
+    def test_pinned_memory_is_the_hosts_whatever_the_default_device(self):
+        with torch.device("cuda"):
+            assert streams.gpu.pinned((1,), torch.float32).is_pinned()
+
     def test_a_vector_that_was_changed_since_is_waited_for(self):
         vector = streams.record_ready(torch.zeros(1000, device="cuda"))
         torch.cuda._sleep(BUSY)

@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from hvd_async.runtime.launch import Launch, Seat, place_of
 from hvd_async.torch import streams, torch_collectives
-from hvd_async.torch.distributed import world
-from hvd_async.torch.distributed.calls import Call, Calls
+from hvd_async.torch.distributed import collectives, world
+from hvd_async.torch.distributed.calls import OPERATIONS, Call, Calls
 from hvd_async.torch.distributed.collectives import gather_objects, gathered
 from hvd_async.torch.streams import ReusedMemory
 from hvd_async.torch.torch_collectives import TorchCollectives
@@ -133,6 +133,23 @@ def test_a_mismatch_is_an_error_of_all_ranks_that_names_both_calls(
 def test_an_object_that_cannot_be_pickled_is_an_error_of_all_ranks(open_calls: Open, unsendable: Any) -> None:
     found = two_ranks(open_calls, lambda calls: gather_objects(calls, unsendable if calls.place else 0))
     assert [one[:54] for one in found] == ["ValueError: rank 1 cannot send its object, since pickl"] * 2
+
+
+def test_torchs_default_device_does_not_matter(open_calls: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "calls_of", lambda calls: calls)
+    own, sparse = torch.ones(2), torch.ones(2).to_sparse()
+
+    def call(calls: Any) -> Any:
+        with torch.device("meta"):
+            if calls.place:
+                calls.begin(allreduce(), lambda everyones: calls.reduced([own], OPERATIONS.index("Sum"))).wait()
+            calls.join()
+            summed = collectives.sparse_allreduce_async(sparse, "x", collectives.Sum, calls)()
+            _, counts = collectives.alltoall(sparse.values(), [1, 1], None, calls)
+            return summed.to_dense().tolist(), counts.tolist()
+
+    assert two_ranks(open_calls, call) == [([2.0, 2.0], [1, 1])] * 2
+    assert own.tolist() == [1.0, 1.0]
 
 
 def test_what_begins_later_ends_later(open_calls: Open) -> None:

@@ -252,7 +252,7 @@ class Calls:
                 return max(zip((-int(one.options["seen"]) for one in everyones), self.ranks, strict=True))[1]
             if not self._mismatch(everyones):  # (an error is raised by the ranks that have called it)
                 dtype = DTYPES[others[0].dtype]
-                zeros = [torch.zeros(shape, dtype=dtype) for shape in others[0].shapes]
+                zeros = [torch.zeros(shape, dtype=dtype, device="cpu") for shape in others[0].shapes]
                 yield from self.reduced(zeros, OPERATIONS.index(str(others[0].options["op"])))
 
     def _exchange(self, call: Call) -> Generator[Any, None, list[Call]]:
@@ -260,7 +260,7 @@ class Calls:
         own, room = msgspec.msgpack.encode(call), RECORD
         while True:
             sent = bytearray(len(own).to_bytes(8, "little") + own[:room].ljust(room))
-            everyones = torch.empty(self.size * len(sent), dtype=torch.uint8)
+            everyones = torch.empty(self.size * len(sent), dtype=torch.uint8, device="cpu")
             yield from until_done(self.group._allgather_base(everyones, torch.frombuffer(sent, dtype=torch.uint8)))
             rows = [row.tobytes() for row in everyones.view(self.size, -1).numpy()]
             lengths = [int.from_bytes(row[:8], "little") for row in rows]

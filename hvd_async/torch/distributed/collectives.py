@@ -332,7 +332,7 @@ def sparse_allreduce_async(
 
     def result() -> torch.Tensor:
         total = synchronize(values) / (len(process_set.ranks) if op == Average else 1)
-        return torch.sparse_coo_tensor(synchronize(indices).t(), total, tensor.size())
+        return torch.sparse_coo_tensor(synchronize(indices).t(), total, tensor.size(), device=tensor.device)
 
     return result
 
@@ -466,7 +466,7 @@ def alltoall_async(
             out = received.reshape(-1).view(torch.uint8).view(-1, width)
             own = here[0].reshape(-1).view(torch.uint8).view(-1, width)[: sum(sent)]
             yield from until_done(calls.group.alltoall_base(out, own, counts, sent, dist.AllToAllOptions()))
-        return [received, torch.tensor(counts, dtype=torch.int32)]
+        return [received, torch.tensor(counts, dtype=torch.int32, device="cpu")]
 
     return _begin("alltoall", [tensor], name, process_set, run, splits=sent).mapped(
         lambda results: (results[0].to(tensor.device), results[1])

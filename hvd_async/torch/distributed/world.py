@@ -158,13 +158,9 @@ class World:
         self._made[prefix] += 1
         return f"{prefix}/{self._made[prefix]}"
 
-    def close(self, groups: Sequence[Any] | None = None) -> None:
-        """Close process groups, on which no collective is under way.
-
-        Args:
-            groups: which; None for all.
-        """
-        for group in list(self._groups) if groups is None else groups:
+    def close(self, groups: Sequence[Any]) -> None:
+        """Close process groups, on which no collective is under way."""
+        for group in groups:
             _to_sweep.append(self._groups.pop(group))
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
 
