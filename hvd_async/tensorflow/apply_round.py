@@ -134,7 +134,10 @@ def settings(optimizer: Any) -> list[str]:
         if not key.startswith("_") and key not in NOT_SETTINGS and isinstance(value, bool | int | float | str | None)
     }
     if scheduled(optimizer):
-        schedule = keras.optimizers.schedules.serialize(optimizer._learning_rate)
+        try:
+            schedule = keras.optimizers.schedules.serialize(optimizer._learning_rate)
+        except NotImplementedError:  # (of a class without ``get_config()``)
+            schedule = type(optimizer._learning_rate).__name__
         plain["learning_rate"] = json.dumps(schedule, sort_keys=True, default=repr)
     return [f"{key}={value!r}" for key, value in sorted(plain.items())]
 
@@ -145,15 +148,21 @@ def digest(optimizer: Any) -> int:
 
 
 def owners(optimizer: Any, variables: Sequence[Any]) -> dict[int, list[Any]]:
-    """Return the optimizer's variables (such as velocities) by the index of the variable in whose name they begin."""
+    """Return the optimizer's variables (such as velocities) by the index of the variable they belong to: by their place
+    in a list of one for each variable, else the variable in whose name they begin."""
     prefixes = {str(getattr(v, "path", v.name)).replace("/", "_").replace(":", "_") + "_": i
                 for i, v in enumerate(variables)}  # fmt: skip
-    averages = {id(v) for v in getattr(optimizer, "_model_variables_moving_average", None) or [] if v is not None}
+    lists = {key: held for key, held in vars(optimizer).items() if isinstance(held, list) and key != "_variables"}
+    averages = {id(v) for v in lists.pop("_model_variables_moving_average", []) if v is not None}
+    places = {id(v): i for held in lists.values() if len(held) == len(variables) for i, v in enumerate(held)}
     found: dict[int, list[Any]] = {}
     for variable in optimizer.variables:
-        fitting = [prefix for prefix in prefixes if own_name(variable).startswith(prefix)]
-        if fitting and id(variable) not in averages:  # (moving averages of frozen weights are updated too)
-            found.setdefault(prefixes[max(fitting, key=len)], []).append(raw(variable))
+        index = places.get(id(variable))
+        if index is None:
+            fitting = [prefix for prefix in prefixes if own_name(variable).startswith(prefix)]
+            index = prefixes[max(fitting, key=len)] if fitting else None
+        if index is not None and id(variable) not in averages:  # (those of frozen weights are updated too)
+            found.setdefault(index, []).append(raw(variable))
     return found
 
 

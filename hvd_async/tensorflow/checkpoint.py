@@ -11,7 +11,7 @@ import h5py  # type: ignore[import-untyped]
 import numpy as np
 import tensorflow as tf
 
-from hvd_async.tensorflow.variables import own_name, raw
+from hvd_async.tensorflow.variables import by_name, raw
 
 PREFIX = "hvd_async."
 COPY = "copy."
@@ -154,7 +154,7 @@ class StateMethods:
         """
         replica = self._async.replica
         replica.prepare()
-        return {own_name(v): raw(v).numpy() for v in self.variables} | packed(self, self._async.share())
+        return {name: raw(v).numpy() for name, v in by_name(self.variables).items()} | packed(self, self._async.share())
 
     def set_state(self: Any, state: Arrays) -> None:
         """Restore what ``get_state`` returned, before the first step or after a ``drain()``; the optimizer must be
@@ -167,7 +167,7 @@ class StateMethods:
         """
         replica = self._async.replica
         replica.prepare()
-        own, names = {own_name(v): v for v in self.variables}, {name for name in state if not is_share(name)}
+        own, names = by_name(self.variables), {name for name in state if not is_share(name)}
         if own.keys() != names:
             differing = ", ".join(sorted(own.keys() ^ names)[:3])
             raise ValueError(f"the state is of another optimizer, or this one is not built: {differing} ...")

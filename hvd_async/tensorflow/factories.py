@@ -63,6 +63,8 @@ class KerasArguments(HorovodArguments):
 
 
 BINDING = Binding(hvd, LIFECYCLE, Compression)
+MULTI_OPTIMIZER = getattr(keras.optimizers, "MultiOptimizer", ())
+"""Optimizer of several, each of its own variables (recent versions of Keras)."""
 
 
 def check_backend(error: type[Exception] = ValueError) -> None:
@@ -86,6 +88,11 @@ def check_optimizer(optimizer: Any) -> None:
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise ValueError(
             f"optimizer must be a Keras 3 optimizer, got {type(optimizer).__name__}. Pass one of keras.optimizers"
+        )
+    if isinstance(inner, MULTI_OPTIMIZER):
+        raise ValueError(
+            "a MultiOptimizer cannot be wrapped: pass one optimizer for all variables or, in a loop of your own, wrap "
+            "one for each part of them"
         )
     if type(inner).__module__ == "horovod._keras":
         raise ValueError(
@@ -116,8 +123,22 @@ def wrap(optimizer: Any, driver: Driver, methods: type, scale_methods: type, nam
         vars(outer)["inner_optimizer"] = wrapped
     if name is not None:
         vars(outer)["name"] = name
+    for one in {type(outer), type(wrapped)}:
+        _name_as_wrapped(one)
     driver.attach(wrapped)
     return outer
+
+
+def _name_as_wrapped(made: Any) -> None:
+    """Have Keras save instances of a derived class under the name, if any, for which the wrapped class is registered;
+    files load the latter."""
+    name = keras.saving.get_registered_name(made._wrapped_class)
+    package, registered, own = name.partition(">")
+    if registered:
+        objects = keras.saving.get_custom_objects()
+        loaded = objects.get(name, made._wrapped_class)
+        keras.saving.register_keras_serializable(package, own)(made)
+        objects[name] = loaded
 
 
 def _refuse(name: str, *_: Any, **__: Any) -> None:

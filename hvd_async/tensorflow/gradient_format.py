@@ -51,8 +51,13 @@ def partition(variables: Sequence[Any], cap_bytes: float, groups: int | Sequence
             no list are split by size. None: buckets by size.
 
     Raises:
-        ValueError: a list has a variable that is not there, or one twice.
+        ValueError: a variable is complex; a list has a variable that is not there, or one twice.
     """
+    for variable in variables:
+        if raw(variable).dtype.is_complex:
+            raise ValueError(
+                f"{signature(variable)} cannot be averaged: make it two real ones, or keep it out of the optimizer"
+            )
     kinds = [accumulated(variable) for variable in variables]
     sizes = [variable.shape.num_elements() for variable in variables]
     gradients = [(kind, size * kind.size) for kind, size in zip(kinds, sizes, strict=True)]

@@ -80,6 +80,18 @@ def own_name(variable: Any) -> str:
     return str(variable.path).rpartition("/")[2]
 
 
+def by_name(variables: Sequence[Any]) -> dict[str, Any]:
+    """Return variables of an optimizer by ``own_name``, with a number for the second of a name and later ones."""
+    found: dict[str, Any] = {}
+    for variable in variables:
+        name, numbers = own_name(variable), itertools.count(2)
+        key = name
+        while key in found:
+            key = f"{name}:{next(numbers)}"
+        found[key] = variable
+    return found
+
+
 def frozen(optimizer: Any) -> list[int]:
     """Return the indices of a built optimizer's variables that are frozen at present."""
     return [index for index, variable in enumerate(optimizer._trainable_variables) if not variable.trainable]

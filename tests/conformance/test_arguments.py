@@ -325,6 +325,10 @@ def test_what_cannot_be_wrapped(binding, wrapper):
             theirs = type("SGD", (keras_sgd,), {"__module__": "horovod._keras"})
             with pytest.raises(ValueError, match="wrap the plain Keras optimizer"):
                 make(binding, wrapper, theirs(0.1), **more)
+            if hasattr(keras.optimizers, "MultiOptimizer"):
+                several = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(keras_sgd(0.1)))
+                with pytest.raises(ValueError, match="wrap one for each part of them"):
+                    make(binding, wrapper, several, **more)
     with pytest.raises(NotInitializedError, match=r"call hvd.init\(\) first"):
         make(binding, wrapper, **more)
 
@@ -350,8 +354,8 @@ def test_parameters_that_mixing_would_spoil(wrapper, dtype):
 
 @each_wrapper
 def test_what_keras_steps_cannot_be(wrapper):
-    """Not built, of the optimizer that was wrapped, without gradients, of weights in half precision or that their
-    gradient overwrites."""
+    """Not built, of the optimizer that was wrapped, without gradients, of weights that are complex, in half
+    precision or overwritten by their gradient."""
 
     def train(rank: int) -> float:
         opt = make("keras", wrapper, given := keras_sgd(0.5), **WRAPPERS[wrapper])
@@ -378,6 +382,9 @@ def test_what_keras_steps_cannot_be(wrapper):
             weight.overwrite_with_gradient = True
             with pytest.raises(ValueError, match="float8"):
                 other.apply([tf.constant(1.0)], [weight])
+            other = make("keras", wrapper, keras_sgd(1.0))
+            with pytest.raises(ValueError, match="complex64 cannot be averaged: make it two real ones"):
+                other.apply([tf.constant(1j, "complex64")], [tf.Variable(1j, dtype="complex64")])
         else:
             other.build([half := keras.Variable(0.0, dtype="bfloat16")])
             with pytest.raises(ValueError, match="'mixed_float16' and 'mixed_bfloat16'"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from typing import Any
 
@@ -88,6 +89,53 @@ def test_a_saved_model_loads_with_a_plain_optimizer_and_with_a_wrapped_one(tmp_p
     assert again.optimizer._async.replica.model is again
     assert flat(again.optimizer.momentums).tolist() == momentums.tolist()
     assert int(again.optimizer.iterations) == steps
+
+
+@keras.saving.register_keras_serializable("tests")
+class Registered(sgd):  # type: ignore[misc,valid-type]
+    """An optimizer of a script's own."""
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_saved_model_loads_with_a_registered_optimizer(tmp_path: pathlib.Path, wrapper: str, scaled: bool):
+    wrap, options, _ = WRAPPERS[wrapper]
+    with scripted_engine(2):
+        given = Registered(0.05)
+        opt = wrap(keras.optimizers.LossScaleOptimizer(given) if scaled else given, **options)
+        opt.build((model := conv_model()).trainable_variables)
+        compiled(opt, model).save(tmp_path / "0.keras")
+    loaded = keras.models.load_model(tmp_path / "0.keras").optimizer
+    assert type(loaded.inner_optimizer if scaled else loaded) is Registered
+
+
+@pytest.mark.parametrize("kind", [keras.optimizers.Adafactor, functools.partial(sgd, momentum=0.5)])
+def test_variables_of_one_name_are_not_mixed_up(kind: Any):
+    """In states, and when one of them is frozen."""
+
+    def make(wrap: Any) -> tuple[Any, list[Any]]:
+        opt, variables = wrap(kind(0.5)), [keras.Variable(np.ones((2, 3)), name="same") for _ in range(2)]
+        opt.build(variables)
+        return opt, variables
+
+    def train(wrap: Any) -> tuple[Any, list[Any]]:
+        opt, variables = make(wrap)
+        for there in (2, 1, 1):
+            variables[1].trainable = there == 2
+            opt.apply([tf.fill((2, 3), 1.0 + place) for place in range(there)], variables[:there])
+        return opt, [variable.numpy() for variable in (*variables, *opt.variables)]
+
+    def wrapped(rank: int) -> Any:
+        opt, trained = train(wrap := functools.partial(hvd.EagerOptimizer, quorum="all", weight_prediction=0))
+        opt.drain()
+        again, _ = make(wrap)
+        again.set_state(opt.get_state())
+        return trained, [variable.numpy() for variable in again.variables]
+
+    _, plainly = train(lambda inner: inner)
+    ((trained, again),) = Cluster(1).run(wrapped)
+    for one, other in zip([*trained, *again], [*plainly, *plainly[2:]], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

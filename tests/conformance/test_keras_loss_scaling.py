@@ -77,6 +77,27 @@ def test_the_scale_moves_as_keras_own(graph):
     assert Cluster(1).run(train) == [scales(plain, lambda gradient: plain.apply([tf.constant(gradient)], [weight]))]
 
 
+def test_a_loss_has_the_present_scale_where_its_step_builds_the_optimizer():
+    """TensorFlow traces such a step twice; the first time Keras scales the loss by a number."""
+
+    def train(rank: int) -> list[float]:
+        opt, weight, seen = hvd.EagerOptimizer(scaling(8.0)(None), quorum="all"), keras.Variable(0.0), []
+
+        @tf.function
+        def step() -> None:
+            with tf.GradientTape() as tape:
+                loss = opt.scale_loss(weight * 1.0)
+            opt.apply([tape.gradient(loss, weight.value)], [weight])
+
+        for _ in range(5):
+            step()
+            seen.append(float(weight.numpy()))
+        opt.drain()
+        return seen
+
+    assert Cluster(2).run(train) == [[momentum([1.0] * steps) for steps in range(1, 6)]] * 2
+
+
 def half_model() -> Any:
     """In mixed precision: float16 inside, float32 weights."""
     policy = keras.DTypePolicy("mixed_float16")
@@ -109,7 +130,7 @@ def test_fit_in_mixed_float16():
         assert moved > 0.01
         assert stats.steps == 24
         skipped = stats.gradients_skipped
-        assert (skipped > 4) if rank else (skipped == 0)
+        assert (4 < skipped < 20) if rank else (skipped == 0)
         assert stats.gradients_produced == 24 - skipped
         assert stats.gradients_applied == stats.total_produced == 48 - outcomes[1][1].gradients_skipped
         assert scale == 2.0 ** (10 + 15 * rank - skipped)

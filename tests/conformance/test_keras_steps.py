@@ -38,6 +38,21 @@ def test_a_learning_rate_schedule_is_evaluated_at_the_version(graph, tapes):
         assert outcome.after.tobytes() == outcomes[0].after.tobytes()
 
 
+def test_a_schedule_needs_no_config():
+    class Halving(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step: Any) -> Any:
+            return 0.5 ** tf.cast(step, tf.float32)
+
+    def train(rank: int) -> list[float]:
+        one = KerasVectors([1], lambda _: keras.optimizers.SGD(Halving()), quorum="all")
+        for _ in range(2):
+            one.take(1.0)
+        one.opt.drain()
+        return one.weights().tolist()
+
+    assert Cluster(2).run(train) == [[-1.5]] * 2
+
+
 @both_modes
 def test_momentum_correction_follows_the_rounds_rate(graph):
     """With it Keras' velocity, which has the rate inside, moves as torch's, which has not."""
