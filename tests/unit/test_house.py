@@ -11,10 +11,10 @@ from scripts.house import House, body_lengths, count_tokens, measure, single_imp
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {
-    "hvd_async": House(files=160, lines=43_035, tokens=255_350, functions=3_181, median_body=3, single_importer=21),
+    "hvd_async": House(files=160, lines=43_100, tokens=255_940, functions=3_188, median_body=3, single_importer=22),
     "scripts": House(files=53, lines=10_358, tokens=75_760, functions=642, median_body=4, single_importer=6),
-    "tests": House(files=303, lines=50_635, tokens=422_350, functions=4_004, median_body=5, single_importer=20),
-    "docs": House(files=32, lines=3_400),
+    "tests": House(files=303, lines=50_950, tokens=425_260, functions=4_038, median_body=5, single_importer=20),
+    "docs": House(files=32, lines=3_406),
 }
 """The sizes that were reached, rounded up; of ``median_body``, which is to rise, the least value.
 
@@ -23,10 +23,10 @@ A change that lowers a size lowers its limit too; one that raises a limit says i
 CORE = {
     "algorithms": 68_850,
     "monitor": 5_670,
-    "optimizers": 17_030,
+    "optimizers": 17_390,  # (a loaded momentum outlives a loss; broken ends and late switches are refused)
     "runtime": 34_750,
-    "tensorflow": 30_225,
-    "torch": 45_855,
+    "tensorflow": 30_540,  # (variables of equal names are saved, and registered optimizers load)
+    "torch": 46_125,  # (gradients and loaded state lie in memory as their parameters)
     "traces": 4_630,
 }
 APPLICATIONS = {"advisor": 5_105, "cli": 4_360, "doctor": 7_660, "runner": 15_140, "simulation": 7_040}
