@@ -116,7 +116,7 @@ class LeaderDriver(LocalDriver):
             self.steps_before = self.worker.steps
         group_set = self.rank_group.process_set
         groups = [tuple(self.rank_group.ranks[place] for place in places) for places in self.config.groups]
-        if group_set is None and not self._centered:
+        if group_set is None:
             self._compare_groups(engine)
         if len(groups) > 1:
             several = [ranks for ranks in groups if len(ranks) > 1]

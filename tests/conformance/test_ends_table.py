@@ -181,7 +181,7 @@ def test_other_algorithms(framework: str, wrapper: str, cell: Cell):
 
 
 @both
-@pytest.mark.parametrize(("name", "other"), [("all", "sgp"), ("sgp", "all"), ("diloco", "all"), ("easgd", "all")])
+@pytest.mark.parametrize(("name", "other"), [("all", "sgp"), ("sgp", "all"), ("diloco", "all")])
 def test_a_rank_without_batches_opens_the_optimizer_that_others_train(binding, name, other):
     """While it waits for the end of another one; and not the one of the same ranks that was wrapped before."""
     problem = binding.least_squares(2)
@@ -202,7 +202,7 @@ def test_a_rank_without_batches_opens_the_optimizer_that_others_train(binding, n
     assert one[1:] == (True, None)
 
 
-@pytest.mark.parametrize("name", ["sgp", "easgd"])
+@pytest.mark.parametrize("name", ["sgp", "dpsgd"])
 def test_a_loaded_state_is_taken_over_once_where_another_optimizers_drain_registers_it(name):
     problem = TorchRank.least_squares(2)
 
