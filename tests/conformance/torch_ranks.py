@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,22 @@ from tests.conformance.reference import Array
 
 torch.set_num_threads(1)
 torch.ones(1).sqrt()  # (if several threads take the first root of a process, MKL may give one of them 17 bits only)
+
+
+def _one_at_a_time(look_up: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    """Have one thread at a time make the object of an operator: if two do, torch (2.13) may free the one that its
+    dispatcher has kept, and ``__torch_dispatch__`` crashes."""
+    lock = threading.RLock()
+
+    def look_up_or_wait(self: Any, name: str) -> Any:
+        with lock:
+            return vars(self)[name] if name in vars(self) else look_up(self, name)
+
+    return look_up_or_wait
+
+
+for kind in (torch._ops.OpOverloadPacket, torch._ops._OpNamespace):
+    kind.__getattr__ = _one_at_a_time(kind.__getattr__)
 
 
 def seeded(model: torch.nn.Module, seed: int = 0) -> Any:
