@@ -206,7 +206,8 @@ def test_what_is_on_its_way_is_looked_at_and_changed_under_the_engines_lock_only
         own = TorchRank(TorchRank.least_squares(2), rank, dataclasses.replace(PAIRS, groups=((0, 1),)), **DOUBLE)
         worker, names = own.worker(), ("values", "__setitem__", "__delitem__")
         kind = type("Guarded", (dict,), {name: guarded(worker.engine.changed, name) for name in names})
-        worker._carrier._in_flight = kind()
+        with worker.engine.changed:  # (the other rank may have trained already, so that pulls are on their way)
+            worker._carrier._in_flight = kind(worker._carrier._in_flight)
         own.train(12).opt.cut()
         own.train(1).opt.drain()
 

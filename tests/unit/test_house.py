@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {
     "hvd_async": House(files=160, lines=43_100, tokens=255_940, functions=3_188, median_body=3, single_importer=22),
     "scripts": House(files=53, lines=10_358, tokens=75_760, functions=642, median_body=4, single_importer=6),
-    "tests": House(files=303, lines=50_960, tokens=425_360, functions=4_040, median_body=5, single_importer=20),
+    "tests": House(files=303, lines=50_961, tokens=425_372, functions=4_040, median_body=5, single_importer=20),
     "docs": House(files=32, lines=3_406),
 }
 """The sizes that were reached, rounded up; of ``median_body``, which is to rise, the least value.
