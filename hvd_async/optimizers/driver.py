@@ -237,7 +237,7 @@ class Driver(abc.ABC):
         """End a drain (``flush``) or a cut, after everything in flight has arrived."""
 
     def finish_whole(self, worker: Any, flush: bool) -> None:
-        """Call ``finish``."""
+        """Call ``finish``, and deal with an exception in it."""
         self.finish(worker, flush)
 
     @abc.abstractmethod

@@ -338,8 +338,8 @@ class LocalDriver(Driver):
         """
         if self.worker is not None and self.worker.gone_at_end:
             raise ReplicaStateError(
-                f"{ranks_text(self.worker.gone_at_end)} no longer has this optimizer, since it has ended or called "
-                f"discard(), and all ranks must change the settings or load a state together: do so before"
+                f"this optimizer is gone on {ranks_text(self.worker.gone_at_end)} (the script ended, or called "
+                f"discard()), and all ranks must change settings or load a state together: do so before"
             )
         if self.worker is not None:
             self.stats_before, self.rounds_before = self.stats(), self.rounds

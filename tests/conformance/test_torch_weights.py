@@ -277,7 +277,7 @@ def test_fused_kernels_get_gradients_and_loaded_state_that_lie_as_the_parameters
 
 
 def test_gradients_are_not_copied_where_strides_differ_in_dimensions_of_size_1_only():
-    """As those of 1x1 convolutions in ``torch.channels_last`` do."""
+    """Such are weights of 1x1 convolutions in ``torch.channels_last``."""
     one = torch.empty(4, 3, 1, 1, memory_format=LAST)
     vector = torch.zeros(13)
     (gradient,) = Layout([one]).buckets[0].gradients(vector)
