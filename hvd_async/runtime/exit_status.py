@@ -39,10 +39,6 @@ class _Exit(SystemExit):
             exit_status.code = self.code
 
 
-_Exit.__name__ = _Exit.__qualname__ = "SystemExit"
-_Exit.__module__ = "builtins"
-
-
 def _uncaught(error: BaseException) -> bool:
     """Return whether no code has run since the exception in the outermost frame that it has reached."""
     if error.__traceback__ is None:

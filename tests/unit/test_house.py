@@ -11,7 +11,7 @@ from scripts.house import House, body_lengths, count_tokens, measure, single_imp
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {
-    "hvd_async": House(files=160, lines=43_100, tokens=255_940, functions=3_188, median_body=3, single_importer=22),
+    "hvd_async": House(files=160, lines=43_095, tokens=255_920, functions=3_188, median_body=3, single_importer=22),
     "scripts": House(files=53, lines=10_358, tokens=75_760, functions=642, median_body=4, single_importer=6),
     "tests": House(files=303, lines=50_961, tokens=425_372, functions=4_040, median_body=5, single_importer=20),
     "docs": House(files=32, lines=3_406),
@@ -24,7 +24,7 @@ CORE = {
     "algorithms": 68_850,
     "monitor": 5_670,
     "optimizers": 17_390,  # (a loaded momentum outlives a loss; broken ends and late switches are refused)
-    "runtime": 34_750,
+    "runtime": 34_735,
     "tensorflow": 30_540,  # (variables of equal names are saved, and registered optimizers load)
     "torch": 46_125,  # (gradients and loaded state lie in memory as their parameters)
     "traces": 4_630,
